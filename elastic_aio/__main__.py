@@ -1,0 +1,6 @@
+"""`python -m elastic_aio` is `aio-elastic`."""
+
+from elastic_aio.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Checks of the values that users set: each refuses with one line that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+from elastic_aio.errors import SpecError
+
+__all__ = [
+    "check_number",
+    "checked_argument",
+    "checked_integer",
+    "checked_items",
+    "checked_pair",
+    "checked_part",
+    "checked_path",
+    "checked_text",
+    "is_port",
+    "listed",
+]
+
+Part = TypeVar("Part")
+
+
+def checked_argument(name: str, value: object) -> str:
+    if hasattr(value, "__fspath__"):
+        value = value.__fspath__()
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise SpecError(name, value, "an argument must be text, a path or a number")
+    return checked_text(name, str(value))
+
+
+def checked_part(name: str, value: object, kind: type[Part]) -> Part:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise SpecError(name, value, f"must be a {kind.__name__}")
+    return value
+
+
+def checked_path(name: str, value: object) -> str:
+    path = value.__fspath__() if hasattr(value, "__fspath__") else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise SpecError(name, value, "must be a path")
+    return path
+
+
+def checked_text(name: str, value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise SpecError(name, value, "must be text without NUL")
+    return value
+
+
+def checked_items(name: str, value: object) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise SpecError(name, value, "must be a list")
+    return list(value)
+
+
+def checked_pair(name: str, value: object) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    raise SpecError(name, value, "must be a pair")
+
+
+def checked_integer(name: str, value: object, *, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise SpecError(name, value, f"must be a whole number of at least {at_least}")
+    return value
+
+
+def check_number(
+    name: str, value: object, *, at_least: float | None = None, above: float | None = None
+) -> None:
+    bound = f"at least {at_least:g}" if at_least is not None else f"above {above:g}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # `not (a <= x)` also refuses NaN, which compares false with everything.
+    fits = is_number and (
+        (at_least is None or value >= at_least)  # type: ignore[operator]  # is_number
+        and (above is None or value > above)  # type: ignore[operator]  # is_number
+        and value != float("inf")
+    )
+    if not fits:
+        raise SpecError(name, value, f"must be a number {bound}")
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and int(text) < 65536
+
+
+def listed(values: Collection[int]) -> str:
+    return ", ".join(str(value) for value in sorted(values))

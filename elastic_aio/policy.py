@@ -1,0 +1,237 @@
+"""How jobs are stopped and restarted, and what signals mean to them: frozen, checked values."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from elastic_aio.backoff import Backoff, RestartWindow
+from elastic_aio.checks import check_number, checked_integer, checked_items, checked_pair, listed
+from elastic_aio.errors import SpecError
+from elastic_aio.signames import SIGKILL, SIGTERM, signal_name, signal_number
+
+if TYPE_CHECKING:
+    from elastic_aio.outcome import Failure
+
+__all__ = ["Action", "RestartPolicy", "SignalSpec", "StopPlan", "StopStep"]
+
+DEFAULT_GRACE = 30.0
+
+
+class Action(Enum):
+    """What to do about a failure."""
+
+    RESTART = "restart"
+    """Restart, whatever the exit-code rules say; budgets still count."""
+    GIVE_UP = "give up"
+    """End the job now."""
+    BY_POLICY = "by policy"
+    """Do what the policy would do without the callback."""
+
+
+Decide = Callable[["Failure"], "Action | Awaitable[Action]"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopStep:
+    """Send `signal`, then allow `grace` seconds before the next step."""
+
+    signal: int
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopPlan:
+    """How workers are asked to stop: signals with graces, then always SIGKILL.
+
+    Args:
+        steps: pairs of a signal (number or name) and a grace in seconds, in order.
+        reap_timeout: seconds to wait after SIGKILL for the kernel to let go of a
+            worker; one that is still there then (in an uninterruptible system
+            call, say) is reported with its state and left behind.
+    """
+
+    steps: tuple[StopStep, ...] = (StopStep(SIGTERM, DEFAULT_GRACE),)
+    reap_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        steps = []
+        for step in checked_items("stop.steps", self.steps):
+            number, grace = (
+                (step.signal, step.grace)
+                if isinstance(step, StopStep)
+                else checked_pair("stop.steps", step)
+            )
+            number = signal_number("stop.steps", number)
+            check_number("stop.steps", grace, at_least=0)
+            steps.append(StopStep(number, float(grace)))
+        if any(step.signal == SIGKILL for step in steps[:-1]):
+            raise SpecError("stop.steps", self.steps, "nothing can follow SIGKILL")
+        object.__setattr__(self, "steps", tuple(step for step in steps if step.signal != SIGKILL))
+        check_number("stop.reap_timeout", self.reap_timeout, above=0)
+
+    @classmethod
+    def within(cls, grace: float) -> StopPlan:
+        """Make the default plan with another grace: SIGTERM, `grace` seconds, SIGKILL."""
+        return cls(steps=(StopStep(SIGTERM, grace),))
+
+    def starting_with(self, signal: int) -> StopPlan:
+        """Return this plan with its first signal replaced by the one received."""
+        if not self.steps:
+            return self
+        first, *rest = self.steps
+        return StopPlan((StopStep(signal, first.grace), *rest), self.reap_timeout)
+
+    @property
+    def grace(self) -> float:
+        """Seconds until SIGKILL at the latest."""
+        return sum(step.grace for step in self.steps)
+
+    def __str__(self) -> str:
+        named = [f"{signal_name(step.signal)} {step.grace:g} s" for step in self.steps]
+        return ", ".join([*named, "SIGKILL"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a failed attempt is followed by another one, and after which delay.
+
+    Args:
+        backoff: delays between restarts; None restarts at once, as torchrun does.
+        healthy_after: an attempt that ran this many seconds resets the back-off.
+        window: at most n restarts in T seconds, as `RestartWindow` or `(n, T)`.
+        restart_on: exit codes that allow a restart (128 + n for a signal); None
+            means all of them.
+        never_on: exit codes that end the job at once.
+        decide: called with the root cause of each failed attempt; it returns (or
+            awaits) an `Action` that overrides the exit-code rules.
+    """
+
+    backoff: Backoff | None = None
+    healthy_after: float | None = None
+    window: RestartWindow | None = None
+    restart_on: frozenset[int] | None = None
+    never_on: frozenset[int] = frozenset()
+    decide: Decide | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, tuple):
+            object.__setattr__(
+                self, "window", RestartWindow(*checked_pair("restart.window", self.window))
+            )
+        if self.restart_on is not None:
+            object.__setattr__(self, "restart_on", _codes("restart.restart_on", self.restart_on))
+        object.__setattr__(self, "never_on", _codes("restart.never_on", self.never_on))
+        if self.backoff is not None:
+            _check_backoff(self.backoff)
+        if self.window is not None:
+            checked_integer("restart.window", self.window.count, at_least=1)
+            check_number("restart.window", self.window.seconds, above=0)
+        if self.healthy_after is not None:
+            check_number("restart.healthy_after", self.healthy_after, above=0)
+            if self.backoff is None:
+                raise SpecError(
+                    "restart.healthy_after",
+                    self.healthy_after,
+                    "resets the back-off, so restart.backoff must be set too",
+                )
+        if both := (self.restart_on or frozenset()) & self.never_on:
+            raise SpecError(
+                "restart.never_on",
+                sorted(self.never_on),
+                f"must not share codes with restart.restart_on ({listed(both)})",
+            )
+        if self.restart_on == frozenset():
+            raise SpecError(
+                "restart.restart_on",
+                [],
+                "must name an exit code (set max_restarts=0 to never restart)",
+            )
+        if self.decide is not None and not callable(self.decide):
+            raise SpecError("restart.decide", self.decide, "must be callable")
+        if self.window and self.backoff:
+            total = self.backoff.expected_total(self.window.count)
+            if total >= self.window.seconds:
+                raise SpecError(
+                    "restart.window",
+                    f"{self.window.count} in {self.window.seconds:g} s",
+                    f"can never be reached with this back-off ({self.window.count} delays take"
+                    f" {total:g} s); must be a longer window or a shorter back-off",
+                )
+
+    def check_with(self, max_restarts: int) -> None:
+        """Refuse a policy that `max_restarts` makes meaningless."""
+        if self.window and max_restarts < self.window.count:
+            raise SpecError(
+                "restart.window",
+                f"{self.window.count} in {self.window.seconds:g} s",
+                f"can never be reached with max_restarts={max_restarts};"
+                " must allow no more restarts than max_restarts does",
+            )
+        named = {
+            "restart.backoff": self.backoff,
+            "restart.restart_on": self.restart_on,
+            "restart.decide": self.decide,
+        }
+        for name, value in named.items():
+            if value is not None and max_restarts == 0:
+                raise SpecError(name, value, "has no effect unless max_restarts is at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSpec:
+    """What a launcher does with the signals that it receives.
+
+    Args:
+        stop: end the job by its stop plan, which then starts with this signal.
+        forward: pass to the leader of every worker; the job goes on.
+    """
+
+    stop: frozenset[int] = frozenset({1, 2, 3, 15})
+    forward: frozenset[int] = frozenset({10, 12})
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "forward"):
+            numbers = frozenset(
+                signal_number(f"signals.{name}", one)
+                for one in checked_items(f"signals.{name}", getattr(self, name))
+            )
+            for number in numbers & _NOT_CATCHABLE:
+                raise SpecError(
+                    f"signals.{name}", signal_name(number), "must be a signal that can be handled"
+                )
+            object.__setattr__(self, name, numbers)
+        if both := self.stop & self.forward:
+            raise SpecError(
+                "signals.forward",
+                sorted(self.forward),
+                f"must not share signals with signals.stop ({listed(both)})",
+            )
+
+
+# SIGKILL and SIGSTOP cannot be handled; the next four mean that this process
+# itself is broken; SIGCHLD belongs to the event loop, SIGTSTP and SIGCONT to job
+# control.
+_NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
+
+
+def _codes(name: str, value: object) -> frozenset[int]:
+    codes = frozenset(checked_items(name, value))
+    for code in codes:
+        if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
+            raise SpecError(name, code, "must be exit codes from 1 to 255 (128 + n for a signal)")
+    return codes
+
+
+def _check_backoff(backoff: Backoff) -> None:
+    if not isinstance(backoff, Backoff):
+        raise SpecError("restart.backoff", backoff, "must be a Backoff")
+    check_number("restart.backoff.initial", backoff.initial, at_least=0)
+    check_number("restart.backoff.factor", backoff.factor, at_least=1)
+    check_number("restart.backoff.cap", backoff.cap, at_least=0)
+    if backoff.cap < backoff.initial:
+        raise SpecError(
+            "restart.backoff.cap", backoff.cap, f"must not be below initial ({backoff.initial:g})"
+        )

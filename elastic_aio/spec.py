@@ -1,0 +1,322 @@
+"""What to run and how: `LaunchSpec` and its parts, frozen and checked when made.
+
+Nothing here touches the machine.  What needs it (does the script exist, how many
+GPUs are there) is resolved by the launcher, before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from elastic_aio.checks import (
+    checked_argument,
+    checked_integer,
+    checked_items,
+    checked_part,
+    checked_path,
+    checked_text,
+    is_port,
+)
+from elastic_aio.errors import SpecError
+from elastic_aio.policy import RestartPolicy, StopPlan
+from elastic_aio.std import StdMap
+
+__all__ = [
+    "Command",
+    "LaunchSpec",
+    "LogSpec",
+    "Module",
+    "NodeRange",
+    "RendezvousSpec",
+    "Script",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Python script, run as `python -u path args...`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A Python module, run as `python -u -m name args...`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program with its first arguments, executed as it is."""
+
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSpec:
+    """Where the workers' output goes.
+
+    Args:
+        log_dir: folder for the logs of all runs; None makes a temporary one when
+            it is needed; "/dev/null" keeps nothing and leaves every stream alone.
+        redirects: streams that go to files only.
+        tee: streams that go to files and, with a prefix, to the console.
+        local_ranks_filter: local ranks shown on the console; empty shows all.
+        prefix: template of the line prefix; `${role}` (or `${role_name}`),
+            `${rank}`, `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and
+            `${timestamp}` are replaced; None is torchrun's `[${role}${local_rank}]:`.
+    """
+
+    log_dir: str | None = None
+    redirects: StdMap = StdMap()
+    tee: StdMap = StdMap()
+    local_ranks_filter: frozenset[int] = frozenset()
+    prefix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_dir is not None:
+            object.__setattr__(self, "log_dir", checked_path("logs.log_dir", self.log_dir))
+        object.__setattr__(self, "redirects", StdMap.parse("logs.redirects", self.redirects))
+        object.__setattr__(self, "tee", StdMap.parse("logs.tee", self.tee))
+        ranks = frozenset(checked_items("logs.local_ranks_filter", self.local_ranks_filter))
+        for rank in ranks:
+            checked_integer("logs.local_ranks_filter", rank, at_least=0)
+        object.__setattr__(self, "local_ranks_filter", ranks)
+        if self.prefix is not None:
+            checked_text("logs.prefix", self.prefix)
+            if "\n" in self.prefix:
+                raise SpecError("logs.prefix", self.prefix, "must be a single line")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is captured at all (`/dev/null`)."""
+        return self.log_dir == "/dev/null"
+
+    def check_with(self, nproc: int) -> None:
+        """Refuse ranks that a node of `nproc` workers does not have."""
+        highest = {
+            "logs.redirects": self.redirects.highest_rank,
+            "logs.tee": self.tee.highest_rank,
+            "logs.local_ranks_filter": max(self.local_ranks_filter, default=-1),
+        }
+        for name, rank in highest.items():
+            if rank >= nproc:
+                raise SpecError(name, rank, f"local ranks must be from 0 to {nproc - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRange:
+    """How many nodes a job takes: from `minimum` to `maximum`."""
+
+    minimum: int = 1
+    maximum: int = 1
+
+    @classmethod
+    def parse(cls, value: object) -> NodeRange:
+        """Read `N`, `"N"`, `"MIN:MAX"` or a pair.
+
+        Raises:
+            SpecError: when it is none of these with 1 <= MIN <= MAX.
+        """
+        accepted = "must be N or MIN:MAX with 1 <= MIN <= MAX"
+        ends: Sequence[object]
+        if isinstance(value, NodeRange):
+            ends = (value.minimum, value.maximum)
+        elif isinstance(value, str):
+            ends = [int(part) if part.isdecimal() else part for part in value.split(":")]
+        elif isinstance(value, (tuple, list)):
+            ends = value
+        else:
+            ends = (value,)
+        match ends:
+            case [int(low), int(high)] if 1 <= low <= high:
+                return cls(low, high)
+            case [int(only)] if only >= 1 and only is not True:
+                return cls(only, only)
+        raise SpecError("nnodes", value, accepted)
+
+    def __str__(self) -> str:
+        same = self.minimum == self.maximum
+        return str(self.minimum) if same else f"{self.minimum}:{self.maximum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousSpec:
+    """How nodes meet: the backend's name and the address of the meeting point."""
+
+    backend: str = "c10d"
+    endpoint: str = "localhost:0"
+
+    def __post_init__(self) -> None:
+        checked_text("rendezvous.backend", self.backend)
+        checked_text("rendezvous.endpoint", self.endpoint)
+        if self.backend not in ("c10d", "tcp"):
+            raise SpecError("rendezvous.backend", self.backend, "must be 'c10d'")
+        host, _, port = self.endpoint.rpartition(":")
+        if host not in ("localhost", "127.0.0.1", "[::1]") or not is_port(port):
+            raise SpecError(
+                "rendezvous.endpoint",
+                self.endpoint,
+                "must be 'localhost:PORT' while a job has one node",
+            )
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class LaunchSpec:
+    """One job: what its workers run, how many there are, and how they are kept.
+
+    Args:
+        entrypoint: a script path, an argv list, a `Script`, `Module` or `Command`.
+        args: arguments of every worker; `${local_rank}` in them is replaced.
+        nproc_per_node: workers per node: a number, "cpu", "gpu" or "auto".
+        nnodes: nodes of the job: N, "MIN:MAX" or a pair.
+        max_restarts: how often the group may be restarted after failures.
+        env: variables set in every worker, over the inherited environment.
+        cwd: working directory of the workers; None inherits.
+        role: name of these workers, used in prefixes and `ROLE_NAME`.
+        logs: where their output goes.
+        restart: when and how fast a failed attempt is repeated.
+        stop: how workers are stopped, on every path.
+        rendezvous: how nodes meet.
+        run_id: name of the run; None makes one.
+        stdin: "null" (the default) or "rank0", which hands ours to local rank 0.
+        python: interpreter of scripts and modules; None is the running one.
+        events_kept: how many past events late readers can still see.
+
+    Raises:
+        SpecError: one line naming the field, the value and what is accepted.
+    """
+
+    entrypoint: Script | Module | Command
+    args: tuple[str, ...] = ()
+    nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1
+    nnodes: NodeRange = NodeRange()
+    max_restarts: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    role: str = "default"
+    logs: LogSpec = LogSpec()
+    restart: RestartPolicy = RestartPolicy()
+    stop: StopPlan = StopPlan()
+    rendezvous: RendezvousSpec = RendezvousSpec()
+    run_id: str | None = None
+    stdin: Literal["null", "rank0"] = "null"
+    python: str | None = None
+    events_kept: int = 10_000
+
+    def __init__(
+        self,
+        entrypoint: str | Sequence[str] | Script | Module | Command | Callable[..., Any] | object,
+        *,
+        args: Iterable[object] = (),
+        nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1,
+        nnodes: int | str | tuple[int, int] | NodeRange = 1,
+        max_restarts: int = 0,
+        env: Mapping[str, str] | None = None,
+        cwd: object = None,
+        role: str = "default",
+        logs: LogSpec | None = None,
+        restart: RestartPolicy | None = None,
+        stop: StopPlan | None = None,
+        rendezvous: RendezvousSpec | None = None,
+        run_id: str | None = None,
+        stdin: Literal["null", "rank0"] = "null",
+        python: str | None = None,
+        events_kept: int = 10_000,
+    ) -> None:
+        """Check and keep every setting; see the class for their meaning."""
+        settings: dict[str, object] = {
+            "entrypoint": _entrypoint(entrypoint),
+            "args": tuple(checked_argument("args", one) for one in checked_items("args", args)),
+            "nproc_per_node": _nproc(nproc_per_node),
+            "nnodes": NodeRange.parse(nnodes),
+            "max_restarts": checked_integer("max_restarts", max_restarts, at_least=0),
+            "env": MappingProxyType(_environment({} if env is None else env)),
+            "cwd": None if cwd is None else checked_path("cwd", cwd),
+            "role": checked_text("role", role),
+            "logs": checked_part("logs", logs, LogSpec),
+            "restart": checked_part("restart", restart, RestartPolicy),
+            "stop": checked_part("stop", stop, StopPlan),
+            "rendezvous": checked_part("rendezvous", rendezvous, RendezvousSpec),
+            "run_id": None if run_id is None else checked_text("run_id", run_id),
+            "stdin": stdin,
+            "python": None if python is None else checked_path("python", python),
+            "events_kept": checked_integer("events_kept", events_kept, at_least=1),
+        }
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+        if stdin not in ("null", "rank0"):
+            raise SpecError("stdin", stdin, "must be 'null' or 'rank0'")
+        if self.run_id == "":
+            raise SpecError("run_id", run_id, "must not be empty")
+        self.restart.check_with(self.max_restarts)
+        if isinstance(self.nproc_per_node, int):
+            self.logs.check_with(self.nproc_per_node)
+
+    def replaced(self, **changes: Any) -> LaunchSpec:
+        """Return a copy with some settings changed, checked again."""
+        settings = {one.name: getattr(self, one.name) for one in fields(self)}
+        return LaunchSpec(**{**settings, **changes})
+
+    @property
+    def name(self) -> str:
+        """What the workers run, in one word or two."""
+        match self.entrypoint:
+            case Script(path):
+                return path
+            case Module(name):
+                return name
+            case Command(argv):
+                return argv[0]
+
+
+def _entrypoint(value: object) -> Script | Module | Command:
+    accepted = "must be a script path, an argv list, a Script, a Module or a Command"
+    match value:
+        case Script(path):
+            return Script(checked_path("entrypoint", path))
+        case Module(name):
+            if not re.fullmatch(r"\w+(\.\w+)*", checked_text("entrypoint", name)):
+                raise SpecError("entrypoint", name, "a module must have a dotted name")
+            return value
+        case Command(argv):
+            return Command(_argv(argv))
+        case list() | tuple():
+            return Command(_argv(value))
+    if isinstance(value, str) or hasattr(value, "__fspath__"):
+        return Script(checked_path("entrypoint", value))
+    if callable(value):
+        raise SpecError("entrypoint", value, f"{accepted} (functions are not supported yet)")
+    raise SpecError("entrypoint", value, accepted)
+
+
+def _argv(value: Sequence[object]) -> tuple[str, ...]:
+    argv = tuple(checked_argument("entrypoint", one) for one in value)
+    if not argv or not argv[0]:
+        raise SpecError("entrypoint", list(value), "an argv list must start with a program")
+    return argv
+
+
+def _nproc(value: object) -> int | str:
+    if isinstance(value, str) and value in ("cpu", "gpu", "auto"):
+        return value
+    accepted = "must be a number of at least 1, 'cpu', 'gpu' or 'auto'"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError("nproc_per_node", value, accepted)
+    return value
+
+
+def _environment(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise SpecError("env", value, "must be a mapping of names to texts")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise SpecError("env", name, "a name must be text without '=' or NUL")
+        if not isinstance(text, str) or "\0" in text:
+            raise SpecError(f"env[{name!r}]", text, "must be text without NUL")
+    return dict(value)
