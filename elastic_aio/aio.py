@@ -5,46 +5,69 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["Pausable", "owned_task", "see_through"]
+__all__ = ["Pausable", "all_done", "outlast", "owned_task", "see_through"]
 
 T = TypeVar("T")
 
 
-async def see_through(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, however often the caller is cancelled meanwhile.
+async def see_through(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a piece of work to its end, however often anybody is cancelled meanwhile.
 
-    The cancellation is raised afterwards.  `work` must be bounded in time.
+    The caller's cancellation is raised afterwards.  When an event loop shuts down
+    it cancels every task, the one that does the work included; then the work is
+    started again, so it must bear that, and it must be bounded in time.
 
-    Two protections are needed at once.  A native `Task.cancel()` is withstood by
-    waiting for a task of its own again and again; inside a cancelled anyio scope
-    that loop would spin, since anyio delivers its cancellation anew at every
-    await, so the wait happens under an anyio shield too.  A scope can only exist
-    where anyio has been imported, hence the look into `sys.modules`: its asyncio
-    backend costs 20 ms to import, at the very moment when a job should end.
+    Args:
+        start: makes the coroutine that does the work.
 
     Returns:
-        What `work` returns.
+        What the work returns.
 
     Raises:
-        asyncio.CancelledError: the caller was cancelled; `work` is done.
-        BaseException: what `work` raised.
+        asyncio.CancelledError: the caller was cancelled; the work is done.
+        Exception: what the work raised.
     """
-    task = owned_task(work)
+    task = owned_task(start())
+    cancelled: asyncio.CancelledError | None = None
+    while True:
+        try:
+            await outlast(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        if not task.cancelled():
+            break
+        task = owned_task(start())
+    if cancelled is not None:
+        task.exception()  # marks it as seen: the cancellation takes its place
+        raise cancelled
+    return task.result()
+
+
+async def outlast(future: asyncio.Future[Any]) -> None:
+    """Wait until `future` is done, however often the caller is cancelled meanwhile.
+
+    Two protections are needed at once.  A native `Task.cancel()` is withstood by
+    waiting again and again; inside a cancelled anyio scope that loop would spin,
+    since anyio delivers its cancellation anew at every await, so the wait happens
+    under an anyio shield too.  A scope can only exist where anyio has been
+    imported, hence the look into `sys.modules`: its asyncio backend costs 20 ms to
+    import, at the very moment when a job should end.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled; `future` is done.
+    """
     cancelled: asyncio.CancelledError | None = None
     with _anyio_shield():
-        while not task.done():
+        while not future.done():
             try:
-                await asyncio.wait([task])
+                await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # marks it as seen: the cancellation takes its place
         raise cancelled
-    return task.result()
 
 
 def _anyio_shield() -> contextlib.AbstractContextManager[object]:
@@ -87,14 +110,35 @@ class Pausable:
     async def sleep(self, seconds: float) -> None:
         """Wait until `seconds` that count have passed."""
         never = asyncio.get_running_loop().create_future()
-        await self.wait_for(never, seconds)
+        await self.wait_for(never, seconds=seconds)
 
-    async def wait_for(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        """Wait for `future`, `seconds` at most; tell whether it is done.
+    async def wait_for(self, *futures: asyncio.Future[Any], seconds: float) -> bool:
+        """Wait until one of `futures` is done, `seconds` at most; tell whether one is.
 
-        The future is neither cancelled nor read.
+        The futures are neither cancelled nor read.
         """
         end = self.now() + seconds
-        while not future.done() and (left := end - self.now()) > 0:
-            await asyncio.wait([future], timeout=left)
-        return future.done()
+        while not any(future.done() for future in futures) and (left := end - self.now()) > 0:
+            await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        return any(future.done() for future in futures)
+
+
+def all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None]:
+    """Return a future that is done when all of `futures` are; it never fails.
+
+    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs
+    one callback each, however often it is waited for.
+    """
+    result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = set(futures)
+
+    def one_done(future: asyncio.Future[Any]) -> None:
+        waiting.discard(future)
+        if not waiting and not result.done():
+            result.set_result(None)
+
+    for future in tuple(waiting):
+        future.add_done_callback(one_done)
+    if not waiting:
+        result.set_result(None)
+    return result

@@ -68,11 +68,14 @@ class SpawnError(ElasticAioError):
     a lack of resources.
     """
 
-    def __init__(self, message: str, *, permanent: bool, exit_code: int) -> None:
-        """Keep the one-line `message`, `permanent` and the shell's `exit_code`."""
+    def __init__(
+        self, message: str, *, permanent: bool, exit_code: int, local_rank: int = 0
+    ) -> None:
+        """Keep the one-line `message`, `permanent`, the shell's `exit_code` and the worker."""
         super().__init__(message)
         self.permanent = permanent
         self.exit_code = exit_code
+        self.local_rank = local_rank
 
 
 class JobEnded(ElasticAioError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_aio.backoff import Backoff, RestartWindow
 from elastic_aio.checks import check_number, checked_integer, checked_items, checked_pair, listed
@@ -117,10 +117,10 @@ class RestartPolicy:
     decide: Decide | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, tuple):
-            object.__setattr__(
-                self, "window", RestartWindow(*checked_pair("restart.window", self.window))
-            )
+        window: Any = self.window
+        if window is not None and not isinstance(window, RestartWindow):
+            count, seconds = checked_pair("restart.window", window)
+            object.__setattr__(self, "window", RestartWindow(count, seconds))
         if self.restart_on is not None:
             object.__setattr__(self, "restart_on", _codes("restart.restart_on", self.restart_on))
         object.__setattr__(self, "never_on", _codes("restart.never_on", self.never_on))

@@ -1,0 +1,1 @@
+"""The agent: one job's life on one host.  A pure machine decides, a shell performs."""

@@ -1,0 +1,271 @@
+"""One host's part of a job: its processes, their guardian, their logs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
+from elastic_aio.aio import Pausable, owned_task
+from elastic_aio.errors import SpawnError
+from elastic_aio.logs.files import RunFolder
+from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_folder, plan_logs
+from elastic_aio.logs.prefix import LineOrigin, make_prefix
+from elastic_aio.logs.sink import Console, Sink
+from elastic_aio.logs.tee import Tee
+from elastic_aio.policy import StopPlan
+from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
+from elastic_aio.process.group import WorkerGroup
+from elastic_aio.process.guardian import Guardian, open_roster
+from elastic_aio.process.limits import raise_descriptor_limit, with_descriptor_limit
+from elastic_aio.process.tree import ProcessTree, Survivor
+from elastic_aio.ranks import Place
+from elastic_aio.spec import LaunchSpec
+from elastic_aio.worker.context import WorkerContext
+
+__all__ = ["Host", "HostCallbacks"]
+
+# Seconds without any progress after which a blocked console is given up, once the
+# workers are gone.  Their output is in the files.
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostCallbacks:
+    """Whom a host tells what; attempts, then local ranks, come first."""
+
+    started: Callable[[int, int, Child], None]
+    exited: Callable[[int, int, Child, Exit], None]
+    guardian_replaced: Callable[[int], None]
+    console_lost: Callable[[Sink], None]
+    console_blocked: Callable[[], None]
+
+
+class Host:
+    """Starts and stops the workers of a job on this host; must be closed."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        *,
+        run_id: str,
+        name: str,
+        nproc: int,
+        console: Console,
+        spawner: Spawner,
+        clock: Pausable,
+        tell: HostCallbacks,
+    ) -> None:
+        """Prepare; only `open` touches the machine.
+
+        Args:
+            spec: the job.
+            run_id: name of the run.
+            name: name of this host.
+            nproc: number of workers.
+            console: where shown output goes.
+            spawner: starts processes.
+            clock: measures graces.
+            tell: whom to tell what happens.
+        """
+        self.folder = RunFolder(None, is_temporary=False)
+        self._spec = spec
+        self._run_id = run_id
+        self._name = name
+        self._nproc = nproc
+        self._console = console
+        self._spawner = spawner
+        self._clock = clock
+        self._tell = tell
+        self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+        self._limit: int | None = None
+        self._roster = -1
+        self._nothing = -1
+        self._tree: ProcessTree | None = None
+        self._guardian: Guardian | None = None
+        self._tee: Tee | None = None
+        self._tee_tokens: list[int] = []
+        self._group: WorkerGroup | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def tree(self) -> ProcessTree:
+        """All processes of the job on this host."""
+        assert self._tree is not None, "open() comes first"
+        return self._tree
+
+    async def open(self) -> None:
+        """Make the run's folder and start the guardian.
+
+        Raises:
+            SpecError: the log folder cannot be used.
+            SurroundingsError: the machine lacks something.
+        """
+        self._limit = raise_descriptor_limit(self._nproc)
+        self._roster = open_roster()
+        self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._tree = ProcessTree(self._marker, self._clock, self._roster)
+        self.folder = RunFolder.make(self._spec.logs, self._run_id)
+        self._guardian = Guardian(
+            self._spawner,
+            marker=self._marker,
+            since=self._tree.since,
+            roster=self._roster,
+            on_replaced=self._tell.guardian_replaced,
+        )
+        await self._guardian.start()
+
+    async def start(self, attempt: int, places: Mapping[int, Place], restarts: int) -> None:
+        """Spawn all workers of an attempt.
+
+        Raises:
+            SpawnError: one could not be spawned; those before it may run.
+        """
+        check_runnable(self._spec)
+        port = free_port()
+        self._group = WorkerGroup(
+            self._spawner,
+            self.tree,
+            on_started=lambda rank, child: self._tell.started(attempt, rank, child),
+            on_exited=lambda rank, child, ended: self._tell.exited(attempt, rank, child, ended),
+        )
+        try:
+            self.folder.make_attempt(attempt)
+        except OSError as error:
+            raise _log_error(error) from error
+        plans = (self._plan(attempt, place, restarts, port) for place in places.values())
+        # Kept, so that a stop can wait for the child that is being spawned.
+        self._starting = owned_task(self._group.start(plans), name=f"start {attempt}")
+        await asyncio.shield(self._starting)
+
+    async def stop(
+        self, plan: StopPlan, on_escalated: Callable[[int, tuple[int, ...]], None]
+    ) -> list[Survivor]:
+        """Stop everything of the attempt; return what could not be killed.
+
+        May be started over after a cancellation.
+        """
+        await self.abandon_start()
+        return await self.tree.stop(plan, on_escalated)
+
+    async def abandon_start(self) -> None:
+        """Spawn no further worker; wait for the one that is being spawned."""
+        if self._group is not None and self._starting is not None:
+            self._group.abandon()
+            await asyncio.wait([self._starting])
+
+    def finish_logs(self) -> None:
+        """Say that no worker of the attempt writes any more."""
+        if self._tee is not None:
+            self._tee.finish(self._tee_tokens)
+        self._tee_tokens = []
+
+    async def close(self) -> bool:
+        """Show what is left to show, end the guardian, tidy up.
+
+        Returns whether a log folder remains.  May be started over.
+        """
+        if self._tee is not None:
+            if not await self._tee.drained(_PATIENCE_S):
+                self._tell.console_blocked()
+            await self._tee.aclose()
+            self._tee = None
+        if self._guardian is not None:
+            await self._guardian.aclose()
+        for descriptor in (self._roster, self._nothing):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._roster = self._nothing = -1
+        return self.folder.tidy()
+
+    def attempt_folder(self, attempt: int) -> str | None:
+        """Return the folder of an attempt; None when nothing is kept."""
+        return None if self.folder.path is None else attempt_folder(self.folder.path, attempt)
+
+    def logs_of(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Return where one worker's output goes."""
+        return plan_logs(self._spec.logs, self.folder.path, attempt, local_rank)
+
+    @contextmanager
+    def _plan(self, attempt: int, place: Place, restarts: int, port: int) -> Iterator[ChildPlan]:
+        logs = self.logs_of(attempt, place.local_rank)
+        inherited = self._ours(1), self._ours(2)
+        try:
+            with self.folder.open_streams(logs, inherited, self._nothing) as (out, err):
+                self._follow(logs, attempt, place)
+                takes_stdin = self._spec.stdin == "rank0" and place.local_rank == 0
+                yield ChildPlan(
+                    argv=with_descriptor_limit(
+                        command_of(self._spec, place.local_rank), self._limit
+                    ),
+                    env=self._environment(place, restarts, port, logs.error_file),
+                    cwd=self._spec.cwd,
+                    stdin=self._ours(0) if takes_stdin else self._nothing,
+                    stdout=out,
+                    stderr=err,
+                )
+        except OSError as error:
+            raise _log_error(error) from error
+
+    def _environment(
+        self, place: Place, restarts: int, port: int, error_file: str
+    ) -> dict[str, str]:
+        context = WorkerContext(
+            place=place,
+            role=self._spec.role,
+            run_id=self._run_id,
+            master_addr="127.0.0.1",
+            master_port=port,
+            restart_count=restarts,
+            max_restarts=self._spec.max_restarts,
+            error_file=error_file,
+        )
+        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        if place.local_world_size > 1:
+            defaults["OMP_NUM_THREADS"] = "1"
+        return {
+            **defaults,
+            **os.environ,
+            **self._spec.env,
+            **context.to_env(),
+            self._marker: "1",
+        }
+
+    def _follow(self, logs: WorkerLogs, attempt: int, place: Place) -> None:
+        self._follow_one(logs.stdout, self._console.out, attempt, place)
+        self._follow_one(logs.stderr, self._console.err, attempt, place)
+
+    def _follow_one(self, stream: StreamPlan, sink: Sink, attempt: int, place: Place) -> None:
+        if not stream.is_shown or stream.path is None:
+            return
+        if self._tee is None:
+            self._tee = Tee(self._tell.console_lost)
+        origin = LineOrigin(
+            self._spec.role, place.rank, place.local_rank, attempt, self._name, sink.name
+        )
+        prefix = make_prefix(self._spec.logs.prefix, origin, _timestamp)
+        self._tee_tokens.append(self._tee.follow(stream.path, sink, prefix))
+
+    def _ours(self, descriptor: int) -> int:
+        """Return one of our standard streams; `/dev/null` in place of a closed one."""
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            return self._nothing
+        return descriptor
+
+
+def _log_error(error: OSError) -> SpawnError:
+    where = f": {error.filename}" if error.filename else ""
+    said = (error.strerror or str(error)).lower()
+    return SpawnError(f"cannot make the log files ({said}){where}", permanent=False, exit_code=1)
+
+
+def _timestamp() -> str:
+    now = time.time()
+    clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
+    return f"{clock}.{int(now % 1 * 1000):03d}"

@@ -1,0 +1,140 @@
+"""What a job finds on its machine, looked up before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+
+from elastic_aio.errors import SpawnError, SpecError, SurroundingsError
+from elastic_aio.spec import LaunchSpec, Module, Script
+
+__all__ = [
+    "check_child_signals",
+    "check_runnable",
+    "command_of",
+    "free_port",
+    "node_name",
+    "resolve_nproc",
+]
+
+
+def resolve_nproc(spec: LaunchSpec) -> int:
+    """Return the number of workers that `nproc_per_node` means on this machine.
+
+    `cpu` counts the processors this process may run on, `gpu` the NVIDIA devices
+    it can see, `auto` the devices if there are any and else the processors.
+
+    Raises:
+        SpecError: there is no device, or the logs name a rank that does not exist.
+    """
+    wanted = spec.nproc_per_node
+    if not isinstance(wanted, int):
+        processors = len(os.sched_getaffinity(0))
+        devices = 0 if wanted == "cpu" else visible_gpus()
+        if wanted == "gpu" and not devices:
+            accepted = (
+                "needs a visible NVIDIA device (there is none); use a number, 'cpu' or 'auto'"
+            )
+            raise SpecError("nproc_per_node", wanted, accepted)
+        wanted = devices or processors
+    spec.logs.check_with(wanted)
+    return wanted
+
+
+def visible_gpus() -> int:
+    """Count NVIDIA devices: those that CUDA_VISIBLE_DEVICES lists, or all that exist."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        present = sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    except OSError:
+        present = 0
+    if listed is None or not present:
+        return present
+    # CUDA takes the list up to the first entry that is no device.
+    count = 0
+    for entry in listed.split(","):
+        if not re.fullmatch(r"\s*(\d+|(GPU|MIG)-[\w-]+(/\d+/\d+)?)\s*", entry):
+            break
+        count += 1
+    return count
+
+
+def check_child_signals() -> None:
+    """Refuse to work where exit statuses are thrown away.
+
+    Raises:
+        SurroundingsError: SIGCHLD is ignored, so the kernel reaps children itself.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise SurroundingsError(
+            "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
+            " call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+        )
+
+
+def command_of(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
+    """Return the argv of one worker.
+
+    `${local_rank}` in arguments is replaced; nothing else is touched (torchrun also
+    turns `$$` into `$`, which breaks arguments that mean what they say).
+    """
+    place = str(local_rank)
+    args = tuple(arg.replace("${local_rank}", place) for arg in spec.args)
+    python = spec.python or sys.executable
+    match spec.entrypoint:
+        case Script(path):
+            return (python, "-u", path, *args)
+        case Module(name):
+            return (python, "-u", "-m", name, *args)
+        case command:
+            program, *first = command.argv
+            return (program, *(arg.replace("${local_rank}", place) for arg in first), *args)
+
+
+def check_runnable(spec: LaunchSpec) -> None:
+    """Refuse a script that Python itself would not find: that is no worker's failure.
+
+    Raises:
+        SpawnError: with a shell's exit code, 127 for a missing script and 126 for
+            one that cannot be read.
+    """
+    if not isinstance(spec.entrypoint, Script):
+        return
+    path = spec.entrypoint.path
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        return  # spawning says this better
+    full = os.path.join(spec.cwd or "", path)
+    if not os.path.exists(full):
+        raise SpawnError(f"script not found: {path}", permanent=True, exit_code=127)
+    if not os.access(full, os.R_OK):
+        raise SpawnError(f"script cannot be read: {path}", permanent=True, exit_code=126)
+    if os.path.isdir(full) and not os.path.exists(os.path.join(full, "__main__.py")):
+        raise SpawnError(
+            f"script is a folder without __main__.py: {path}", permanent=True, exit_code=126
+        )
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on now, on IPv4 and IPv6.
+
+    Raises:
+        SurroundingsError: there is none.
+    """
+    try:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.socket(family) as one:
+            if family is socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            one.bind(("", 0))
+            port: int = one.getsockname()[1]
+            return port
+    except OSError as error:
+        raise SurroundingsError(f"cannot find a free port: {error}") from error
+
+
+def node_name() -> str:
+    """Return this host's name, without asking any name server."""
+    return socket.gethostname()

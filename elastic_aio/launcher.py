@@ -1,0 +1,126 @@
+"""`launch(spec)`: a whole job in one await, and `run(spec)` for programs without a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from elastic_aio.agent.agent import Agent, Listener
+from elastic_aio.aio import owned_task
+from elastic_aio.logs.sink import Console
+from elastic_aio.outcome import LaunchResult
+from elastic_aio.policy import SignalSpec
+from elastic_aio.signals import ReceivedSignals
+from elastic_aio.spec import LaunchSpec
+
+__all__ = ["launch", "run"]
+
+
+async def launch(
+    spec: LaunchSpec,
+    *,
+    signals: bool | SignalSpec = False,
+    console: Console | None = None,
+    listeners: Sequence[Listener] = (),
+) -> LaunchResult:
+    """Run a job to its end.
+
+    Args:
+        spec: the job.
+        signals: whether this launch handles the process's signals: True for the
+            defaults of `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop
+            the job by its plan (a second one at once), SIGUSR1 and SIGUSR2 go to
+            the workers, SIGTSTP holds the job.  Needs the main thread; the former
+            handlers return afterwards.
+        console: where tee'd output goes; None is this process's own.
+        listeners: called with every event as it happens; they must not block.
+
+    Returns:
+        The result, when every worker has exited with code 0.
+
+    Raises:
+        JobFailed: the workers failed and no restart is left.
+        JobStopped: a signal ended the job.
+        SpecError: a setting does not fit this machine.
+        SurroundingsError: the machine or this process lacks something.
+        asyncio.CancelledError: the caller was cancelled; the stop plan has run and
+            nothing of the job is left.
+    """
+    agent = Agent(spec, console=console, listeners=listeners)
+    if not signals:
+        async with agent:
+            return await agent.wait()
+    chosen = SignalSpec() if signals is True else signals
+    with ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP]) as received:
+        async with agent:
+            reading = owned_task(_heed(received, chosen, agent), name="heed signals")
+            try:
+                return await agent.wait()
+            finally:
+                reading.cancel()
+                await asyncio.wait([reading])
+
+
+async def _heed(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> None:
+    """Do what each received signal asks for."""
+    was_asked_to_stop = False
+    async for number in received:
+        if number == signal.SIGTSTP:
+            await agent.pause_while(_hold_this_process, signal.SIGSTOP, signal.SIGCONT)
+        elif number in chosen.forward:
+            agent.forward_signal(number)
+        elif was_asked_to_stop:
+            agent.kill()
+        else:
+            was_asked_to_stop = True
+            agent.stop(signal=number, reason=f"{signal.Signals(number).name} was received")
+
+
+def _hold_this_process() -> None:
+    # SIGSTOP and not SIGTSTP: our handler is in place, and the shell sees the same.
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run(
+    spec: LaunchSpec,
+    *,
+    signals: bool | SignalSpec = False,
+    console: Callable[[], Console] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> LaunchResult:
+    """Run a job to its end in a program that has no event loop.
+
+    Arguments and outcomes are those of `launch`; `console` is made on the loop.
+
+    Raises:
+        RuntimeError: an event loop runs in this thread; use `await launch(spec)`.
+    """
+
+    async def work() -> LaunchResult:
+        made = console() if console else None
+        return await launch(spec, signals=signals, console=made, listeners=listeners)
+
+    with no_thread_per_child(), asyncio.Runner() as runner:
+        return runner.run(work())
+
+
+@contextmanager
+def no_thread_per_child() -> Iterator[None]:
+    """Let asyncio wait for children by pidfd on Python 3.11, as later versions do.
+
+    Its default there is a thread per child, which can even signal a recycled pid.
+    The watcher belongs to the process, so only a process that we own may change it.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    former = asyncio.get_child_watcher()
+    asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
+    try:
+        yield
+    finally:
+        asyncio.set_child_watcher(former)

@@ -1,0 +1,1 @@
+"""The workers' output: planned, written to files by the workers, followed and shown."""
