@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from elastic_aio.agent.agent import Agent, Listener
 from elastic_aio.aio import owned_task
@@ -17,7 +18,9 @@ from elastic_aio.policy import SignalSpec
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec import LaunchSpec
 
-__all__ = ["launch", "run"]
+__all__ = ["launch", "run", "run_coroutine"]
+
+T = TypeVar("T")
 
 
 async def launch(
@@ -89,23 +92,27 @@ def run(
     spec: LaunchSpec,
     *,
     signals: bool | SignalSpec = False,
-    console: Callable[[], Console] | None = None,
     listeners: Sequence[Listener] = (),
 ) -> LaunchResult:
     """Run a job to its end in a program that has no event loop.
 
-    Arguments and outcomes are those of `launch`; `console` is made on the loop.
+    Arguments and outcomes are those of `launch`.
 
     Raises:
         RuntimeError: an event loop runs in this thread; use `await launch(spec)`.
     """
 
-    async def work() -> LaunchResult:
-        made = console() if console else None
-        return await launch(spec, signals=signals, console=made, listeners=listeners)
+    return run_coroutine(lambda: launch(spec, signals=signals, listeners=listeners))
 
+
+def run_coroutine(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run what `make` returns on a new loop in a process that we own.
+
+    Raises:
+        RuntimeError: an event loop runs in this thread.
+    """
     with no_thread_per_child(), asyncio.Runner() as runner:
-        return runner.run(work())
+        return runner.run(make())
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class Agent:
                 nnodes=str(self.spec.nnodes),
                 max_restarts=self.spec.max_restarts,
                 agent_pid=os.getpid(),
-                log_dir=self._host.folder.path,
+                log_dir=self._host.folder.announced,
             )
         )
         self._happened(Begun())
@@ -356,7 +356,7 @@ class Agent:
         self._ledger.begin_attempt(
             attempt,
             self._host.attempt_folder(attempt),
-            now=self._clock.now(),
+            now=time.monotonic(),
             unix=time.time(),
             oom_kills=oom_kills(),
         )
@@ -382,7 +382,7 @@ class Agent:
             self._publish(WorkerAbandoned(attempt=effect.attempt, pid=one.pid, state=one.state))
         self._host.finish_logs()
         failures = await self._gather_failures()
-        self._ledger.end_attempt(failures, self._clock.now())
+        self._ledger.end_attempt(failures, time.monotonic())
         return GroupGone(effect.attempt, self._clock.now(), failures)
 
     async def _gather_failures(self) -> tuple[Failure, ...]:
@@ -501,7 +501,7 @@ class Agent:
     def _on_started(self, attempt: int, local_rank: int, child: Child) -> None:
         place: Place = self._places[local_rank]
         logs = self._host.logs_of(attempt, local_rank)
-        self._ledger.worker_started(place, child.pid, logs, self._loop_time())
+        self._ledger.worker_started(place, child.pid, logs, time.monotonic())
         self._publish(
             WorkerStarted(attempt=attempt, rank=place.rank, local_rank=local_rank, pid=child.pid)
         )
@@ -544,9 +544,6 @@ class Agent:
     def _on_console_blocked(self) -> None:
         why = "nobody has read it since the workers ended"
         self._publish(ConsoleLost(attempt=self._machine.attempt, stream="console", why=why))
-
-    def _loop_time(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _failed_message(spec: LaunchSpec, result: LaunchResult) -> str:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import aiofiles
-
 from elastic_aio.agent.memory import oom_kills
 from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError, root_cause_first
@@ -79,8 +77,7 @@ async def _read_error(path: str) -> WorkerError | None:
         written = os.stat(path)
         if not 0 < written.st_size <= _ERROR_FILE_MAX:
             return None
-        async with aiofiles.open(path, "rb") as file:
-            content = await file.read()
+        content = await read_file(path, 0, _ERROR_FILE_MAX)
     except OSError:
         return None
     return parse_error_file(content, path, written.st_mtime)
@@ -94,9 +91,7 @@ async def _tail(path: str | None) -> tuple[str, ...]:
         size = os.stat(path).st_size
         if not size:
             return ()
-        async with aiofiles.open(path, "rb") as file:
-            await file.seek(max(0, size - _TAIL_BYTES))
-            content = await file.read(_TAIL_BYTES)
+        content = await read_file(path, max(0, size - _TAIL_BYTES), _TAIL_BYTES)
     except OSError:
         return ()
     lines = content.decode("utf-8", "replace").rstrip("\n").split("\n")
@@ -104,6 +99,33 @@ async def _tail(path: str | None) -> tuple[str, ...]:
     if size > _TAIL_BYTES and len(shown) > 1:
         del shown[0]  # most likely cut
     return tuple(shown[-_TAIL_LINES:])
+
+
+async def read_file(path: str, offset: int, size: int) -> bytes:
+    """Read a part of a file in a thread of its own: log folders may be on slow disks.
+
+    A machine that has no thread left gets a plain read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    # Imported here: most jobs end without a file to read.
+    from concurrent.futures import ThreadPoolExecutor
+
+    import aiofiles
+
+    # Not the loop's default executor, whose threads would outlive the job.
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
+        async with aiofiles.open(path, "rb", executor=executor) as file:
+            await file.seek(offset)
+            return await file.read(size)
+    except RuntimeError:  # can't start new thread
+        with open(path, "rb") as file:  # noqa: ASYNC230  # the last resort
+            file.seek(offset)
+            return file.read(size)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
 from elastic_aio.aio import Pausable, owned_task
-from elastic_aio.errors import SpawnError
+from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_folder, plan_logs
 from elastic_aio.logs.prefix import LineOrigin, make_prefix
@@ -72,7 +72,7 @@ class Host:
             clock: measures graces.
             tell: whom to tell what happens.
         """
-        self.folder = RunFolder(None, is_temporary=False)
+        self.folder = RunFolder(None)
         self._spec = spec
         self._run_id = run_id
         self._name = name
@@ -105,9 +105,12 @@ class Host:
             SpecError: the log folder cannot be used.
             SurroundingsError: the machine lacks something.
         """
-        self._limit = raise_descriptor_limit(self._nproc)
+        try:
+            self._limit = raise_descriptor_limit(self._nproc)
+            self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SurroundingsError(f"cannot start a job here: {error}") from error
         self._roster = open_roster()
-        self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._tree = ProcessTree(self._marker, self._clock, self._roster)
         self.folder = RunFolder.make(self._spec.logs, self._run_id)
         self._guardian = Guardian(

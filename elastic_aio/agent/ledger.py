@@ -26,7 +26,7 @@ class _Worker:
     place: Place
     pid: int
     logs: WorkerLogs
-    started_at: float  # loop time
+    started_at: float  # monotonic
     duration: float = 0.0
     status: ExitStatus | None = None
     usage: ResourceUsage | None = None
@@ -39,7 +39,7 @@ class _Worker:
 class _Attempt:
     number: int
     log_dir: str | None
-    began: float  # loop time
+    began: float  # monotonic
     began_at: float  # Unix time
     oom_kills: int | None
     workers: dict[int, _Worker] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Ledger:
     def begin_attempt(
         self, number: int, log_dir: str | None, *, now: float, unix: float, oom_kills: int | None
     ) -> None:
-        """Begin an attempt at loop time `now`, Unix time `unix`."""
+        """Begin an attempt at monotonic time `now`, Unix time `unix`."""
         self._attempt = _Attempt(number, log_dir, now, unix, oom_kills)
 
     def worker_started(self, place: Place, pid: int, logs: WorkerLogs, now: float) -> None:
@@ -107,7 +107,7 @@ class Ledger:
         ]
 
     def end_attempt(self, failures: tuple[Failure, ...], now: float) -> None:
-        """Close the present attempt at loop time `now`."""
+        """Close the present attempt at monotonic time `now`."""
         attempt = self._current
         self._ended.append(
             AttemptResult(

@@ -17,9 +17,12 @@ __all__ = ["RunFolder"]
 class RunFolder:
     """The folder of one run on this host; `path` is None when there is none."""
 
-    def __init__(self, path: str | None, *, is_temporary: bool) -> None:
+    def __init__(
+        self, path: str | None, *, is_temporary: bool = False, has_logs: bool = True
+    ) -> None:
         """Take an existing folder; use `make` to get one."""
         self.path = path
+        self._has_logs = has_logs
         self._is_temporary = is_temporary
         self._made: list[str] = [] if path is None else [path]
 
@@ -38,25 +41,31 @@ class RunFolder:
             SurroundingsError: no temporary folder can be made, and logs are wanted.
         """
         if spec.is_off:
-            return cls(None, is_temporary=False)
+            return cls(None)
         if spec.log_dir is not None:
             place = os.path.abspath(spec.log_dir)
             try:
                 os.makedirs(place, exist_ok=True)
-                return cls(tempfile.mkdtemp("", run_prefix(run_id), place), is_temporary=False)
+                return cls(tempfile.mkdtemp("", run_prefix(run_id), place))
             except OSError as error:
                 said = (error.strerror or str(error)).lower()
                 accepted = f"must be a folder that can be written to ({said})"
                 raise SpecError("logs.log_dir", spec.log_dir, accepted) from error
+        has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)
         try:
             path = tempfile.mkdtemp("", f"elastic_aio_{run_prefix(run_id)}")
         except OSError as error:
-            if spec.redirects.is_empty and spec.tee.is_empty:
-                return cls(None, is_temporary=False)
+            if not has_logs:
+                return cls(None)
             raise SurroundingsError(
                 f"cannot make a temporary folder for the logs ({error}); choose one with log_dir"
             ) from error
-        return cls(path, is_temporary=True)
+        return cls(path, is_temporary=True, has_logs=has_logs)
+
+    @property
+    def announced(self) -> str | None:
+        """The folder to tell users about; None while only error files would be there."""
+        return self.path if self._has_logs else None
 
     def make_attempt(self, attempt: int) -> str | None:
         """Make the folder of an attempt; return it.

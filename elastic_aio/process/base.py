@@ -35,7 +35,8 @@ class ChildPlan:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended and when: `at` is the loop's time in seconds."""
+    """How a child ended and when: `at` is in monotonic seconds
+    (not the loop's time, which uvloop keeps in whole milliseconds)."""
 
     status: ExitStatus
     at: float

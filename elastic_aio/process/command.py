@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 from resource import struct_rusage
 
 from elastic_aio.aio import owned_task
@@ -105,7 +106,7 @@ class _AsyncioChild:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
-        self.exited.set_result(Exit(status, asyncio.get_running_loop().time()))
+        self.exited.set_result(Exit(status, time.monotonic()))
 
 
 async def spawn_with_popen(plan: ChildPlan) -> Child:
@@ -168,7 +169,7 @@ class _PopenChild:
             self._process.returncode = os.waitstatus_to_exitcode(wait_status)
             status = ExitStatus.from_returncode(self._process.returncode)
             usage = _usage(used)
-        self.exited.set_result(Exit(status, asyncio.get_running_loop().time(), usage))
+        self.exited.set_result(Exit(status, time.monotonic(), usage))
 
 
 def _story(child: Child) -> str:
