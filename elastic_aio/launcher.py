@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from elastic_aio.agent.agent import Agent, Listener
+from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.chronicle import Listener
 from elastic_aio.aio import owned_task
 from elastic_aio.logs.sink import Console
 from elastic_aio.outcome import LaunchResult

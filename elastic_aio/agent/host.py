@@ -13,9 +13,9 @@ from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
 from elastic_aio.aio import Pausable, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
-from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_folder, plan_logs
+from elastic_aio.logs.paths import WorkerLogs, attempt_folder, plan_logs
 from elastic_aio.logs.prefix import LineOrigin, make_prefix
-from elastic_aio.logs.sink import Console, Sink
+from elastic_aio.logs.sink import Console, Sink, open_console
 from elastic_aio.logs.tee import Tee
 from elastic_aio.policy import StopPlan
 from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
@@ -41,8 +41,7 @@ class HostCallbacks:
     started: Callable[[int, int, Child], None]
     exited: Callable[[int, int, Child, Exit], None]
     guardian_replaced: Callable[[int], None]
-    console_lost: Callable[[Sink], None]
-    console_blocked: Callable[[], None]
+    console_lost: Callable[[Sink, str], None]
 
 
 class Host:
@@ -55,7 +54,7 @@ class Host:
         run_id: str,
         name: str,
         nproc: int,
-        console: Console,
+        console: Console | None,
         spawner: Spawner,
         clock: Pausable,
         tell: HostCallbacks,
@@ -67,7 +66,7 @@ class Host:
             run_id: name of the run.
             name: name of this host.
             nproc: number of workers.
-            console: where shown output goes.
+            console: where shown output goes; None is this process's own.
             spawner: starts processes.
             clock: measures graces.
             tell: whom to tell what happens.
@@ -78,6 +77,7 @@ class Host:
         self._name = name
         self._nproc = nproc
         self._console = console
+        self._own_console: Console | None = None
         self._spawner = spawner
         self._clock = clock
         self._tell = tell
@@ -173,10 +173,13 @@ class Host:
         Returns whether a log folder remains.  May be started over.
         """
         if self._tee is not None:
-            if not await self._tee.drained(_PATIENCE_S):
-                self._tell.console_blocked()
+            for sink in await self._tee.drain(_PATIENCE_S):
+                self._tell.console_lost(sink, "nobody has read it since the workers ended")
             await self._tee.aclose()
             self._tee = None
+        if self._own_console is not None:
+            self._own_console.close()
+            self._own_console = None
         if self._guardian is not None:
             await self._guardian.aclose()
         for descriptor in (self._roster, self._nothing):
@@ -239,19 +242,22 @@ class Host:
         }
 
     def _follow(self, logs: WorkerLogs, attempt: int, place: Place) -> None:
-        self._follow_one(logs.stdout, self._console.out, attempt, place)
-        self._follow_one(logs.stderr, self._console.err, attempt, place)
+        for name, stream in (("out", logs.stdout), ("err", logs.stderr)):
+            if stream.is_shown and stream.path is not None:
+                self._follow_one(stream.path, name, attempt, place)
 
-    def _follow_one(self, stream: StreamPlan, sink: Sink, attempt: int, place: Place) -> None:
-        if not stream.is_shown or stream.path is None:
-            return
+    def _follow_one(self, path: str, name: str, attempt: int, place: Place) -> None:
         if self._tee is None:
             self._tee = Tee(self._tell.console_lost)
+            if self._console is None:
+                self._console = self._own_console = open_console()
+        assert self._console is not None
+        sink: Sink = getattr(self._console, name)
         origin = LineOrigin(
             self._spec.role, place.rank, place.local_rank, attempt, self._name, sink.name
         )
         prefix = make_prefix(self._spec.logs.prefix, origin, _timestamp)
-        self._tee_tokens.append(self._tee.follow(stream.path, sink, prefix))
+        self._tee_tokens.append(self._tee.follow(path, sink, prefix))
 
     def _ours(self, descriptor: int) -> int:
         """Return one of our standard streams; `/dev/null` in place of a closed one."""

@@ -25,8 +25,8 @@ __all__ = ["Tee"]
 class Tee:
     """Follows files and shows what is new in them; must be closed."""
 
-    def __init__(self, on_lost: Callable[[Sink], None]) -> None:
-        """Begin with no file; `on_lost` is told when a sink takes no more."""
+    def __init__(self, on_lost: Callable[[Sink, str], None]) -> None:
+        """Begin with no file; `on_lost` is told why a sink takes no more."""
         self._on_lost = on_lost
         self._watch = GrowthWatch(self._on_grown)
         self._followers: dict[int, tuple[Follower, int]] = {}
@@ -61,20 +61,18 @@ class Tee:
             self._pumps[follower.sink].wake(follower)
             follower.finished.add_done_callback(partial(self._forget, token))
 
-    async def drained(self, patience: float) -> bool:
-        """Wait until all that was finished is shown.
+    async def drain(self, patience: float) -> list[Sink]:
+        """Wait until all that was finished is shown; return the sinks given up on.
 
-        Gives up after `patience` seconds in which the console has taken nothing;
-        false then.
+        That is after `patience` seconds in which none of them has taken anything.
         """
-        ending = [one.finished for one, _ in self._followers.values() if one.is_ending]
-        done = all_done(ending)
+        done = all_done(one.finished for one in self._ending())
         while not done.done():
             before = [sink.written for sink in self._pumps]
             await asyncio.wait([done], timeout=patience)
             if not done.done() and [sink.written for sink in self._pumps] == before:
-                return False
-        return True
+                break
+        return list({one.sink: None for one in self._ending()})
 
     async def aclose(self) -> None:
         """Stop following, shown or not."""
@@ -83,6 +81,11 @@ class Tee:
             await pump.aclose()
         for follower, _ in list(self._followers.values()):
             follower.close()
+
+    def _ending(self) -> list[Follower]:
+        return [
+            one for one, _ in self._followers.values() if one.is_ending and not one.finished.done()
+        ]
 
     def _forget(self, token: int, _: asyncio.Future[None]) -> None:
         self._followers.pop(token, None)
@@ -97,7 +100,7 @@ class Tee:
 class _Pump:
     """Copies to one sink, a chunk of each waiting file in turn."""
 
-    def __init__(self, sink: Sink, on_lost: Callable[[Sink], None]) -> None:
+    def __init__(self, sink: Sink, on_lost: Callable[[Sink, str], None]) -> None:
         self._sink = sink
         self._on_lost = on_lost
         self._queue: deque[Follower] = deque()
@@ -105,6 +108,7 @@ class _Pump:
         self._frames: dict[Follower, asyncio.TimerHandle] = {}
         self._woken = asyncio.Event()
         self._closed = False
+        self._is_lost = False
         self._start()
 
     def wake(self, follower: Follower) -> None:
@@ -149,7 +153,9 @@ class _Pump:
                     await self._show_due_frame(follower)
                 more = await follower.copy()
         except SinkLost:
-            self._on_lost(self._sink)
+            if not self._is_lost:
+                self._is_lost = True
+                self._on_lost(self._sink, self._sink.lost or "")
             follower.close()
             return False
         except OSError:
