@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
+
+from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.policy import DEFAULT_GRACE, SignalSpec, StopPlan
@@ -27,8 +28,7 @@ class UsageError(Exception):
     """A command line that cannot be accepted; the message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(Struct, frozen=True):
     """What a command line asks for; `notices` are told to the user at the start."""
 
     spec: LaunchSpec
@@ -37,8 +37,7 @@ class RunRequest:
     notices: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(Struct, frozen=True):
     name: str  # the dashed spelling, without "--"
     help: str
     short: str = ""

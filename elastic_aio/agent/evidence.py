@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from elastic_aio.agent.memory import oom_kills
 from elastic_aio.logs.paths import WorkerLogs
@@ -20,8 +22,7 @@ _ERROR_FILE_MAX = 8 * 1024 * 1024
 _MARGIN_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class EndedWorker:
+class EndedWorker(Struct, frozen=True):
     """A worker that did not succeed; `ended_at` is Unix seconds."""
 
     rank: int

@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
 from elastic_aio.aio import Pausable, owned_task
@@ -34,8 +35,7 @@ __all__ = ["Host", "HostCallbacks"]
 _PATIENCE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class HostCallbacks:
+class HostCallbacks(Struct, frozen=True):
     """Whom a host tells what; attempts, then local ranks, come first."""
 
     started: Callable[[int, int, Child], None]

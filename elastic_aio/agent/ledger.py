@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from elastic_aio.agent.evidence import EndedWorker
 from elastic_aio.logs.paths import WorkerLogs
@@ -21,8 +22,7 @@ from elastic_aio.ranks import Place
 __all__ = ["Ledger"]
 
 
-@dataclass(slots=True)
-class _Worker:
+class _Worker(Struct):
     place: Place
     pid: int
     logs: WorkerLogs
@@ -35,8 +35,7 @@ class _Worker:
     order: int = 0
 
 
-@dataclass(slots=True)
-class _Attempt:
+class _Attempt(Struct):
     number: int
     log_dir: str | None
     began: float  # monotonic

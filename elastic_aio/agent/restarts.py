@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elastic_aio.outcome import Failure
 from elastic_aio.policy import Action, RestartPolicy
@@ -11,8 +12,7 @@ from elastic_aio.policy import Action, RestartPolicy
 __all__ = ["RestartBook", "Verdict"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Whether to restart, why, and after how many seconds."""
 
     restart: bool

@@ -16,8 +16,9 @@ import random
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from elastic_aio.agent.chronicle import Chronicle
 from elastic_aio.agent.evidence import gather_failures

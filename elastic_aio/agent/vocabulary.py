@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure, JobState
@@ -11,21 +11,18 @@ from elastic_aio.policy import Action, StopPlan
 # ---------------------------------------------------------------- what it hears
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """The job may start."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStarted:
+class GroupStarted(Struct, frozen=True):
     """All workers of an attempt have been spawned; `at` is in clock seconds."""
 
     attempt: int
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(Struct, frozen=True):
     """A worker of an attempt could not be spawned."""
 
     attempt: int
@@ -35,8 +32,7 @@ class StartFailed:
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
+class WorkerEnded(Struct, frozen=True):
     """A worker's leader has ended; a victim was asked to before."""
 
     attempt: int
@@ -45,8 +41,7 @@ class WorkerEnded:
     is_victim: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupGone:
+class GroupGone(Struct, frozen=True):
     """Nothing of an attempt is left; its failures are known, the root cause first."""
 
     attempt: int
@@ -54,31 +49,27 @@ class GroupGone:
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Struct, frozen=True):
     """The user's callback has answered."""
 
     attempt: int
     action: Action
 
 
-@dataclass(frozen=True, slots=True)
-class DecideRaised:
+class DecideRaised(Struct, frozen=True):
     """The user's callback has failed."""
 
     attempt: int
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
-class DelayElapsed:
+class DelayElapsed(Struct, frozen=True):
     """The wait before an attempt is over."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(Struct, frozen=True):
     """Somebody wants the job to end; `signal` is the one received, if one was."""
 
     reason: str
@@ -100,16 +91,14 @@ Happening = (
 # ----------------------------------------------------------------- what it says
 
 
-@dataclass(frozen=True, slots=True)
-class StartGroup:
+class StartGroup(Struct, frozen=True):
     """Spawn all workers; answer with `GroupStarted` or `StartFailed`."""
 
     attempt: int
     restarts: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopGroup:
+class StopGroup(Struct, frozen=True):
     """Stop every process of the attempt by `plan`; answer with `GroupGone`.
 
     A spawning that is under way ends first.  With `leftovers_only` the workers
@@ -123,36 +112,31 @@ class StopGroup:
     leftovers_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AskDecision:
+class AskDecision(Struct, frozen=True):
     """Ask the user's callback; answer with `Decided` or `DecideRaised`."""
 
     attempt: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Wait `delay` seconds; answer with `DelayElapsed`."""
 
     attempt: int
     delay: float
 
 
-@dataclass(frozen=True, slots=True)
-class StopWaiting:
+class StopWaiting(Struct, frozen=True):
     """Give up the wait or the question that is under way; no answer is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Struct, frozen=True):
     """Tell the readers of events."""
 
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """The job is over: clean up, publish the end, let the callers go.
 
     `why` is the rule that ended it.  `error` is set when the user's callback

@@ -11,30 +11,27 @@ it is given as a `Span` of the file, to be copied from there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 __all__ = ["HELD_MAX", "Frame", "LineSplitter", "Lines", "Span", "with_prefix"]
 
 HELD_MAX = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
+class Lines(Struct, frozen=True):
     """Whole lines, each with its newline and without carriage returns."""
 
     block: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """One long line, from offset `start` to `end` of the file, without its newline."""
 
     start: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """What an unfinished line shows at the moment."""
 
     text: bytes

@@ -8,8 +8,9 @@ Layout, as torch.distributed.elastic has it::
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from elastic_aio.spec import LogSpec
 from elastic_aio.std import Std
@@ -27,8 +28,7 @@ class StreamTarget(Enum):
     FILE = "file"
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
+class StreamPlan(Struct, frozen=True):
     """One stream: its target, its file if it has one, and whether that is shown."""
 
     target: StreamTarget
@@ -36,8 +36,7 @@ class StreamPlan:
     is_shown: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLogs:
+class WorkerLogs(Struct, frozen=True):
     """The streams and the error file of one worker; no folder means no files."""
 
     stdout: StreamPlan

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from string import Template
+
+from msgspec import Struct
 
 __all__ = ["DEFAULT_PREFIX", "LineOrigin", "make_prefix"]
 
 DEFAULT_PREFIX = "[${role}${local_rank}]:"
 
 
-@dataclass(frozen=True, slots=True)
-class LineOrigin:
+class LineOrigin(Struct, frozen=True):
     """Who writes: the variables of a prefix template, except the time."""
 
     role: str

@@ -14,7 +14,8 @@ import select
 import socket
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 __all__ = ["Console", "Sink", "SinkLost", "open_console", "open_sink"]
 
@@ -103,8 +104,7 @@ class Sink:
             loop.remove_writer(self._descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class Console:
+class Console(Struct, frozen=True):
     """Standard output and standard error of this process."""
 
     out: Sink

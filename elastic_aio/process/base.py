@@ -6,8 +6,9 @@ import asyncio
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
@@ -15,8 +16,7 @@ from elastic_aio.outcome import ExitStatus, ResourceUsage
 __all__ = ["Child", "ChildPlan", "Exit", "Spawner", "spawn_error"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChildPlan:
+class ChildPlan(Struct, frozen=True):
     """One child to start: everything it inherits is named here.
 
     `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and
@@ -33,8 +33,7 @@ class ChildPlan:
     pass_fds: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Struct, frozen=True):
     """How a child ended and when: `at` is in monotonic seconds
     (not the loop's time, which uvloop keeps in whole milliseconds)."""
 

@@ -13,8 +13,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from elastic_aio.aio import Pausable, all_done
 from elastic_aio.policy import StopPlan, StopStep
@@ -33,8 +34,7 @@ _RETRY_S = 0.005
 Escalated = Callable[[int, tuple[int, ...]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Survivor:
+class Survivor(Struct, frozen=True):
     """A process that SIGKILL did not end in time, and what `/proc` says of it."""
 
     pid: int
