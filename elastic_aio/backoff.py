@@ -24,10 +24,12 @@ class Backoff:
 
     def ceiling(self, consecutive: int) -> float:
         """Return the longest delay of the n-th consecutive restart, from 0."""
-        # An exponent this large is past any cap; float ** would overflow.
-        if self.factor > 1 and consecutive > 1024:
-            return self.cap if self.initial else 0.0
-        return min(self.cap, self.initial * self.factor**consecutive)
+        if not self.initial:
+            return 0.0
+        try:
+            return min(self.cap, self.initial * self.factor**consecutive)
+        except OverflowError:
+            return self.cap
 
     def delay(self, consecutive: int, random: Callable[[], float]) -> float:
         """Return a delay; `random` gives a number from 0 to 1."""
@@ -37,7 +39,13 @@ class Backoff:
     def expected_total(self, restarts: int) -> float:
         """Return the expected sum of the first `restarts` delays."""
         share = 0.5 if self.jitter else 1.0
-        return share * sum(self.ceiling(count) for count in range(restarts))
+        total = 0.0
+        for count in range(restarts):
+            ceiling = self.ceiling(count)
+            if ceiling in (self.cap, self.ceiling(count + 1)):
+                return share * (total + ceiling * (restarts - count))
+            total += ceiling
+        return share * total
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def check_number(
 
 
 def is_port(text: str) -> bool:
-    return text.isdecimal() and int(text) < 65536
+    return text.isdecimal() and len(text) <= 5 and int(text) < 65536
 
 
 def listed(values: Collection[int]) -> str:

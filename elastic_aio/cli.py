@@ -15,7 +15,14 @@ from collections.abc import Sequence
 
 from elastic_aio._version import __version__
 from elastic_aio.errors import JobEnded, JobFailed, SpecError, SurroundingsError
-from elastic_aio.events import Event, event_to_json
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobStarted,
+    Restarting,
+    WorkerStarted,
+    event_to_json,
+)
 from elastic_aio.launcher import launch, run_coroutine
 from elastic_aio.logs.sink import Console, open_console, open_sink
 from elastic_aio.logs.writer import LineWriter
@@ -80,7 +87,8 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
     """Run a job and tell its story on stderr; return the exit code."""
     console = open_console()
     narrator = _Narrator(console, level)
-    recorder = None if events is None else LineWriter(open_sink("events", events))
+    events_sink = None if events is None else open_sink("events", events)
+    recorder = None if events_sink is None else LineWriter(events_sink)
     for notice in request.notices:
         narrator.say(notice)
 
@@ -101,6 +109,10 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if recorder is not None and (not await recorder.drained(_PATIENCE_S) or recorder.lost):
             narrator.say(f"--events: not everything could be written ({recorder.lost})")
         await narrator.drained()
+        console.close()
+        if events_sink is not None and events is not None:
+            events_sink.close()
+            os.close(events)
     return code
 
 
@@ -110,12 +122,29 @@ class _Narrator:
     def __init__(self, console: Console, level: int) -> None:
         self._writer = LineWriter(console.err)
         self._level = level
+        self._held: list[Event] = []
 
     def say(self, text: str) -> None:
         lines = "".join(f"aio-elastic: {line}\n" for line in text.split("\n"))
         self._writer.put(lines.encode("utf-8", "replace"))
 
     def tell(self, event: Event) -> None:
+        match event:
+            # A worker that cannot be started at all is worth one line, the last one;
+            # so what comes before it waits until something has started.
+            case JobStarted():
+                self._held.append(event)
+                return
+            case AttemptFailed() if event.root.pid is None:
+                self._held.append(event)
+                return
+            case WorkerStarted() | Restarting():
+                for held in self._held:
+                    self._say_if_it_matters(held)
+                self._held.clear()
+        self._say_if_it_matters(event)
+
+    def _say_if_it_matters(self, event: Event) -> None:
         level, text = describe(event)
         if level >= self._level:
             self.say(text)

@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_aio.outcome import Failure, LaunchResult
@@ -77,6 +78,15 @@ class SpawnError(ElasticAioError):
         self.exit_code = exit_code
         self.local_rank = local_rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = partial(
+            type(self),
+            permanent=self.permanent,
+            exit_code=self.exit_code,
+            local_rank=self.local_rank,
+        )
+        return again, self.args
+
 
 class JobEnded(ElasticAioError):
     """The job ended without success.
@@ -86,8 +96,11 @@ class JobEnded(ElasticAioError):
 
     def __init__(self, message: str, result: LaunchResult) -> None:
         """Keep the one-line `message` and the `result` up to the end."""
-        super().__init__(message)
+        super().__init__(message, result)
         self.result = result
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class JobFailed(JobEnded):

@@ -199,7 +199,10 @@ _encoder = msgspec.json.Encoder()
 
 def event_to_json(event: Event) -> bytes:
     """Return an event as one JSON object, without a newline."""
-    body = _encoder.encode(event)
+    try:
+        body = _encoder.encode(event)
+    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
+        body = _encoder.encode(_printable(msgspec.to_builtins(event)))
     return b'{"schema":%d,' % SCHEMA + body[1:]
 
 
@@ -214,6 +217,18 @@ def event_from_json(line: bytes | str) -> Event:
         raise ValueError(f"events of schema {head.schema} are newer than this reader ({SCHEMA})")
     decoded: Event = _decoder().decode(line)
     return decoded
+
+
+def _printable(value: Any) -> Any:
+    """Return a copy in which text holds no lone surrogates, which JSON cannot carry."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {key: _printable(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_printable(one) for one in value]
+    return value
 
 
 class _Head(msgspec.Struct):

@@ -112,6 +112,12 @@ def run_coroutine(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     Raises:
         RuntimeError: an event loop runs in this thread.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass  # none: as it should be
+    else:
+        raise RuntimeError("an event loop is running in this thread: use `await launch(spec)`")
     with no_thread_per_child(), asyncio.Runner() as runner:
         return runner.run(make())
 

@@ -218,11 +218,11 @@ _NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
 
 
 def _codes(name: str, value: object) -> frozenset[int]:
-    codes = frozenset(checked_items(name, value))
+    codes = checked_items(name, value)
     for code in codes:
         if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
             raise SpecError(name, code, "must be exit codes from 1 to 255 (128 + n for a signal)")
-    return codes
+    return frozenset(codes)
 
 
 def _check_backoff(backoff: Backoff) -> None:

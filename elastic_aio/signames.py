@@ -39,6 +39,7 @@ def signal_number(field: str, value: object) -> int:
     """
     if isinstance(value, str) and value.startswith("SIG") and value[3:] in _NUMBERS:
         return _NUMBERS[value[3:]]
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _SIGRTMAX:
-        return int(value)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number and (value in _NAMES or _SIGRTMIN <= value <= _SIGRTMAX):  # type: ignore[operator]  # is_number
+        return int(value)  # type: ignore[call-overload, no-any-return]  # is_number
     raise SpecError(field, value, "must be a signal number or a name such as 'SIGTERM'")

@@ -128,16 +128,20 @@ class NodeRange:
         if isinstance(value, NodeRange):
             ends = (value.minimum, value.maximum)
         elif isinstance(value, str):
-            ends = [int(part) if part.isdecimal() else part for part in value.split(":")]
+            ends = [
+                int(part) if part.isdecimal() and len(part) < 10 else part
+                for part in value.split(":")
+            ]
         elif isinstance(value, (tuple, list)):
             ends = value
         else:
             ends = (value,)
-        match ends:
-            case [int(low), int(high)] if 1 <= low <= high:
-                return cls(low, high)
-            case [int(only)] if only >= 1 and only is not True:
-                return cls(only, only)
+        if not any(isinstance(end, bool) for end in ends):
+            match ends:
+                case [int(low), int(high)] if 1 <= low <= high:
+                    return cls(low, high)
+                case [int(only)] if only >= 1:
+                    return cls(only, only)
         raise SpecError("nnodes", value, accepted)
 
     def __str__(self) -> str:
@@ -296,6 +300,8 @@ def _entrypoint(value: object) -> Script | Module | Command:
 
 
 def _argv(value: Sequence[object]) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise SpecError("entrypoint", value, "an argv must be a list")
     argv = tuple(checked_argument("entrypoint", one) for one in value)
     if not argv or not argv[0]:
         raise SpecError("entrypoint", list(value), "an argv list must start with a program")

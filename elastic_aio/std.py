@@ -54,14 +54,14 @@ class StdMap:
             return cls(everyone=_mask(field, value, value))
         if not isinstance(value, str):
             raise SpecError(field, value, _ACCEPTED)
-        if value.strip().isdecimal():
+        if _is_number(value.strip()):
             return cls(everyone=_mask(field, value, int(value)))
         pairs: list[tuple[object, object]] = []
         for part in value.split(","):
             ranks, colon, mask = part.strip().partition(":")
             first, dash, last = ranks.partition("-")
             last = last if dash else first
-            if not (colon and first.isdecimal() and last.isdecimal() and mask.isdecimal()):
+            if not (colon and _is_number(first) and _is_number(last) and _is_number(mask)):
                 raise SpecError(field, value, _ACCEPTED)
             if int(first) > int(last):
                 raise SpecError(field, value, f"a range must not run backwards ({ranks})")
@@ -81,6 +81,11 @@ class StdMap:
     def highest_rank(self) -> int:
         """The highest local rank named; -1 when none is."""
         return max((rank for rank, _ in self.by_rank), default=-1)
+
+
+def _is_number(text: str) -> bool:
+    # Up to five digits: no machine runs more workers, and a range is written out.
+    return text.isdecimal() and len(text) <= 5
 
 
 def _mask(field: str, value: object, mask: object) -> Std:

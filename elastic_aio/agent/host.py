@@ -182,6 +182,8 @@ class Host:
             self._own_console = None
         if self._guardian is not None:
             await self._guardian.aclose()
+        if self._tree is not None:
+            self._tree.close()
         for descriptor in (self._roster, self._nothing):
             if descriptor >= 0:
                 os.close(descriptor)

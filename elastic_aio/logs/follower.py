@@ -50,7 +50,8 @@ class Follower:
         data = os.pread(self._descriptor, _CHUNK, self._splitter.offset)
         if data:
             await self._show(self._splitter.feed(data))
-            return len(data) == _CHUNK
+            # A file that grows no more wakes nobody: go on until its end is seen.
+            return len(data) == _CHUNK or self.is_ending
         if os.fstat(self._descriptor).st_size < self._splitter.offset:
             # Truncated by the worker (it opened /dev/stdout anew, or rotates).
             await self._show(self._splitter.finish())

@@ -57,6 +57,7 @@ class WorkerGroup:
                 error.local_rank = local_rank
                 raise
             self._take_in(local_rank, child)
+            await asyncio.sleep(0)  # others' turn: spawning may not have waited at all
 
     def abandon(self) -> None:
         """Start no further child; the one that is being started still comes."""

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from elastic_aio.aio import owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
@@ -24,7 +23,7 @@ __all__ = ["Guardian", "open_roster"]
 
 # Seconds between attempts to replace a guardian while the machine refuses one.
 _RETRY_S = 1.0
-_MAIN = str(Path(__file__).with_name("guardian_main.py"))
+_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
 
 
 def open_roster() -> int:

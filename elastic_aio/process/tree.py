@@ -104,6 +104,7 @@ class ProcessTree:
         """Forget the leaders that have ended if two looks find nobody else; tell whether so."""
         if await self.descendants() or await self.descendants():
             return False
+        await _let_exits_be_told()
         self._forget_ended()
         return True
 
@@ -176,6 +177,7 @@ class ProcessTree:
                 in_time = await self._clock.wait_for(*ends, seconds=end - self._clock.now())
                 if not in_time or (self._kill_now.done() and not is_last):
                     return False
+        await _let_exits_be_told()
         return True
 
     def _signal_and_watch(self, process: sweep.Process, number: int, watches: _Watches) -> None:
@@ -213,7 +215,13 @@ class ProcessTree:
         if session.number in self._sessions:
             self._write_roster()
 
+    def close(self) -> None:
+        """Write to the roster no more: it is about to be closed."""
+        self._roster = -1
+
     def _write_roster(self) -> None:
+        if self._roster < 0:
+            return  # a process that could not be killed has ended after all
         content = format_roster(self._sessions.values())
         # In this order: a SIGKILL in between leaves whole lines, at worst old ones.
         os.pwrite(self._roster, content, 0)
@@ -249,6 +257,15 @@ class _Watches:
         ended = asyncio.get_running_loop().create_future()
         self.known[process.identity] = ended
         self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+
+
+async def _let_exits_be_told() -> None:
+    """Let the callbacks of exits run that have been seen in this turn of the loop.
+
+    A future is done before those who wait for it are told; they ask us whether the
+    leader was asked to stop, which we forget next.
+    """
+    await asyncio.sleep(0)
 
 
 def _set(future: asyncio.Future[None]) -> None:

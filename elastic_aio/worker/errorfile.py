@@ -89,6 +89,9 @@ def _time(value: object, written_at: float) -> float:
         stamp = float(value)  # type: ignore[arg-type]  # anything may stand there
     except (TypeError, ValueError, OverflowError):
         return written_at
+    # Far from any clock, infinite or NaN: not a time.
+    if not 0 <= stamp < 1e11:
+        return written_at
     return stamp if abs(stamp - written_at) > 2 else written_at
 
 
