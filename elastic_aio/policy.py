@@ -105,8 +105,9 @@ class RestartPolicy:
         restart_on: exit codes that allow a restart (128 + n for a signal); None
             means all of them.
         never_on: exit codes that end the job at once.
-        decide: called with the root cause of each failed attempt; it returns (or
-            awaits) an `Action` that overrides the exit-code rules.
+        decide: called with the root cause of each failed attempt that `max_restarts`
+            lets another one follow; it returns (or awaits) an `Action` that
+            overrides the exit-code rules.
     """
 
     backoff: Backoff | None = None

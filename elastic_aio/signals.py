@@ -40,12 +40,16 @@ class ReceivedSignals:
         if threading.current_thread() is not threading.main_thread():
             raise SurroundingsError("signals can only be handled on the main thread")
         self._loop = asyncio.get_running_loop()
-        for number in self._numbers:
-            former = signal.getsignal(number)
-            if former is signal.SIG_IGN:
-                continue
-            self._loop.add_signal_handler(number, self._queue.put_nowait, number)
-            self._former[number] = former
+        try:
+            for number in self._numbers:
+                former = signal.getsignal(number)
+                if former is signal.SIG_IGN:
+                    continue
+                self._loop.add_signal_handler(number, self._queue.put_nowait, number)
+                self._former[number] = former
+        except BaseException:
+            self._restore()  # a signal that cannot be handled leaves all as it was
+            raise
         return self
 
     def __exit__(
@@ -54,13 +58,16 @@ class ReceivedSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._restore()
+        while not self._queue.empty():
+            os.kill(os.getpid(), self._queue.get_nowait())
+
+    def _restore(self) -> None:
         for number, former in self._former.items():
             self._loop.remove_signal_handler(number)
             # None: a handler installed from C, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former.clear()
-        while not self._queue.empty():
-            os.kill(os.getpid(), self._queue.get_nowait())
 
     @property
     def handled(self) -> frozenset[int]:

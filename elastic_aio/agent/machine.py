@@ -103,7 +103,7 @@ class Machine:
         self._spec = spec
         self._nproc = nproc
         self._book = RestartBook(spec.max_restarts, spec.restart, random)
-        self._started_at = 0.0
+        self._started_at: float | None = None
         self._succeeded: set[int] = set()
         self._start_failure: StartFailed | None = None
         self._stop: StopAsked | None = None
@@ -159,6 +159,7 @@ class Machine:
         if self.phase not in (Phase.NEW, Phase.WAITING):
             raise self._impossible("a start")
         self.phase = Phase.STARTING
+        self._started_at = None
         self._succeeded.clear()
         self._start_failure = None
         self._failures = ()
@@ -227,7 +228,7 @@ class Machine:
         return [AskDecision(self.attempt, root)]
 
     def _judge(self, action: Action) -> list[Effect]:
-        ran = self._gone_at - self._started_at
+        ran = 0.0 if self._started_at is None else self._gone_at - self._started_at
         verdict = self._book.judge(self._failures[0], action, ran, self._gone_at)
         if not verdict.restart:
             return self._give_up(verdict.why)

@@ -49,8 +49,8 @@ class RestartBook:
     def judge(self, root: Failure, action: Action, ran: float, now: float) -> Verdict:
         """Decide about a failure; a restart that is granted is not yet counted.
 
-        The rules, in order: what the callback said (a RESTART passes over the
-        exit-code rules), the exit codes, `max_restarts`, the window.
+        The rules, in order: a callback that gives up, `max_restarts`, the exit codes
+        (a callback that says RESTART passes over them), the window.
 
         Args:
             root: the root cause.
@@ -61,13 +61,13 @@ class RestartBook:
         policy, code = self._policy, root.status.shell_code
         if action is Action.GIVE_UP:
             return Verdict(False, "restart.decide said to give up")
+        if self.is_used_up:
+            return Verdict(False, self._used_up())
         if action is Action.BY_POLICY:
             if code in policy.never_on:
                 return Verdict(False, f"exit code {code} is in restart.never_on")
             if policy.restart_on is not None and code not in policy.restart_on:
                 return Verdict(False, f"exit code {code} is not in restart.restart_on")
-        if self.is_used_up:
-            return Verdict(False, self._used_up())
         if policy.window and policy.window.is_exhausted(self._restarts_at, now):
             count, seconds = policy.window.count, policy.window.seconds
             return Verdict(False, f"{count} restarts within {seconds:g} s (restart.window)")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable
+
+from msgspec import Struct
 
 from elastic_aio.logs.lines import Frame, Lines, LineSplitter, Piece, Span, with_prefix
 from elastic_aio.logs.sink import Sink
@@ -14,6 +17,13 @@ __all__ = ["Follower"]
 _CHUNK = 256 * 1024
 # A pipe gets at most one unfinished line (a progress bar) a second from a stream.
 _FRAME_INTERVAL_S = 1.0
+
+
+class _RestOfSpan(Struct, frozen=True):
+    """What is left of a long line whose prefix has been shown."""
+
+    start: int
+    end: int
 
 
 class Follower:
@@ -30,6 +40,8 @@ class Follower:
         self._descriptor = descriptor
         self._prefix = prefix
         self._splitter = LineSplitter()
+        # Read but not shown yet; not empty only after a cancellation.
+        self._todo: deque[Piece | _RestOfSpan] = deque()
         self._pending_frame = b""
         self._shown_frame: bytes | None = None
         self._next_frame_at = 0.0
@@ -47,6 +59,7 @@ class Follower:
             SinkLost: the console is gone.
             OSError: the file cannot be read.
         """
+        await self._show([])
         data = os.pread(self._descriptor, _CHUNK, self._splitter.offset)
         if data:
             await self._show(self._splitter.feed(data))
@@ -79,12 +92,22 @@ class Follower:
             self.finished.set_result(None)
 
     async def _show(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            match piece:
+        """Show what was left to show, then `pieces`.
+
+        A piece leaves the queue before it is written: the sink finishes a write that
+        was cancelled.
+        """
+        self._todo.extend(pieces)
+        while self._todo:
+            match self._todo.popleft():
                 case Lines(block):
                     await self._show_lines(block)
                 case Span(start, end):
-                    await self._show_span(start, end)
+                    self._pending_frame, self._shown_frame = b"", None
+                    self._todo.appendleft(_RestOfSpan(start, end))
+                    await self.sink.write(self._prefix())
+                case _RestOfSpan(start, end):
+                    await self._show_rest(start, end)
                 case Frame(text):
                     await self._show_frame(text)
 
@@ -98,17 +121,14 @@ class Follower:
         if block:
             await self.sink.write(with_prefix(block, self._prefix()))
 
-    async def _show_span(self, start: int, end: int) -> None:
-        self._pending_frame, self._shown_frame = b"", None
-        await self.sink.write(self._prefix())
-        while start < end:
-            data = os.pread(self._descriptor, min(_CHUNK, end - start), start)
-            if not data:
-                break  # truncated meanwhile
+    async def _show_rest(self, start: int, end: int) -> None:
+        data = os.pread(self._descriptor, min(_CHUNK, end - start), start)
+        if data:  # else truncated meanwhile
+            self._todo.appendleft(_RestOfSpan(start + len(data), end))
             await self.sink.write(data)
-            start += len(data)
             await asyncio.sleep(0)  # others' turn: a file takes each write at once
-        await self.sink.write(b"\n")
+        else:
+            await self.sink.write(b"\n")
 
     async def _show_frame(self, text: bytes) -> None:
         if self.sink.is_terminal:

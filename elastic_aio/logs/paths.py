@@ -47,7 +47,9 @@ class WorkerLogs(Struct, frozen=True):
 
 def run_prefix(run_id: str) -> str:
     """Return the beginning of a run's folder name; what a path cannot hold becomes `_`."""
-    return re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".") + "_"
+    harmless = re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".")
+    # A name has 255 bytes, and some belong to what follows.
+    return harmless.encode()[:200].decode(errors="ignore") + "_"
 
 
 def attempt_folder(run_folder: str, attempt: int) -> str:

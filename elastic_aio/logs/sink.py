@@ -20,6 +20,7 @@ from msgspec import Struct
 __all__ = ["Console", "Sink", "SinkLost", "open_console", "open_sink"]
 
 _ERASE_LINE = b"\r\x1b[K"
+_USUAL_COLUMNS = 80
 
 
 class SinkLost(Exception):  # named after what happened
@@ -81,7 +82,10 @@ class Sink:
 
     async def show_frame(self, text: bytes) -> None:
         """Show text that the next write erases; for terminals only."""
-        columns = os.get_terminal_size(self._descriptor).columns
+        try:
+            columns = os.get_terminal_size(self._descriptor).columns or _USUAL_COLUMNS
+        except OSError:
+            columns = _USUAL_COLUMNS  # it has hung up; the write will tell
         # A frame that wraps could not be erased.  Cut characters, not bytes.
         fitting = text.decode("utf-8", "replace")[: max(columns - 1, 1)].encode()
         await self.write(_ERASE_LINE + fitting)
@@ -95,13 +99,17 @@ class Sink:
         self.lost = self.lost or "it is closed"
 
     async def _writable(self) -> None:
+        # Through an epoll of its own: libuv sets O_NONBLOCK on whatever it polls, and
+        # a socket's open file is shared with our parent and the workers.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        loop.add_writer(self._descriptor, _set, future)
-        try:
-            await future
-        finally:
-            loop.remove_writer(self._descriptor)
+        with select.epoll(1) as writable:
+            writable.register(self._descriptor, select.EPOLLOUT)
+            loop.add_reader(writable.fileno(), _set, future)
+            try:
+                await future
+            finally:
+                loop.remove_reader(writable.fileno())
 
 
 class Console(Struct, frozen=True):

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from elastic_aio.aio import owned_task
+from elastic_aio.aio import outlast, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
 
@@ -87,11 +87,18 @@ class Guardian:
         Raises:
             SurroundingsError: it cannot be started.
         """
+        # In a task that nobody cancels: asyncio cleans up after one cancellation in
+        # the middle of a spawn, but a second one would leave the child to nobody.
+        spawning = owned_task(self._spawn(), name="start the guardian")
         try:
-            self._child = await self._spawn()
-        except (OSError, SpawnError) as error:
+            await outlast(spawning)
+        finally:
+            if not spawning.cancelled() and spawning.exception() is None:
+                self._child = spawning.result()
+                self._child.exited.add_done_callback(self._on_exit)
+        if self._child is None:
+            error = spawning.exception()
             raise SurroundingsError(f"cannot start the guardian process: {error}") from error
-        self._child.exited.add_done_callback(self._on_exit)
 
     async def aclose(self) -> None:
         """End the process and wait until it is gone."""

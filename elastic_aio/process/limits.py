@@ -1,16 +1,17 @@
 """The soft limit of open descriptors: enough for us, unchanged for the workers.
 
 The limit is raised only when a job needs more than it allows, and then each worker
-is started through `sh`, which puts the old one back before it becomes the worker
-(same pid).  Setting it from outside after the spawn would race with the worker's
-first instructions, and lowering it in this process around each spawn would hit
-whatever other threads open meanwhile.
+is started through util-linux's `prlimit`, or `sh` where there is none: it puts the old
+limit back before it becomes the worker (same pid).  Setting it from outside after the
+spawn would race with the worker's first instructions, and lowering it in this process
+around each spawn would hit whatever other threads open meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 
 __all__ = ["raise_descriptor_limit", "with_descriptor_limit"]
 
@@ -40,4 +41,8 @@ def with_descriptor_limit(argv: tuple[str, ...], soft: int | None) -> tuple[str,
     """Return a command that sets the soft limit and then becomes `argv`."""
     if soft is None:
         return argv
-    return ("/bin/sh", "-c", 'ulimit -S -n "$0" && exec "$@"', str(soft), *argv)
+    if prlimit := shutil.which("prlimit"):
+        return (prlimit, f"--nofile={soft}:", "--", *argv)
+    # A shell exports a PWD that nobody has set; then it is taken out again.
+    forget = "" if "PWD" in os.environ else "unset PWD; "
+    return ("/bin/sh", "-c", f'{forget}ulimit -S -n "$0" && exec "$@"', str(soft), *argv)

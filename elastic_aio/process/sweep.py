@@ -120,7 +120,10 @@ class Session:
 
 
 def find_descendants(
-    marker: bytes, since: int, sessions: Mapping[int, Session]
+    marker: bytes,
+    since: int,
+    sessions: Mapping[int, Session],
+    known: Mapping[int, int] | None = None,
 ) -> Generator[None, None, list[Process]]:
     """Look at every process once; return those that descend from the workers.
 
@@ -131,7 +134,9 @@ def find_descendants(
         marker: name of the job's environment variable.
         since: ticks at which the job began; nothing older can belong to it.
         sessions: the workers' sessions by number.
+        known: start times, by pid, of processes that are already known as ours.
     """
+    known = {} if known is None else known
     ours: dict[int, Process] = {}
     maybe: list[Process] = []
     me = os.getpid()
@@ -143,7 +148,11 @@ def find_descendants(
         if process is None or process.is_dead or process.start < since or process.pid == me:
             continue
         session = sessions.get(process.session)
-        if (session and session.is_certain(process)) or sign in b"\0" + _environment(process.pid):
+        if (
+            known.get(process.pid) == process.start
+            or (session and session.is_certain(process))
+            or sign in b"\0" + _environment(process.pid)
+        ):
             ours[process.pid] = process
         else:
             maybe.append(process)
@@ -163,6 +172,27 @@ def find_descendants(
         maybe = rest
         yield
     return list(ours.values())
+
+
+def offspring(pid: int) -> list[Process]:
+    """Return the descendants of a process, as far as main threads have started them.
+
+    One small read for each, where the kernel lists children; nothing where it does
+    not (CONFIG_PROC_CHILDREN).
+    """
+    found: list[Process] = []
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        try:
+            children = _read(f"/proc/{parent}/task/{parent}/children").split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            if process := read_process(child):
+                found.append(process)
+                parents.append(child)
+    return found
 
 
 def open_pidfd(process: Process) -> int | None:

@@ -60,6 +60,7 @@ class ProcessTree:
         self._leaders: dict[int, Child] = {}
         self._sessions: dict[int, sweep.Session] = {}
         self._asked: set[int] = set()
+        self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
         self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class ProcessTree:
 
     async def descendants(self) -> list[sweep.Process]:
         """Look once for everything alive, leaders included; yields to the loop meanwhile."""
-        looking = sweep.find_descendants(self._marker, self._since, self._sessions)
+        looking = sweep.find_descendants(self._marker, self._since, self._sessions, self._offspring)
         slice_end = time.perf_counter() + _SLICE_S
         while True:
             try:
@@ -152,6 +153,7 @@ class ProcessTree:
     async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
         """Send a signal to all, latecomers included; tell whether all ended in time."""
         end = self._clock.now() + step.grace
+        self._note_offspring()
         with _Watches() as watches:
             for leader in self._leaders.values():
                 # At once and without a look at /proc: peers should hear of a
@@ -199,6 +201,16 @@ class ProcessTree:
             if found is not None and found.state == "T":
                 leader.send_signal(signal.SIGCONT)
 
+    def _note_offspring(self) -> None:
+        """Remember who descends from the leaders, while their death has not yet hidden it.
+
+        A child in a session of its own, and with an empty environment, is known by
+        its parent only.
+        """
+        for leader in self._leaders.values():
+            if not leader.exited.done():
+                self._offspring.update((one.pid, one.start) for one in sweep.offspring(leader.pid))
+
     def _running(self) -> list[asyncio.Future[Exit]]:
         return [leader.exited for leader in self._leaders.values() if not leader.exited.done()]
 
@@ -208,6 +220,8 @@ class ProcessTree:
                 del self._leaders[pid]
                 del self._sessions[pid]
                 self._asked.discard(pid)
+        if not self._leaders:
+            self._offspring.clear()
         self._write_roster()
 
     def _close(self, session: sweep.Session) -> None:

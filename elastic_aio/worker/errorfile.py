@@ -36,16 +36,29 @@ def write_error_file(error: BaseException, path: str) -> None:
         OSError: the file cannot be written.
     """
     said = {
-        "message": f"{type(error).__name__}: {error}",
+        "message": _message(error),
         "extraInfo": {
             "py_callstack": "".join(traceback.format_exception(error)),
             "timestamp": str(int(time.time())),
         },
     }
     unfinished = f"{path}.{os.getpid()}"
-    with open(unfinished, "w", encoding="ascii") as file:
-        json.dump({"message": said}, file)
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "w", encoding="ascii") as file:
+            json.dump({"message": said}, file)
+        os.replace(unfinished, path)
+    except OSError:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
+
+
+def _message(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:  # noqa: BLE001  # a user's __str__ can do anything
+        return f"{name}: <its text cannot be made>"
 
 
 def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerError | None:
@@ -101,10 +114,13 @@ def with_exit_code(content: bytes, exit_code: int) -> bytes:
     Raises:
         ValueError: the content is not an error file.
     """
-    document = json.loads(content)
-    if isinstance(document, dict) and isinstance(document.get("message"), dict) and exit_code:
-        document["message"]["errorCode"] = exit_code
-    return json.dumps(document).encode("ascii")
+    try:
+        document = json.loads(content)
+        if isinstance(document, dict) and isinstance(document.get("message"), dict) and exit_code:
+            document["message"]["errorCode"] = exit_code
+        return json.dumps(document).encode("ascii")
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def record(function: Function) -> Function:
