@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_aio.errors import SpecError
 
 __all__ = [
+    "PathLike",
     "check_number",
     "checked_argument",
     "checked_integer",
@@ -18,9 +19,24 @@ __all__ = [
     "checked_text",
     "is_port",
     "listed",
+    "set_fields",
 ]
 
 Part = TypeVar("Part")
+
+
+class PathLike(Protocol):
+    """A path of any kind; `os.PathLike`, which a pure module cannot name."""
+
+    def __fspath__(self) -> str:
+        """Return the path as text."""
+        ...
+
+
+def set_fields(value: object, **fields: object) -> None:
+    """Set the fields of a frozen dataclass that is being made."""
+    for name, content in fields.items():
+        object.__setattr__(value, name, content)
 
 
 def checked_argument(name: str, value: object) -> str:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_aio.backoff import Backoff, RestartWindow
-from elastic_aio.checks import check_number, checked_integer, checked_items, checked_pair, listed
+from elastic_aio.checks import (
+    check_number,
+    checked_integer,
+    checked_items,
+    checked_pair,
+    listed,
+    set_fields,
+)
 from elastic_aio.errors import SpecError
 from elastic_aio.signames import SIGKILL, SIGTERM, signal_name, signal_number
 
@@ -42,7 +49,7 @@ class StopStep:
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class StopPlan:
     """How workers are asked to stop: signals with graces, then always SIGKILL.
 
@@ -56,21 +63,21 @@ class StopPlan:
     steps: tuple[StopStep, ...] = (StopStep(SIGTERM, DEFAULT_GRACE),)
     reap_timeout: float = 10.0
 
-    def __post_init__(self) -> None:
-        steps = []
-        for step in checked_items("stop.steps", self.steps):
-            number, grace = (
-                (step.signal, step.grace)
-                if isinstance(step, StopStep)
-                else checked_pair("stop.steps", step)
-            )
-            number = signal_number("stop.steps", number)
-            check_number("stop.steps", grace, at_least=0)
-            steps.append(StopStep(number, float(grace)))
-        if any(step.signal == SIGKILL for step in steps[:-1]):
-            raise SpecError("stop.steps", self.steps, "nothing can follow SIGKILL")
-        object.__setattr__(self, "steps", tuple(step for step in steps if step.signal != SIGKILL))
-        check_number("stop.reap_timeout", self.reap_timeout, above=0)
+    def __init__(
+        self,
+        steps: Iterable[StopStep | tuple[int | str, float]] = ((SIGTERM, DEFAULT_GRACE),),
+        reap_timeout: float = 10.0,
+    ) -> None:
+        """Check and keep the steps; see the class for their meaning."""
+        checked = [_stop_step(step) for step in checked_items("stop.steps", steps)]
+        if any(step.signal == SIGKILL for step in checked[:-1]):
+            raise SpecError("stop.steps", steps, "nothing can follow SIGKILL")
+        check_number("stop.reap_timeout", reap_timeout, above=0)
+        set_fields(
+            self,
+            steps=tuple(step for step in checked if step.signal != SIGKILL),
+            reap_timeout=reap_timeout,
+        )
 
     @classmethod
     def within(cls, grace: float) -> StopPlan:
@@ -94,7 +101,17 @@ class StopPlan:
         return ", ".join([*named, "SIGKILL"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _stop_step(step: object) -> StopStep:
+    signal, grace = (
+        (step.signal, step.grace)
+        if isinstance(step, StopStep)
+        else checked_pair("stop.steps", step)
+    )
+    check_number("stop.steps", grace, at_least=0)
+    return StopStep(signal_number("stop.steps", signal), float(grace))
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class RestartPolicy:
     """When a failed attempt is followed by another one, and after which delay.
 
@@ -117,16 +134,33 @@ class RestartPolicy:
     never_on: frozenset[int] = frozenset()
     decide: Decide | None = None
 
-    def __post_init__(self) -> None:
-        window: Any = self.window
+    def __init__(
+        self,
+        *,
+        backoff: Backoff | None = None,
+        healthy_after: float | None = None,
+        window: RestartWindow | tuple[int, float] | None = None,
+        restart_on: Iterable[int] | None = None,
+        never_on: Iterable[int] = (),
+        decide: Decide | None = None,
+    ) -> None:
+        """Check and keep every setting; see the class for their meaning."""
+        if backoff is not None:
+            _check_backoff(backoff)
         if window is not None and not isinstance(window, RestartWindow):
-            count, seconds = checked_pair("restart.window", window)
-            object.__setattr__(self, "window", RestartWindow(count, seconds))
-        if self.restart_on is not None:
-            object.__setattr__(self, "restart_on", _codes("restart.restart_on", self.restart_on))
-        object.__setattr__(self, "never_on", _codes("restart.never_on", self.never_on))
-        if self.backoff is not None:
-            _check_backoff(self.backoff)
+            window = RestartWindow(*checked_pair("restart.window", window))
+        set_fields(
+            self,
+            backoff=backoff,
+            healthy_after=healthy_after,
+            window=window,
+            restart_on=None if restart_on is None else _codes("restart.restart_on", restart_on),
+            never_on=_codes("restart.never_on", never_on),
+            decide=decide,
+        )
+        self._check()
+
+    def _check(self) -> None:
         if self.window is not None:
             checked_integer("restart.window", self.window.count, at_least=1)
             check_number("restart.window", self.window.seconds, above=0)
@@ -181,7 +215,7 @@ class RestartPolicy:
                 raise SpecError(name, value, "has no effect unless max_restarts is at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class SignalSpec:
     """What a launcher does with the signals that it receives.
 
@@ -193,17 +227,16 @@ class SignalSpec:
     stop: frozenset[int] = frozenset({1, 2, 3, 15})
     forward: frozenset[int] = frozenset({10, 12})
 
-    def __post_init__(self) -> None:
-        for name in ("stop", "forward"):
-            numbers = frozenset(
-                signal_number(f"signals.{name}", one)
-                for one in checked_items(f"signals.{name}", getattr(self, name))
-            )
-            for number in numbers & _NOT_CATCHABLE:
-                raise SpecError(
-                    f"signals.{name}", signal_name(number), "must be a signal that can be handled"
-                )
-            object.__setattr__(self, name, numbers)
+    def __init__(
+        self,
+        *,
+        stop: Iterable[int | str] = (1, 2, 3, 15),
+        forward: Iterable[int | str] = (10, 12),
+    ) -> None:
+        """Check and keep the signals, given as numbers or names."""
+        set_fields(
+            self, stop=_signals("signals.stop", stop), forward=_signals("signals.forward", forward)
+        )
         if both := self.stop & self.forward:
             raise SpecError(
                 "signals.forward",
@@ -216,6 +249,13 @@ class SignalSpec:
 # itself is broken; SIGCHLD belongs to the event loop, SIGTSTP and SIGCONT to job
 # control.
 _NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
+
+
+def _signals(name: str, value: object) -> frozenset[int]:
+    numbers = frozenset(signal_number(name, one) for one in checked_items(name, value))
+    for number in numbers & _NOT_CATCHABLE:
+        raise SpecError(name, signal_name(number), "must be a signal that can be handled")
+    return numbers
 
 
 def _codes(name: str, value: object) -> frozenset[int]:

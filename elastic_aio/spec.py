@@ -7,12 +7,13 @@ GPUs are there) is resolved by the launcher, before anything starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
 from elastic_aio.checks import (
+    PathLike,
     checked_argument,
     checked_integer,
     checked_items,
@@ -20,6 +21,7 @@ from elastic_aio.checks import (
     checked_path,
     checked_text,
     is_port,
+    set_fields,
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.policy import RestartPolicy, StopPlan
@@ -57,7 +59,7 @@ class Command:
     argv: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class LogSpec:
     """Where the workers' output goes.
 
@@ -70,6 +72,9 @@ class LogSpec:
         prefix: template of the line prefix; `${role}` (or `${role_name}`),
             `${rank}`, `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and
             `${timestamp}` are replaced; None is torchrun's `[${role}${local_rank}]:`.
+
+    `redirects` and `tee` take a mask, a mapping of local ranks to masks, or the
+    command line's text: `3`, `{0: 3}` and `"0:3"`.
     """
 
     log_dir: str | None = None
@@ -78,19 +83,30 @@ class LogSpec:
     local_ranks_filter: frozenset[int] = frozenset()
     prefix: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.log_dir is not None:
-            object.__setattr__(self, "log_dir", checked_path("logs.log_dir", self.log_dir))
-        object.__setattr__(self, "redirects", StdMap.parse("logs.redirects", self.redirects))
-        object.__setattr__(self, "tee", StdMap.parse("logs.tee", self.tee))
-        ranks = frozenset(checked_items("logs.local_ranks_filter", self.local_ranks_filter))
+    def __init__(
+        self,
+        *,
+        log_dir: str | PathLike | None = None,
+        redirects: StdMap | Mapping[int, int] | int | str = 0,
+        tee: StdMap | Mapping[int, int] | int | str = 0,
+        local_ranks_filter: Iterable[int] = (),
+        prefix: str | None = None,
+    ) -> None:
+        """Check and keep every setting; see the class for their meaning."""
+        ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
         for rank in ranks:
             checked_integer("logs.local_ranks_filter", rank, at_least=0)
-        object.__setattr__(self, "local_ranks_filter", ranks)
-        if self.prefix is not None:
-            checked_text("logs.prefix", self.prefix)
-            if "\n" in self.prefix:
-                raise SpecError("logs.prefix", self.prefix, "must be a single line")
+        if prefix is not None and "\n" in checked_text("logs.prefix", prefix):
+            raise SpecError("logs.prefix", prefix, "must be a single line")
+        folder = None if log_dir is None else checked_path("logs.log_dir", log_dir)
+        set_fields(
+            self,
+            log_dir=folder,
+            redirects=StdMap.parse("logs.redirects", redirects),
+            tee=StdMap.parse("logs.tee", tee),
+            local_ranks_filter=frozenset(ranks),
+            prefix=prefix,
+        )
 
     @property
     def is_off(self) -> bool:
@@ -215,14 +231,14 @@ class LaunchSpec:
 
     def __init__(
         self,
-        entrypoint: str | Sequence[str] | Script | Module | Command | Callable[..., Any] | object,
+        entrypoint: str | PathLike | Sequence[str] | Script | Module | Command,
         *,
         args: Iterable[object] = (),
         nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1,
         nnodes: int | str | tuple[int, int] | NodeRange = 1,
         max_restarts: int = 0,
         env: Mapping[str, str] | None = None,
-        cwd: object = None,
+        cwd: str | PathLike | None = None,
         role: str = "default",
         logs: LogSpec | None = None,
         restart: RestartPolicy | None = None,
@@ -230,30 +246,29 @@ class LaunchSpec:
         rendezvous: RendezvousSpec | None = None,
         run_id: str | None = None,
         stdin: Literal["null", "rank0"] = "null",
-        python: str | None = None,
+        python: str | PathLike | None = None,
         events_kept: int = 10_000,
     ) -> None:
         """Check and keep every setting; see the class for their meaning."""
-        settings: dict[str, object] = {
-            "entrypoint": _entrypoint(entrypoint),
-            "args": tuple(checked_argument("args", one) for one in checked_items("args", args)),
-            "nproc_per_node": _nproc(nproc_per_node),
-            "nnodes": NodeRange.parse(nnodes),
-            "max_restarts": checked_integer("max_restarts", max_restarts, at_least=0),
-            "env": MappingProxyType(_environment({} if env is None else env)),
-            "cwd": None if cwd is None else checked_path("cwd", cwd),
-            "role": checked_text("role", role),
-            "logs": checked_part("logs", logs, LogSpec),
-            "restart": checked_part("restart", restart, RestartPolicy),
-            "stop": checked_part("stop", stop, StopPlan),
-            "rendezvous": checked_part("rendezvous", rendezvous, RendezvousSpec),
-            "run_id": None if run_id is None else checked_text("run_id", run_id),
-            "stdin": stdin,
-            "python": None if python is None else checked_path("python", python),
-            "events_kept": checked_integer("events_kept", events_kept, at_least=1),
-        }
-        for name, value in settings.items():
-            object.__setattr__(self, name, value)
+        set_fields(
+            self,
+            entrypoint=_entrypoint(entrypoint),
+            args=tuple(checked_argument("args", one) for one in checked_items("args", args)),
+            nproc_per_node=_nproc(nproc_per_node),
+            nnodes=NodeRange.parse(nnodes),
+            max_restarts=checked_integer("max_restarts", max_restarts, at_least=0),
+            env=MappingProxyType(_environment({} if env is None else env)),
+            cwd=None if cwd is None else checked_path("cwd", cwd),
+            role=checked_text("role", role),
+            logs=checked_part("logs", logs, LogSpec),
+            restart=checked_part("restart", restart, RestartPolicy),
+            stop=checked_part("stop", stop, StopPlan),
+            rendezvous=checked_part("rendezvous", rendezvous, RendezvousSpec),
+            run_id=None if run_id is None else checked_text("run_id", run_id),
+            stdin=stdin,
+            python=None if python is None else checked_path("python", python),
+            events_kept=checked_integer("events_kept", events_kept, at_least=1),
+        )
         if stdin not in ("null", "rank0"):
             raise SpecError("stdin", stdin, "must be 'null' or 'rank0'")
         if self.run_id == "":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,8 @@ class Chronicle:
             run_id: name of the run.
             node: name of this host.
             keep: how many events late readers can still see.
-            listeners: called with every event at once; they must not block.
+            listeners: called with every event at once; they must not block, and
+                what they raise goes to the loop's exception handler.
         """
         self._run_id = run_id
         self._node = node
@@ -48,7 +50,11 @@ class Chronicle:
         )
         self._history.append(stamped)
         for listener in self._listeners:
-            listener(stamped)
+            try:
+                listener(stamped)
+            except Exception as error:  # noqa: BLE001  # theirs; the job must go on
+                told = {"message": f"a listener failed at {stamped!r}", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(told)
 
     def read(self, after: int) -> Reader[Event]:
         """Return a reader that begins after the event of this number."""
