@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from elastic_aio._version import __version__
 from elastic_aio.errors import JobEnded, JobFailed, SpecError, SurroundingsError
@@ -97,6 +97,9 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if recorder is not None:
             recorder.put(event_to_json(event) + b"\n")
 
+    # These are back when the launch puts back what it found: a signal meant for
+    # workers that have just ended must not end us before the report is out.
+    _take_no_notice_of(request.signals.forward)
     try:
         await launch(request.spec, signals=request.signals, console=console, listeners=[listen])
         code = 0
@@ -106,6 +109,9 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if isinstance(error, JobFailed):
             _pass_on_error_file(error)
     finally:
+        # The exit code is settled.  Held back to the very end: a closing interpreter
+        # puts default actions back, and a late signal would replace our exit code.
+        signal.pthread_sigmask(signal.SIG_BLOCK, request.signals.stop | request.signals.forward)
         if recorder is not None and (not await recorder.drained(_PATIENCE_S) or recorder.lost):
             narrator.say(f"--events: not everything could be written ({recorder.lost})")
         await narrator.drained()
@@ -174,6 +180,16 @@ def _mend_inheritance() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _take_no_notice_of(numbers: Iterable[int]) -> None:
+    """Let signals pass without effect, those excepted that were ignored already.
+
+    By a handler and not by SIG_IGN, which the workers would inherit.
+    """
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def _level(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.chronicle import Listener
-from elastic_aio.aio import owned_task
+from elastic_aio.aio import outlast, owned_task
 from elastic_aio.logs.sink import Console
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.policy import SignalSpec
@@ -60,13 +60,15 @@ async def launch(
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
     with ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP]) as received:
+        # What was meant for the workers ends with them.
+        received.discard(chosen.forward)
         async with agent:
             reading = owned_task(_heed(received, chosen, agent), name="heed signals")
             try:
                 return await agent.wait()
             finally:
                 reading.cancel()
-                await asyncio.wait([reading])
+                await outlast(reading)
 
 
 async def _heed(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> None:
@@ -81,6 +83,7 @@ async def _heed(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> 
             agent.kill()
         else:
             was_asked_to_stop = True
+            received.discard(chosen.forward | chosen.stop)  # it has been heeded
             agent.stop(signal=number, reason=f"{signal.Signals(number).name} was received")
 
 

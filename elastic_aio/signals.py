@@ -35,6 +35,7 @@ class ReceivedSignals:
         self._numbers = sorted(set(numbers))
         self._queue: asyncio.Queue[int] = asyncio.Queue()
         self._former: dict[int, Any] = {}
+        self._discarded: frozenset[int] = frozenset()
 
     def __enter__(self) -> ReceivedSignals:
         if threading.current_thread() is not threading.main_thread():
@@ -60,19 +61,30 @@ class ReceivedSignals:
     ) -> None:
         self._restore()
         while not self._queue.empty():
-            os.kill(os.getpid(), self._queue.get_nowait())
+            if (number := self._queue.get_nowait()) not in self._discarded:
+                os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
-        for number, former in self._former.items():
-            self._loop.remove_signal_handler(number)
-            # None: a handler installed from C, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if former is None else former)
-        self._former.clear()
+        # Held back meanwhile: the loop puts the default action in place of its
+        # handler, and a signal between that and the former handler would kill us.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, self._former)
+        try:
+            for number, former in self._former.items():
+                self._loop.remove_signal_handler(number)
+                # None: a handler installed from C, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if former is None else former)
+            self._former.clear()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     @property
     def handled(self) -> frozenset[int]:
         """The signals that are received now: those asked for and not ignored."""
         return frozenset(self._former)
+
+    def discard(self, numbers: Iterable[int]) -> None:
+        """Choose signals that are not sent again on leaving: nobody else is meant."""
+        self._discarded = frozenset(numbers)
 
     def __aiter__(self) -> ReceivedSignals:
         return self

@@ -58,7 +58,12 @@ async def spawn_with_asyncio(plan: ChildPlan) -> Child:
         )
     except OSError as error:
         raise spawn_error(error, plan) from error
-    return _AsyncioChild(process)
+    try:
+        return _AsyncioChild(process)
+    except OSError as error:  # no descriptor left for the pidfd
+        process.kill()
+        await process.wait()  # it has been killed: this returns at once
+        raise spawn_error(error, plan) from error
 
 
 class _AsyncioChild:
@@ -84,12 +89,15 @@ class _AsyncioChild:
         return self._pidfd is not None and sweep.send(self._pidfd, number)
 
     def _open_pidfd(self) -> int | None:
-        # asyncio may have reaped it already, and the pid may be somebody else's by
-        # now: only a process whose parent we are is the one we have started.
-        found = sweep.read_process(self._process.pid)
-        if found is None or found.parent != os.getpid():
+        try:
+            descriptor = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            return None  # asyncio has reaped it already
+        # The pid may even be somebody else's by now: only our own child can be waited for.
+        if exits.is_reaped(descriptor):
+            os.close(descriptor)
             return None
-        return sweep.open_pidfd(found)
+        return descriptor
 
     def _wait(self) -> None:
         name = f"exit of {self._process.pid}"

@@ -6,7 +6,9 @@ import asyncio
 import os
 from collections.abc import Callable
 
-__all__ = ["ExitWatch", "has_ended"]
+__all__ = ["ExitWatch", "has_ended", "is_reaped"]
+
+_PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class ExitWatch:
@@ -46,10 +48,18 @@ class ExitWatch:
             self.close()
 
 
+def is_reaped(descriptor: int) -> bool:
+    """Tell whether the process behind a pidfd is no child of ours, or not any more."""
+    try:
+        os.waitid(os.P_PIDFD, descriptor, _PEEK)
+    except ChildProcessError:
+        return True
+    return False
+
+
 def has_ended(descriptor: int) -> bool:
     """Tell whether the child behind a pidfd is over, without reaping it."""
     try:
-        found = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return os.waitid(os.P_PIDFD, descriptor, _PEEK) is not None
     except ChildProcessError:
         return True  # somebody has reaped it
-    return found is not None

@@ -67,6 +67,8 @@ def kill_descendants(marker: bytes, since: int, sessions: dict[int, sweep.Sessio
         except StopIteration as done:
             found: list[sweep.Process] = done.value
             break
+        except OSError:
+            return 1  # the machine is out of means for a moment: look again
     for process in found:
         try:
             descriptor = sweep.open_pidfd(process)

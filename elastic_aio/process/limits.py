@@ -13,24 +13,43 @@ import os
 import resource
 import shutil
 
+from elastic_aio.errors import SurroundingsError
+
 __all__ = ["raise_descriptor_limit", "with_descriptor_limit"]
 
-# What one worker takes at most: asyncio's pidfd and ours, two followed logs, and
-# while it is being started its two log files.
-_PER_WORKER = 6
+# What one worker takes: asyncio's pidfd and ours, and two logs that are followed.
+_PER_WORKER = 4
+# What the agent itself takes: the guardian, the roster, inotify, the console, and for
+# a moment the log files of the worker that is being spawned and the spawn itself.
+_BASE = 16
+# Left to others in this process where the limit allows it.
 _SPARE = 64
 
 
 def raise_descriptor_limit(workers: int) -> int | None:
     """Make room for `workers` more; return the former soft limit, None if it sufficed.
 
-    Without the right to raise it far enough it is raised as far as possible.
+    Raises:
+        SurroundingsError: the hard limit is too low.  A supervisor that runs out of
+            descriptors half-way could not even see what it has to stop.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + workers * _PER_WORKER + _SPARE
-    if soft == resource.RLIM_INFINITY or needed <= soft:
+    if soft == resource.RLIM_INFINITY:
         return None
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = soft  # not even one is left
+    needed = used + workers * _PER_WORKER + _BASE
+    if needed + _SPARE <= soft:
+        return None
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise SurroundingsError(
+            f"too few descriptors: this job takes about {needed} and the limit is {hard}"
+            " (raise it with ulimit -n)"
+        )
+    wanted = needed + _SPARE
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if wanted <= soft:
         return None
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -18,6 +18,7 @@ given to somebody else (see `Session`).
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     from collections.abc import Generator, Mapping
 
+_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -88,10 +90,19 @@ def parse_stat(content: bytes) -> Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """Read one process; None when it is gone."""
+    """Read one process; None when it is gone.
+
+    Raises:
+        OSError: this process lacks the means to look (descriptors, memory), which
+            must not be taken for an absence.
+    """
     try:
         return parse_stat(_read(f"/proc/{pid}/stat"))
-    except (OSError, ValueError):
+    except ValueError:
+        return None
+    except OSError as error:
+        if error.errno in _LACK:
+            raise
         return None
 
 
@@ -135,6 +146,9 @@ def find_descendants(
         since: ticks at which the job began; nothing older can belong to it.
         sessions: the workers' sessions by number.
         known: start times, by pid, of processes that are already known as ours.
+
+    Raises:
+        OSError: this process lacks descriptors or memory.
     """
     known = {} if known is None else known
     ours: dict[int, Process] = {}
@@ -187,7 +201,7 @@ def offspring(pid: int) -> list[Process]:
         try:
             children = _read(f"/proc/{parent}/task/{parent}/children").split()
         except OSError:
-            continue
+            continue  # gone, or a kernel that does not tell: /proc as a whole still does
         for child in map(int, children):
             if process := read_process(child):
                 found.append(process)
@@ -225,7 +239,9 @@ def send(descriptor: int, number: int) -> bool:
 def _environment(pid: int) -> bytes:
     try:
         return _read(f"/proc/{pid}/environ")
-    except OSError:
+    except OSError as error:
+        if error.errno in _LACK:
+            raise
         return b""  # gone, or not ours to read: session and parent still tell
 
 

@@ -28,8 +28,10 @@ __all__ = ["ProcessTree", "Survivor"]
 
 # How long one look at /proc may hold the loop before others get a turn, in seconds.
 _SLICE_S = 0.004
-# Seconds between two looks when what was found could not be watched.
+# Seconds between two looks when what was found could not be watched, and how many
+# looks may fail for a lack of descriptors before that is an error.
 _RETRY_S = 0.005
+_LOOKS_MAX = 200
 
 Escalated = Callable[[int, tuple[int, ...]], None]
 
@@ -74,7 +76,10 @@ class ProcessTree:
 
     def add(self, leader: Child) -> None:
         """Take in a child that has just been started."""
-        found = sweep.read_process(leader.pid)
+        try:
+            found = sweep.read_process(leader.pid)
+        except OSError:
+            found = None  # no descriptor left: within a tick it has started now
         opened = sweep.ticks_now() if found is None else found.start
         session = sweep.Session(leader.pid, opened)
         self._leaders[leader.pid] = leader
@@ -88,7 +93,20 @@ class ProcessTree:
             self._kill_now.set_result(None)
 
     async def descendants(self) -> list[sweep.Process]:
-        """Look once for everything alive, leaders included; yields to the loop meanwhile."""
+        """Look once for everything alive, leaders included; yields to the loop meanwhile.
+
+        Raises:
+            OSError: for a second, this process has lacked the means to look.
+        """
+        for _ in range(_LOOKS_MAX):
+            try:
+                return await self._look()
+            except OSError:
+                # Out of descriptors or memory, and no event tells when there are some.
+                await self._clock.sleep(_RETRY_S)
+        return await self._look()
+
+    async def _look(self) -> list[sweep.Process]:
         looking = sweep.find_descendants(self._marker, self._since, self._sessions, self._offspring)
         slice_end = time.perf_counter() + _SLICE_S
         while True:
@@ -196,10 +214,8 @@ class ProcessTree:
             return  # by itself, and not because of us: it is no victim
         self._asked.add(leader.pid)
         leader.send_signal(number)
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            found = sweep.read_process(leader.pid)
-            if found is not None and found.state == "T":
-                leader.send_signal(signal.SIGCONT)
+        if number not in (signal.SIGKILL, signal.SIGSTOP) and _is_held(leader.pid):
+            leader.send_signal(signal.SIGCONT)
 
     def _note_offspring(self) -> None:
         """Remember who descends from the leaders, while their death has not yet hidden it.
@@ -209,7 +225,11 @@ class ProcessTree:
         """
         for leader in self._leaders.values():
             if not leader.exited.done():
-                self._offspring.update((one.pid, one.start) for one in sweep.offspring(leader.pid))
+                try:
+                    offspring = sweep.offspring(leader.pid)
+                except OSError:
+                    return  # no descriptor left; the look at /proc will wait for one
+                self._offspring.update((one.pid, one.start) for one in offspring)
 
     def _running(self) -> list[asyncio.Future[Exit]]:
         return [leader.exited for leader in self._leaders.values() if not leader.exited.done()]
@@ -287,10 +307,18 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+def _is_held(pid: int) -> bool:
+    """Tell whether a process is stopped: it acts on a signal only when it goes on."""
+    try:
+        found = sweep.read_process(pid)
+    except OSError:
+        return False
+    return found is not None and found.state == "T"
+
+
 def _send_and_wake(descriptor: int, state: str, number: int) -> None:
     sweep.send(descriptor, number)
     if state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP):
-        # A stopped process acts on a signal only when it goes on.
         sweep.send(descriptor, signal.SIGCONT)
 
 
