@@ -132,6 +132,8 @@ class Machine:
         if isinstance(happening, StopAsked):
             return self._on_stop_asked(happening)
         if isinstance(happening, Begun):
+            if self.phase is not Phase.NEW:
+                raise self._impossible("a second beginning")
             return self._start()
         if happening.attempt != self.attempt:
             return []
@@ -156,8 +158,6 @@ class Machine:
                 return self._start() if self.phase is Phase.WAITING else []
 
     def _start(self) -> list[Effect]:
-        if self.phase not in (Phase.NEW, Phase.WAITING):
-            raise self._impossible("a start")
         self.phase = Phase.STARTING
         self._started_at = None
         self._succeeded.clear()

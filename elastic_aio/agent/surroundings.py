@@ -55,8 +55,9 @@ def visible_gpus() -> int:
         return present
     # CUDA takes the list up to the first entry that is no device.
     count = 0
-    for entry in listed.split(","):
-        if not re.fullmatch(r"\s*(\d+|(GPU|MIG)-[\w-]+(/\d+/\d+)?)\s*", entry):
+    for entry in map(str.strip, listed.split(",")):
+        is_index = entry.isdecimal() and len(entry) < 6 and int(entry) < present
+        if not is_index and not re.fullmatch(r"(GPU|MIG)-[\w-]+(/\d+/\d+)?", entry):
             break
         count += 1
     return count

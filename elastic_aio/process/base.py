@@ -108,7 +108,8 @@ def spawn_error(error: OSError, plan: ChildPlan) -> SpawnError:
             permanent=True,
             exit_code=126,
         )
-    if code == errno.ENOENT and os.path.sep in program and os.path.exists(program):
+    where = os.path.join(plan.cwd or "", program)
+    if code == errno.ENOENT and os.path.sep in program and os.path.exists(where):
         return SpawnError(
             f"cannot run {program}: its interpreter (the first line, after #!) does not exist",
             permanent=True,
