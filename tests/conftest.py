@@ -46,6 +46,10 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor or a thread."""
     descriptors, threads, children = open_descriptors(), threading.active_count(), own_children()
     yield
+    for thread in threading.enumerate():
+        # asyncio's own on Python 3.11, one for each child: done when its child was.
+        if thread.name.startswith("waitpid-"):
+            thread.join(timeout=5)
     leaks: dict[str, Any] = {
         "processes": strays(),
         "children": own_children() - children,

@@ -206,16 +206,15 @@ class Host:
             with self.folder.open_streams(logs, inherited, self._nothing) as (out, err):
                 self._follow(logs, attempt, place)
                 takes_stdin = self._spec.stdin == "rank0" and place.local_rank == 0
-                yield ChildPlan(
-                    argv=with_descriptor_limit(
-                        command_of(self._spec, place.local_rank), self._limit
-                    ),
+                plan = ChildPlan(
+                    argv=command_of(self._spec, place.local_rank),
                     env=self._environment(place, restarts, port, logs.error_file),
                     cwd=self._spec.cwd,
                     stdin=self._ours(0) if takes_stdin else self._nothing,
                     stdout=out,
                     stderr=err,
                 )
+                yield plan if self._limit is None else with_descriptor_limit(plan, self._limit)
         except OSError as error:
             raise _log_error(error) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from msgspec import Struct
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 
-__all__ = ["Child", "ChildPlan", "Exit", "Spawner", "spawn_error"]
+__all__ = ["Child", "ChildPlan", "Exit", "Spawner", "check_program", "spawn_error"]
 
 
 class ChildPlan(Struct, frozen=True):
@@ -89,6 +90,23 @@ _PERMANENT = {
     errno.ENAMETOOLONG: 126,
     errno.ETXTBSY: 126,
 }
+
+
+def check_program(plan: ChildPlan) -> None:
+    """Look whether a program can be executed, where something else is executed first.
+
+    Raises:
+        SpawnError: as the spawn itself would.
+    """
+    program = plan.argv[0]
+    if os.path.sep in program:
+        found: str | None = os.path.join(plan.cwd or "", program)
+    else:
+        found = shutil.which(program, os.F_OK, plan.env.get("PATH"))
+    if found is None or not os.path.exists(found):
+        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
+    if os.path.isdir(found) or not os.access(found, os.X_OK):
+        raise spawn_error(PermissionError(errno.EACCES, "not executable"), plan)
 
 
 def spawn_error(error: OSError, plan: ChildPlan) -> SpawnError:

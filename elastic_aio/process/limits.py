@@ -13,7 +13,10 @@ import os
 import resource
 import shutil
 
+from msgspec.structs import replace
+
 from elastic_aio.errors import SurroundingsError
+from elastic_aio.process.base import ChildPlan, check_program
 
 __all__ = ["raise_descriptor_limit", "with_descriptor_limit"]
 
@@ -56,10 +59,17 @@ def raise_descriptor_limit(workers: int) -> int | None:
     return soft
 
 
-def with_descriptor_limit(argv: tuple[str, ...], soft: int | None) -> tuple[str, ...]:
-    """Return a command that sets the soft limit and then becomes `argv`."""
-    if soft is None:
-        return argv
+def with_descriptor_limit(plan: ChildPlan, soft: int) -> ChildPlan:
+    """Return a plan whose program sets the soft limit and then becomes the planned one.
+
+    Raises:
+        SpawnError: the planned program cannot be executed.
+    """
+    check_program(plan)
+    return replace(plan, argv=_limited(plan.argv, soft))
+
+
+def _limited(argv: tuple[str, ...], soft: int) -> tuple[str, ...]:
     if prlimit := shutil.which("prlimit"):
         return (prlimit, f"--nofile={soft}:", "--", *argv)
     # A shell exports a PWD that nobody has set; then it is taken out again.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from elastic_aio import Agent, JobFailed, LaunchSpec, LogSpec, launch
+from elastic_aio import Agent, Event, JobFailed, LaunchSpec, LogSpec, launch
 
 
 async def test_all_workers_exit_zero() -> None:
@@ -40,3 +42,22 @@ async def test_events_tell_the_story() -> None:
     names = [type(event).__name__ for event in first]
     assert names == ["JobStarted", "WorkerStarted", "WorkerExited", "JobFinished"]
     assert second == first[2:]
+
+
+async def test_a_listener_that_fails_does_not_break_the_job() -> None:
+    """What a listener raises goes to the loop's exception handler, and the job goes on."""
+    problems: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+
+    def listener(event: Event) -> None:
+        raise ZeroDivisionError(type(event).__name__)
+
+    result = await launch(LaunchSpec(["true"]), listeners=[listener])
+    assert result.state == "succeeded"
+    assert [str(problem) for problem in problems] == [
+        "JobStarted",
+        "WorkerStarted",
+        "WorkerExited",
+        "JobFinished",
+    ]

@@ -23,7 +23,10 @@ def own_children() -> set[int]:
     """Return the pids of our children, zombies included."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        pids.update(map(int, (task / "children").read_text().split()))
+        try:
+            pids.update(map(int, (task / "children").read_text().split()))
+        except OSError:
+            continue  # a thread that has just ended
     return pids
 
 

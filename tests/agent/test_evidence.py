@@ -1,0 +1,242 @@
+"""What can be learned about workers that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.agent.evidence import EndedWorker, gather_failures, mount_point, read_file
+from elastic_aio.agent.memory import oom_kills
+from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
+from elastic_aio.outcome import ExitStatus, Failure
+
+STOPPED_AT = 1_700_000_000.0
+CONSOLE = StreamPlan(StreamTarget.CONSOLE)
+
+
+@pytest.fixture(autouse=True)
+def _reading_threads_end() -> Iterator[None]:
+    """A file is read in a thread that ends a little after its answer."""
+    yield
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and "ThreadPool" in thread.name:
+            thread.join(10)
+
+
+class Case:
+    """Workers with log folders, and what is gathered about them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workers: list[EndedWorker] = []
+
+    def worker(
+        self,
+        status: ExitStatus,
+        *,
+        ended_at: float = STOPPED_AT - 1,
+        is_victim: bool = False,
+        error: bytes | None = None,
+        error_time: float = STOPPED_AT - 2,
+        stderr: bytes | None = None,
+    ) -> None:
+        rank = len(self.workers)
+        folder = self.folder / str(rank)
+        folder.mkdir()
+        error_file = folder / "error.json"
+        if error is not None:
+            error_file.write_bytes(error)
+            os.utime(error_file, (error_time, error_time))
+        plan = CONSOLE
+        if stderr is not None:
+            (folder / "stderr.log").write_bytes(stderr)
+            plan = StreamPlan(StreamTarget.FILE, str(folder / "stderr.log"))
+        self.workers.append(
+            EndedWorker(
+                rank=rank,
+                local_rank=rank,
+                pid=100 + rank,
+                host="h",
+                status=status,
+                ended_at=ended_at,
+                order=rank,
+                is_victim=is_victim,
+                logs=WorkerLogs(CONSOLE, plan, str(folder), str(error_file)),
+            )
+        )
+
+    async def failures(self, *, oom_kills_before: int | None = None) -> tuple[Failure, ...]:
+        return await gather_failures(
+            self.workers, stopped_at=STOPPED_AT, oom_kills_before=oom_kills_before
+        )
+
+    async def failure(self) -> Failure:
+        (one,) = await self.failures()
+        return one
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """An empty case."""
+    return Case(tmp_path)
+
+
+def said(message: str = "ValueError: x", **extra: object) -> bytes:
+    return json.dumps({"message": {"message": message, "extraInfo": extra}}).encode()
+
+
+BAD = ExitStatus(code=1)
+TERM = ExitStatus(signal=15)
+
+
+async def test_a_worker_without_any_word(case: Case) -> None:
+    """Its status and the time of its exit are all there is."""
+    case.worker(BAD)
+    assert await case.failure() == Failure(
+        rank=0,
+        local_rank=0,
+        pid=100,
+        host="h",
+        status=BAD,
+        time=STOPPED_AT - 1,
+        order=0,
+    )
+
+
+async def test_an_error_file_gives_message_and_time(case: Case) -> None:
+    """The time at which the error was recorded comes before that of the exit."""
+    case.worker(BAD, error=said(py_callstack="T"))
+    one = await case.failure()
+    assert one.error is not None
+    assert (one.error.message, one.error.traceback) == ("ValueError: x", "T")
+    assert one.error.path == case.workers[0].logs.error_file
+    assert one.time == one.error.timestamp == STOPPED_AT - 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\x00", b"[" * 100_000, b'{"message": "' + b"x" * (8 << 20) + b'"}'],
+    ids=["empty", "truncated", "binary", "deep", "huge"],
+)
+async def test_a_broken_error_file_is_none(case: Case, content: bytes) -> None:
+    """Whatever stands there, the failure is told without it."""
+    case.worker(BAD, error=content)
+    one = await case.failure()
+    assert one.error is None
+    assert one.time == STOPPED_AT - 1
+
+
+async def test_an_error_file_that_is_no_file_is_none(case: Case) -> None:
+    """A folder, or a named pipe that nobody writes to, does not hold up the report."""
+    case.worker(BAD)
+    case.worker(BAD)
+    os.mkdir(case.workers[0].logs.error_file)
+    os.mkfifo(case.workers[1].logs.error_file)
+    assert [one.error for one in await case.failures()] == [None, None]
+
+
+async def test_the_earliest_recorded_error_is_the_root(case: Case) -> None:
+    """Not who exited first, but who failed first."""
+    case.worker(BAD, error=said("second"), error_time=STOPPED_AT - 3)
+    case.worker(BAD, error=said("first"), error_time=STOPPED_AT - 5)
+    case.worker(BAD, ended_at=STOPPED_AT - 4)
+    assert [one.rank for one in await case.failures()] == [1, 2, 0]
+
+
+async def test_victims_stand_behind_culprits(case: Case) -> None:
+    """A worker that was stopped is no cause, and its last words are not looked for."""
+    case.worker(TERM, is_victim=True, ended_at=STOPPED_AT - 9, stderr=b"Terminated\n")
+    case.worker(BAD, stderr=b"Traceback\n")
+    culprit, victim = await case.failures()
+    assert (culprit.rank, culprit.is_victim, culprit.stderr_tail) == (1, False, ("Traceback",))
+    assert (victim.rank, victim.is_victim, victim.stderr_tail) == (0, True, ())
+
+
+async def test_an_error_recorded_before_the_stop_makes_a_culprit(case: Case) -> None:
+    """The stop was faster than its exit; one that failed because of the stop stays a victim."""
+    case.worker(TERM, is_victim=True, error=said("own"), error_time=STOPPED_AT - 1)
+    case.worker(TERM, is_victim=True, error=said("late"), error_time=STOPPED_AT + 1)
+    own, late = await case.failures()
+    assert (own.rank, own.is_victim) == (0, False)
+    assert (late.rank, late.is_victim) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "tail"),
+    [
+        (b"", ()),
+        (b"one\ntwo", ("one", "two")),
+        (b"one\n\ntwo\n\n\n", ("one", "", "two")),
+        (b"10%\r20%\r100%\ndone\r\n", ("100%", "done")),
+        (b"caf\xe9\n", ("caf�",)),
+        (b"".join(b"%d\n" % n for n in range(50)), tuple(str(n) for n in range(30, 50))),
+        (b"x" * 20_000 + b"\nlast\n", ("last",)),
+        (b"y" * 20_000 + b"\n", ("y" * (16 * 1024 - 1),)),
+    ],
+)
+async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[str, ...]) -> None:
+    """Twenty lines at most, whole ones, progress bars as they were last."""
+    case.worker(BAD, stderr=content)
+    one = await case.failure()
+    assert one.stderr_tail == tail
+    assert one.stderr_path == case.workers[0].logs.stderr.path
+
+
+async def test_a_log_that_is_gone_has_no_last_lines(case: Case) -> None:
+    """Somebody removed the folder: the report comes without it."""
+    case.worker(BAD, stderr=b"x\n")
+    os.unlink(str(case.workers[0].logs.stderr.path))
+    assert (await case.failure()).stderr_tail == ()
+
+
+async def test_a_kill_for_lack_of_memory_is_named(case: Case) -> None:
+    """The kernel's counter rose: those who died by SIGKILL without us are told so."""
+    before = oom_kills()
+    if before is None:
+        pytest.skip("this machine keeps no counter of kills for lack of memory")
+    case.worker(ExitStatus(signal=9))
+    case.worker(BAD)
+    case.worker(ExitStatus(signal=9), is_victim=True)
+    notes = {one.rank: one.notes for one in await case.failures(oom_kills_before=before - 2)}
+    assert len(notes[0]) == 1
+    assert notes[0][0].startswith("out of memory: the kernel has killed 2 process(es)")
+    assert notes[1] == notes[2] == ()
+    same = {one.rank: one.notes for one in await case.failures(oom_kills_before=before)}
+    assert same == {0: (), 1: (), 2: ()}
+
+
+async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log on a disk without room explains why lines are missing."""
+    case.worker(BAD, stderr=b"x\n")
+    real = os.statvfs(case.folder)
+    path = str(case.workers[0].logs.stderr.path)
+    values = [*real]
+    values[4] = 0  # f_bavail
+    full = os.statvfs_result(values)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    assert (await case.failure()).notes == (
+        f"the disk of its log file is full: {mount_point(path)} ({path})",
+    )
+
+
+async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
+    """Offset and size are kept, and errors are those of the system."""
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    assert await read_file(str(path), 3, 4) == b"3456"
+    assert await read_file(str(path), 8, 100) == b"89"
+    with pytest.raises(FileNotFoundError):
+        await read_file(str(tmp_path / "missing"), 0, 1)
+
+
+def test_the_place_of_a_disk(tmp_path: Path) -> None:
+    """A path's file system is named by the folder at which it is mounted."""
+    assert mount_point("/proc/self/stat") == "/proc"
+    place = mount_point(str(tmp_path))
+    assert os.path.ismount(place)
+    assert str(tmp_path).startswith(place)

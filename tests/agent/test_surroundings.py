@@ -1,0 +1,198 @@
+"""What a job finds on its machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio.agent.surroundings import (
+    check_child_signals,
+    check_runnable,
+    command_of,
+    free_port,
+    node_name,
+    resolve_nproc,
+    visible_gpus,
+)
+from elastic_aio.errors import SpawnError, SpecError, SurroundingsError
+from elastic_aio.spec import Command, LaunchSpec, LogSpec, Module, Script
+from elastic_aio.std import StdMap
+
+PROCESSORS = len(os.sched_getaffinity(0))
+
+
+def test_a_number_is_a_number() -> None:
+    """What was asked for is what is started."""
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node=5)) == 5
+
+
+def test_cpu_counts_the_processors_we_may_use() -> None:
+    """Not those of the machine."""
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="cpu")) == PROCESSORS
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names in /dev; a machine of any kind."""
+    names = ["null", "nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia12"]
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: names if path == "/dev" else real(path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [
+        (None, 3),
+        ("0,1,2", 3),
+        ("1", 1),
+        (" 0 , 2", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("0,nonsense,1", 1),
+        ("GPU-8932f937-d72c,GPU-1", 2),
+        ("MIG-GPU-8932f937-d72c/1/0", 1),
+        ("0,1,2,3,4,5", 3),
+        ("7", 0),
+    ],
+)
+@pytest.mark.usefixtures("devices")
+def test_gpu_counts_the_devices_we_can_see(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
+) -> None:
+    """CUDA takes the list up to the first entry that is no device of this machine."""
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert visible_gpus() == count
+
+
+@pytest.mark.usefixtures("devices")
+def test_auto_prefers_devices() -> None:
+    """With devices there is a worker for each of them."""
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto")) == 3
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="gpu")) == 3
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="cpu")) == PROCESSORS
+
+
+def test_without_devices(devices: list[str]) -> None:
+    """`auto` takes the processors, and `gpu` is refused with the alternatives."""
+    devices[:] = ["null", "nvidiactl"]
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto")) == PROCESSORS
+    with pytest.raises(SpecError, match=r"^nproc_per_node: needs a visible NVIDIA device .*'gpu'$"):
+        resolve_nproc(LaunchSpec("x.py", nproc_per_node="gpu"))
+
+
+@pytest.mark.usefixtures("devices")
+def test_ranks_of_the_logs_are_checked_when_the_number_is_known() -> None:
+    """A tee of a rank that `auto` did not give is refused."""
+    logs = LogSpec(tee=StdMap.parse("tee", "3:1"))
+    with pytest.raises(SpecError, match=r"^logs\.tee: local ranks must be from 0 to 2, not 3$"):
+        resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto", logs=logs))
+
+
+@pytest.fixture
+def child_signal() -> Iterator[None]:
+    """Put back what SIGCHLD did."""
+    former = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, former)
+
+
+@pytest.mark.usefixtures("child_signal")
+def test_ignored_child_signals_are_refused() -> None:
+    """Where the kernel reaps, no exit status can be had."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    check_child_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with pytest.raises(SurroundingsError, match=r"^SIGCHLD is ignored in this process, so"):
+        check_child_signals()
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "settings", "argv"),
+    [
+        (Script("x.py"), {}, (sys.executable, "-u", "x.py")),
+        (Script("x.py"), {"args": ["a", 1]}, (sys.executable, "-u", "x.py", "a", "1")),
+        (Module("m.n"), {"args": ["-v"]}, (sys.executable, "-u", "-m", "m.n", "-v")),
+        (Script("x.py"), {"python": "/opt/py"}, ("/opt/py", "-u", "x.py")),
+        (Command(("prog", "-x")), {"args": ["y"]}, ("prog", "-x", "y")),
+        (
+            Command(("prog", "r${local_rank}")),
+            {"args": ["--rank=${local_rank}/${local_rank}"]},
+            ("prog", "r3", "--rank=3/3"),
+        ),
+        (
+            Command(("${local_rank}", "$$", "$local_rank", "${rank}", "${LOCAL_RANK}")),
+            {},
+            ("${local_rank}", "$$", "$local_rank", "${rank}", "${LOCAL_RANK}"),
+        ),
+    ],
+)
+def test_each_worker_has_its_command(
+    entrypoint: Any, settings: dict[str, Any], argv: tuple[str, ...]
+) -> None:
+    """Only `${local_rank}` in arguments is replaced."""
+    assert command_of(LaunchSpec(entrypoint, **settings), 3) == argv
+
+
+def test_a_script_must_be_there(tmp_path: Path) -> None:
+    """What Python would not find is told before any worker starts: 127."""
+    spec = LaunchSpec(str(tmp_path / "missing.py"))
+    with pytest.raises(SpawnError, match=r"^script not found: .*/missing\.py$") as caught:
+        check_runnable(spec)
+    assert (caught.value.permanent, caught.value.exit_code) == (True, 127)
+
+
+def test_a_folder_needs_a_main(tmp_path: Path) -> None:
+    """Python runs a folder with __main__.py and nothing else: 126."""
+    with pytest.raises(SpawnError, match=r"^script is a folder without __main__\.py: ") as caught:
+        check_runnable(LaunchSpec(str(tmp_path)))
+    assert (caught.value.permanent, caught.value.exit_code) == (True, 126)
+    (tmp_path / "__main__.py").write_text("")
+    check_runnable(LaunchSpec(str(tmp_path)))
+
+
+def test_a_relative_script_is_looked_for_where_the_workers_run(tmp_path: Path) -> None:
+    """The working directory of the workers counts, not ours."""
+    (tmp_path / "x.py").write_text("")
+    check_runnable(LaunchSpec("x.py", cwd=tmp_path))
+    with pytest.raises(SpawnError, match=r"^script not found: x\.py$"):
+        check_runnable(LaunchSpec("x.py", cwd="/"))
+
+
+@pytest.mark.parametrize("entrypoint", [Module("no.such.module"), Command(("no-such-program",))])
+def test_modules_and_commands_are_left_to_the_spawn(entrypoint: Any) -> None:
+    """Only a script's path can be checked without running it."""
+    check_runnable(LaunchSpec(entrypoint))
+
+
+def test_a_missing_working_directory_is_left_to_the_spawn() -> None:
+    """Spawning says better what is wrong."""
+    check_runnable(LaunchSpec("x.py", cwd="/no/such/folder"))
+
+
+@pytest.mark.parametrize(
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_free_port_can_be_bound(family: socket.AddressFamily, address: str) -> None:
+    """Nobody listens there, on either protocol."""
+    port = free_port()
+    assert 1024 <= port < 65536
+    with socket.socket(family) as one:
+        if family is socket.AF_INET or socket.has_dualstack_ipv6():
+            one.bind((address, port))
+            assert one.getsockname()[1] == port
+
+
+def test_the_name_of_the_node_is_the_hosts() -> None:
+    """No name server is asked."""
+    assert node_name() == socket.gethostname() != ""

@@ -1,0 +1,220 @@
+"""Whole lines out of bytes that are cut anywhere."""
+
+from __future__ import annotations
+
+import tracemalloc
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elastic_aio.logs.lines import (
+    HELD_MAX,
+    Frame,
+    Lines,
+    LineSplitter,
+    Piece,
+    Span,
+    with_prefix,
+)
+
+
+def last_frame(line: bytes) -> bytes:
+    """Return what a terminal would show of a line: its last frame that is not empty."""
+    return next((frame for frame in reversed(line.split(b"\r")) if frame), b"")
+
+
+def reference(content: bytes) -> list[bytes]:
+    """Return the lines that are to be shown, in order; a last one without newline too."""
+    *whole, rest = content.split(b"\n")
+    shown = [last_frame(line) for line in whole]
+    return [*shown, last_frame(rest)] if last_frame(rest) else shown
+
+
+def shown_of(pieces: list[Piece], content: bytes) -> list[bytes]:
+    """Return the lines that pieces give, spans looked up in the content."""
+    lines: list[bytes] = []
+    for piece in pieces:
+        match piece:
+            case Lines(block):
+                assert block.endswith(b"\n")
+                assert b"\r" not in block
+                lines += block[:-1].split(b"\n")
+            case Span(start, end):
+                text = content[start:end]
+                assert b"\n" not in text
+                assert b"\r" not in text
+                assert len(text) > HELD_MAX
+                assert content[end : end + 1] in (b"\n", b"\r", b"")
+                lines.append(text)
+            case Frame(text):
+                assert text
+                assert b"\n" not in text
+                assert b"\r" not in text
+    return lines
+
+
+def pieces_of(chunks: list[bytes]) -> list[Piece]:
+    splitter = LineSplitter()
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        before = splitter.offset
+        pieces += splitter.feed(chunk)
+        assert splitter.offset == before + len(chunk)
+    return pieces + splitter.finish()
+
+
+def cut_up(content: bytes, cuts: list[int]) -> list[bytes]:
+    places = sorted({0, len(content), *(cut % (len(content) + 1) for cut in cuts)})
+    return [content[start:end] for start, end in pairwise(places)]
+
+
+# Mostly what matters (ends of lines and frames), with bytes that are no UTF-8.
+tricky = st.lists(
+    st.sampled_from(
+        [b"\n", b"\r", b"\r\n", b"a", b"bc", b"\xc3\xa4", b"\xff", b"\0", b" ", b"\n\n"]
+    ),
+    max_size=40,
+).map(b"".join)
+cuttings = st.lists(st.integers(0, 10**6), max_size=10)
+
+
+@given(tricky | st.binary(max_size=100), cuttings)
+@example(b"", [])
+@example(b"\r", [])
+@example(b"a\r", [1])
+@example(b"a\r\nb", [2])
+@example(b"a\rb\r\r\n", [1, 2, 3])
+def test_every_cutting_shows_the_same_lines(content: bytes, cuts: list[int]) -> None:
+    """Each line is shown once, in order, whatever the reads were."""
+    pieces = pieces_of(cut_up(content, cuts))
+    assert shown_of(pieces, content) == reference(content)
+
+
+@given(tricky)
+def test_byte_by_byte_is_a_cutting_too(content: bytes) -> None:
+    """The smallest reads give the same lines."""
+    pieces = pieces_of([content[place : place + 1] for place in range(len(content))])
+    assert shown_of(pieces, content) == reference(content)
+
+
+long_parts = st.lists(
+    st.sampled_from(
+        [
+            b"x" * (HELD_MAX + 1),
+            b"y" * HELD_MAX,
+            b"z" * (HELD_MAX - 1),
+            b"w" * (3 * HELD_MAX),
+            b"\n",
+            b"\r",
+            b"ab",
+        ]
+    ),
+    max_size=8,
+).map(b"".join)
+
+
+@given(long_parts, cuttings)
+@example(b"x" * (HELD_MAX + 1) + b"\rab\n" + b"y" * (HELD_MAX + 1), [5, HELD_MAX + 5])
+def test_long_lines_are_shown_from_the_file(content: bytes, cuts: list[int]) -> None:
+    """Spans point at exactly the bytes of their line or frame."""
+    pieces = pieces_of(cut_up(content, cuts))
+    assert shown_of(pieces, content) == reference(content)
+
+
+def test_a_line_is_held_up_to_the_limit() -> None:
+    """A line of HELD_MAX bytes is given as it is, one byte more as a span."""
+    short, long = b"s" * HELD_MAX, b"l" * (HELD_MAX + 1)
+    splitter = LineSplitter()
+    assert splitter.feed(short) == []
+    assert splitter.feed(b"\n") == [Lines(short + b"\n")]
+    assert splitter.feed(long) == []
+    assert splitter.feed(b"\nnext\n") == [
+        Span(HELD_MAX + 1, 2 * HELD_MAX + 2),
+        Lines(b"next\n"),
+    ]
+
+
+def test_a_long_line_at_the_end_of_the_file_is_a_span() -> None:
+    """Without a newline too."""
+    splitter = LineSplitter()
+    splitter.feed(b"a\n" + b"x" * HELD_MAX)
+    assert splitter.feed(b"x") == []
+    assert splitter.finish() == [Span(2, 2 + HELD_MAX + 1)]
+    assert splitter.finish() == []
+
+
+def test_memory_stays_bounded() -> None:
+    """64 MiB without a newline, fed in small reads, cost about what is held."""
+    splitter = LineSplitter()
+    chunk = b"x" * 65_521
+    tracemalloc.start()
+    try:
+        for _ in range(1024):
+            assert splitter.feed(chunk) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert splitter.offset == 1024 * 65_521
+    assert peak < 6 * HELD_MAX
+    assert splitter.finish() == [Span(0, 1024 * 65_521)]
+
+
+def test_frames_show_what_is_current() -> None:
+    """A progress bar that is not over shows its last frame that says something."""
+    splitter = LineSplitter()
+    assert splitter.feed(b"10%\r") == [Frame(b"10%")]
+    assert splitter.feed(b"20%") == []
+    assert splitter.feed(b"\r30%\r40%") == [Frame(b"40%")]
+    assert splitter.feed(b"\r") == [Frame(b"40%")]
+    assert splitter.feed(b"\n") == [Lines(b"40%\n")]
+    assert splitter.feed(b"\r\r") == []
+    assert splitter.finish() == []
+
+
+def test_a_windows_line_is_no_frame() -> None:
+    """The carriage return before a newline takes nothing away, even cut in two."""
+    splitter = LineSplitter()
+    assert splitter.feed(b"one\r\ntwo\r") == [Lines(b"one\n"), Frame(b"two")]
+    assert splitter.feed(b"\nthree\r\n") == [Lines(b"two\n"), Lines(b"three\n")]
+
+
+def test_whole_lines_come_as_one_block() -> None:
+    """Plain output is not taken apart line by line."""
+    splitter = LineSplitter()
+    assert splitter.feed(b"a\nb\nc") == [Lines(b"a\nb\n")]
+    assert splitter.feed(b"d\ne\n") == [Lines(b"cd\ne\n")]
+    assert splitter.finish() == []
+
+
+def test_a_splitter_tells_where_it_is() -> None:
+    """The repr names the offset and the begin of the current frame."""
+    splitter = LineSplitter()
+    splitter.feed(b"ab\ncd\ref")
+    assert repr(splitter) == "<LineSplitter at 8, current frame from 6>"
+
+
+@pytest.mark.parametrize(
+    ("block", "prefix", "text"),
+    [
+        (b"", b"> ", b""),
+        (b"a\n", b"", b"a\n"),
+        (b"a\n", b"> ", b"> a\n"),
+        (b"a\nb\n", b"> ", b"> a\n> b\n"),
+        (b"\n\n", b"> ", b"> \n> \n"),
+        (b"\xff\n", b"[0]:", b"[0]:\xff\n"),
+    ],
+)
+def test_a_prefix_stands_before_every_line(block: bytes, prefix: bytes, text: bytes) -> None:
+    """And nowhere else."""
+    assert with_prefix(block, prefix) == text
+
+
+@given(st.lists(st.binary(max_size=5).filter(lambda line: b"\n" not in line), min_size=1))
+def test_a_prefixed_block_has_its_lines(lines: list[bytes]) -> None:
+    """Taking the prefix away gives the block back."""
+    block = b"".join(line + b"\n" for line in lines)
+    prefixed = with_prefix(block, b"P:")
+    assert prefixed.endswith(b"\n")
+    assert prefixed[:-1].split(b"\n") == [b"P:" + line for line in lines]

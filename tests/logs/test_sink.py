@@ -1,0 +1,297 @@
+"""The console: pipes, sockets, files and terminals, written to without blocking the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import pty
+import socket
+import struct
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.logs.sink import Sink, SinkLost, open_console, open_sink
+
+GUARD = 20.0
+BIG = bytes(range(256)) * 4096  # 1 MiB: more than any pipe or socket takes at once
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that is closed afterwards."""
+    reader, writer = os.pipe()
+    yield reader, writer
+    for descriptor in (reader, writer):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(descriptor: int) -> Iterator[Sink]:
+    sink = open_sink("stdout", descriptor)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+async def write(sink: Sink, data: bytes) -> None:
+    async with asyncio.timeout(GUARD), sink.lock:
+        await sink.write(data)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def read_exactly(descriptor: int, size: int) -> bytes:
+    """Read from a descriptor while the loop goes on."""
+    loop = asyncio.get_running_loop()
+    content = b""
+    async with asyncio.timeout(GUARD):
+        while len(content) < size:
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(descriptor, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(descriptor)
+            content += os.read(descriptor, min(65536, size - len(content)))
+    return content
+
+
+def is_nonblocking(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_NONBLOCK)
+
+
+async def blocked(task: asyncio.Task[None], sink: Sink) -> None:
+    """Return when a write has filled what there was to fill."""
+    async with asyncio.timeout(GUARD):
+        while True:
+            before = sink.written
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if sink.written == before and before:
+                break
+    assert not task.done()
+
+
+async def test_a_full_pipe_is_waited_for(pipe: tuple[int, int]) -> None:
+    """A write that does not fit waits for the reader, and everything comes in order."""
+    reader, writer = pipe
+    with opened(writer) as sink:
+        task = asyncio.create_task(write(sink, BIG))
+        await blocked(task, sink)
+        assert 0 < sink.written < len(BIG)
+        assert await read_exactly(reader, len(BIG)) == BIG
+        await task
+        assert sink.written == len(BIG)
+        assert repr(sink) == f"<Sink stdout, {len(BIG)} bytes written>"
+    assert not is_nonblocking(writer)
+
+
+async def test_others_who_share_the_pipe_keep_blocking(pipe: tuple[int, int]) -> None:
+    """O_NONBLOCK is never set on the descriptor that was given, nor on its copies."""
+    _, writer = pipe
+    shared = os.dup(writer)
+    with opened(writer) as sink:
+        await write(sink, b"x\n")
+        assert not is_nonblocking(writer)
+        assert not is_nonblocking(shared)
+    os.close(shared)
+
+
+async def test_a_cancelled_write_is_finished_by_the_next(pipe: tuple[int, int]) -> None:
+    """A line that was cut by a cancellation goes on where it stopped."""
+    reader, writer = pipe
+    with opened(writer) as sink:
+        task = asyncio.create_task(write(sink, BIG))
+        await blocked(task, sink)
+        task.cancel()
+        await asyncio.wait([task])
+        assert not sink.lock.locked()
+        following = asyncio.create_task(write(sink, b"next\n"))
+        assert await read_exactly(reader, len(BIG) + 5) == BIG + b"next\n"
+        await following
+
+
+async def test_a_closed_reader_loses_the_sink(pipe: tuple[int, int]) -> None:
+    """The first write fails with the reason, and so do all later ones."""
+    reader, writer = pipe
+    with opened(writer) as sink:
+        os.close(reader)
+        with pytest.raises(SinkLost, match="broken pipe"):
+            await write(sink, b"x\n")
+        assert sink.lost == "broken pipe"
+        with pytest.raises(SinkLost, match="broken pipe"):
+            await write(sink, b"y\n")
+        assert repr(sink) == "<Sink stdout, lost: broken pipe>"
+
+
+async def test_a_reader_that_closes_during_a_write_loses_the_sink(pipe: tuple[int, int]) -> None:
+    """A waiting write learns at once that nobody will ever read."""
+    reader, writer = pipe
+    with opened(writer) as sink:
+        task = asyncio.create_task(write(sink, BIG))
+        await blocked(task, sink)
+        os.close(reader)
+        with pytest.raises(SinkLost, match="broken pipe"):
+            await task
+
+
+async def test_a_pipe_without_reader_is_lost_at_the_first_write(pipe: tuple[int, int]) -> None:
+    """A reader that was gone before the sink was opened is no different."""
+    reader, writer = pipe
+    os.close(reader)
+    with opened(writer) as sink, pytest.raises(SinkLost, match="broken pipe"):
+        await write(sink, b"x\n")
+
+
+async def test_a_file_takes_everything(tmp_path: Path) -> None:
+    """A regular file shares its offset with whoever else writes there."""
+    path = tmp_path / "out"
+    with path.open("wb", buffering=0) as file:
+        with opened(file.fileno()) as sink:
+            await write(sink, b"ours\n")
+            file.write(b"theirs\n")
+            await write(sink, b"ours again\n")
+        assert not is_nonblocking(file.fileno())
+        file.write(b"still open\n")
+    assert path.read_bytes() == b"ours\ntheirs\nours again\nstill open\n"
+
+
+async def test_a_full_disk_loses_the_sink() -> None:
+    """ENOSPC is told as the reason."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    with opened(full) as sink, pytest.raises(SinkLost, match="no space left on device"):
+        await write(sink, b"x\n")
+    os.close(full)
+
+
+async def test_a_socket_is_waited_for() -> None:
+    """A socket as standard output blocks nobody and keeps its mode."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, opened(ours.fileno()) as sink:
+        task = asyncio.create_task(write(sink, BIG))
+        await blocked(task, sink)
+        assert await read_exactly(theirs.fileno(), len(BIG)) == BIG
+        await task
+        assert not is_nonblocking(ours.fileno())
+        theirs.close()
+        with pytest.raises(SinkLost, match=r"broken pipe|connection reset"):
+            await write(sink, b"x\n")
+
+
+async def test_a_closed_descriptor_is_a_lost_sink() -> None:
+    """A process without standard output still gets a sink, one that takes nothing."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer)
+    sink = open_sink("stdout", writer)
+    assert sink.lost == "it is closed"
+    assert not sink.is_terminal
+    with pytest.raises(SinkLost, match="it is closed"):
+        await write(sink, b"x\n")
+    sink.close()
+
+
+async def test_a_closed_sink_takes_nothing(pipe: tuple[int, int]) -> None:
+    """After `close` the original stream is still open."""
+    reader, writer = pipe
+    sink = open_sink("stdout", writer)
+    sink.close()
+    sink.close()
+    with pytest.raises(SinkLost, match="it is closed"):
+        await write(sink, b"x\n")
+    os.write(writer, b"still\n")
+    assert os.read(reader, 100) == b"still\n"
+
+
+async def test_the_console_is_our_own_output() -> None:
+    """Descriptors 1 and 2 are opened by name, and left open."""
+    console = open_console()
+    assert (console.out.name, console.err.name) == ("stdout", "stderr")
+    assert (console.out.lost, console.err.lost) == (None, None)
+    console.close()
+    assert (console.out.lost, console.err.lost) == ("it is closed", "it is closed")
+    os.fstat(1)
+    os.fstat(2)
+
+
+# ----------------------------------------------------------------------- terminals
+
+
+def resize(descriptor: int, columns: int) -> None:
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """A pseudo terminal of 20 columns that passes bytes on unchanged."""
+    master, slave = pty.openpty()
+    attributes = termios.tcgetattr(slave)
+    attributes[1] = int(attributes[1]) & ~termios.OPOST
+    termios.tcsetattr(slave, termios.TCSANOW, attributes)
+    resize(slave, 20)
+    yield master, slave
+    for descriptor in (master, slave):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+async def test_a_frame_is_erased_by_what_follows(terminal: tuple[int, int]) -> None:
+    """Each frame takes the place of the last one; a line takes the place of the frame."""
+    master, slave = terminal
+    with opened(slave) as sink:
+        assert sink.is_terminal
+        async with sink.lock:
+            await sink.show_frame(b"10%")
+            await sink.show_frame(b"20%")
+            await sink.write(b"done\n")
+            await sink.write(b"next\n")
+        erase = b"\r\x1b[K"
+        shown = await read_exactly(master, sink.written)
+        assert shown.replace(erase + erase, erase) == (
+            erase + b"10%" + erase + b"20%" + erase + b"done\nnext\n"
+        )
+        assert not is_nonblocking(slave)
+
+
+async def test_a_frame_never_wraps(terminal: tuple[int, int]) -> None:
+    """What does not fit into the line is cut, between characters."""
+    master, slave = terminal
+    with opened(slave) as sink:
+        async with sink.lock:
+            await sink.show_frame(("ä" * 100).encode())
+        shown = await read_exactly(master, sink.written)
+    assert shown.decode() == "\r\x1b[K" + "ä" * 19
+
+
+async def test_a_terminal_of_unknown_width_shows_frames(terminal: tuple[int, int]) -> None:
+    """A pseudo terminal that nobody has sized (0 columns) counts as one of 80."""
+    master, slave = terminal
+    resize(slave, 0)
+    with opened(slave) as sink:
+        async with sink.lock:
+            await sink.show_frame(b"[default0]:progress 10%")
+        shown = await read_exactly(master, sink.written)
+    assert shown == b"\r\x1b[K[default0]:progress 10%"
+
+
+async def test_a_terminal_that_hangs_up_is_a_lost_sink(terminal: tuple[int, int]) -> None:
+    """After a hang-up frames and lines fail alike, with a reason."""
+    master, slave = terminal
+    with opened(slave) as sink:
+        os.close(master)
+        async with sink.lock:
+            with pytest.raises(SinkLost, match=r"input/output error"):
+                await sink.show_frame(b"10%")
+            with pytest.raises(SinkLost, match=r"input/output error"):
+                await sink.write(b"x\n")
+        assert sink.lost == "input/output error"

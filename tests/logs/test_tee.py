@@ -1,0 +1,340 @@
+"""Growing files on the console: woken by the kernel, whole lines, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.logs import inotify
+from elastic_aio.logs.inotify import GrowthWatch
+from elastic_aio.logs.sink import Sink, open_sink
+from elastic_aio.logs.tee import Tee
+
+GUARD = 30.0
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Console:
+    """A pipe with a reader that reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.sink = open_sink("stdout", self.writer)
+        self.content = b""
+
+    async def until(self, wanted: Callable[[bytes], bool]) -> bytes:
+        """Read until what was shown is what is wanted."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(GUARD):
+            while not wanted(self.content):
+                readable: asyncio.Future[None] = loop.create_future()
+                loop.add_reader(self.reader, _set, readable)
+                try:
+                    await readable
+                finally:
+                    loop.remove_reader(self.reader)
+                self.content += os.read(self.reader, 1 << 20)
+        return self.content
+
+    async def lines(self, count: int) -> list[bytes]:
+        return (await self.until(lambda text: text.count(b"\n") >= count)).split(b"\n")[:-1]
+
+    def rest(self) -> bytes:
+        """Read what is there without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while more := os.read(self.reader, 1 << 20):
+                self.content += more
+        return self.content
+
+    def close(self) -> None:
+        self.sink.close()
+        for descriptor in (self.reader, self.writer):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class Bench:
+    """A tee, its console, and files to write to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.console = Console()
+        self.lost: asyncio.Queue[tuple[Sink, str]] = asyncio.Queue()
+        self.tee = Tee(lambda sink, why: self.lost.put_nowait((sink, why)))
+        self.files: list[int] = []
+
+    def follow(self, name: str, prefix: bytes = b"P:") -> tuple[int, int]:
+        path = self.folder / name
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.files.append(file)
+        return file, self.tee.follow(str(path), self.console.sink, lambda: prefix)
+
+    async def aclose(self) -> None:
+        async with asyncio.timeout(GUARD):
+            await self.tee.aclose()
+        self.console.close()
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """A bench that is cleared afterwards."""
+    one = Bench(tmp_path)
+    yield one
+    await one.aclose()
+
+
+async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
+    """The kernel tells of each growth; nothing has to be asked for."""
+    file, _ = bench.follow("a")
+    for number in range(3):
+        os.write(file, b"line %d\n" % number)
+        assert (await bench.console.lines(number + 1))[-1] == b"P:line %d" % number
+    assert repr(bench.tee) == "<Tee of 1 files>"
+
+
+async def test_what_was_there_before_is_shown(bench: Bench) -> None:
+    """A file is followed from its beginning."""
+    (bench.folder / "a").write_bytes(b"old\n")
+    bench.follow("a")
+    assert await bench.console.lines(1) == [b"P:old"]
+
+
+async def test_lines_of_many_files_stay_whole(bench: Bench) -> None:
+    """Eight files written to in small pieces: every line once, in order, with its prefix."""
+    files = [bench.follow(str(number), b"[%d]:" % number)[0] for number in range(8)]
+    for line in range(200):
+        for number, file in enumerate(files):
+            os.write(file, b"begin %d" % line)
+            os.write(file, b" end %d\n" % number)
+        if line % 20 == 0:
+            await asyncio.sleep(0)
+    shown = await bench.console.lines(1600)
+    assert len(shown) == 1600
+    for number in range(8):
+        mine = [text for text in shown if text.startswith(b"[%d]:" % number)]
+        assert mine == [b"[%d]:begin %d end %d" % (number, line, number) for line in range(200)]
+
+
+async def test_a_finished_file_is_shown_to_its_end(bench: Bench) -> None:
+    """Its last line gets its newline, and then it is forgotten."""
+    file, token = bench.follow("a")
+    os.write(file, b"one\nlast words")
+    bench.tee.finish([token])
+    reading = asyncio.create_task(bench.console.lines(2))
+    assert await bench.tee.drain(GUARD) == []
+    assert await reading == [b"P:one", b"P:last words"]
+    assert repr(bench.tee) == "<Tee of 0 files>"
+
+
+async def test_draining_nothing_takes_no_time(bench: Bench) -> None:
+    """Files that still grow are not waited for."""
+    bench.follow("a")
+    assert await bench.tee.drain(GUARD) == []
+
+
+async def test_output_of_several_chunks_is_drained(bench: Bench) -> None:
+    """A megabyte written right before the end is shown, all of it."""
+    file, token = bench.follow("a")
+    lines = b"".join(b"%07d\n" % number for number in range(130_000))
+    os.write(file, lines)
+    bench.tee.finish([token])
+    reading = asyncio.create_task(bench.console.lines(130_000))
+    assert await bench.tee.drain(GUARD) == []
+    assert b"\n".join(await reading) + b"\n" == lines.replace(b"\n", b"\nP:")[:-2].join(
+        [b"P:", b""]
+    )
+
+
+async def test_a_blocked_console_is_given_up(bench: Bench) -> None:
+    """A reader that has stopped is waited for only as long as patience goes."""
+    file, token = bench.follow("a")
+    os.write(file, b"x" * 100 + b"\n")
+    os.write(file, b"y\n" * 200_000)
+    bench.tee.finish([token])
+    assert await bench.tee.drain(0.05) == [bench.console.sink]
+
+
+async def test_a_blocked_console_goes_on_where_it_stood(bench: Bench) -> None:
+    """After a pause of the reader every line is there, once and in order."""
+    file, token = bench.follow("a")
+    os.write(file, b"".join(b"%06d\n" % number for number in range(60_000)))
+    bench.tee.finish([token])
+    assert await bench.tee.drain(0.05) == [bench.console.sink]
+    reading = asyncio.create_task(bench.console.lines(60_000))
+    assert await bench.tee.drain(GUARD) == []
+    assert await reading == [b"P:%06d" % number for number in range(60_000)]
+
+
+async def test_one_blocked_console_does_not_stop_the_other(bench: Bench) -> None:
+    """Standard error is shown while nobody reads standard output."""
+    file, _ = bench.follow("a")
+    os.write(file, b"x\n" * 200_000)
+    other = Console()
+    path = bench.folder / "err"
+    path.write_bytes(b"error\n")
+    bench.tee.follow(str(path), other.sink, lambda: b"E:")
+    assert await other.lines(1) == [b"E:error"]
+    other.close()
+
+
+async def test_a_lost_console_is_told_and_the_rest_goes_on(bench: Bench) -> None:
+    """When the reader is gone the owner is told, and nothing waits for that file any more."""
+    file, token = bench.follow("a")
+    os.write(file, b"one\n")
+    await bench.console.lines(1)
+    os.close(bench.console.reader)
+    os.write(file, b"two\n")
+    async with asyncio.timeout(GUARD):
+        assert await bench.lost.get() == (bench.console.sink, "broken pipe")
+    os.write(file, b"three\n")
+    bench.tee.finish([token])
+    assert await bench.tee.drain(GUARD) == []
+    assert bench.lost.empty()
+
+
+async def test_frames_are_shown_late_but_shown(bench: Bench) -> None:
+    """At most one frame a second comes through a pipe; the last one comes by itself."""
+    file, _ = bench.follow("a")
+    loop = asyncio.get_running_loop()
+    os.write(file, b"10%\r")
+    assert await bench.console.lines(1) == [b"P:10%"]
+    began = loop.time()
+    for percent in range(11, 30):
+        os.write(file, b"%d%%\r" % percent)
+        await asyncio.sleep(0)
+    assert await bench.console.lines(2) == [b"P:10%", b"P:29%"]
+    assert 0.8 < loop.time() - began < 5
+
+
+async def test_a_truncated_file_is_shown_from_its_beginning(bench: Bench) -> None:
+    """A worker may empty its log and go on."""
+    file, _ = bench.follow("a")
+    os.write(file, b"before\n")
+    await bench.console.lines(1)
+    os.ftruncate(file, 0)
+    os.write(file, b"a\n")
+    assert await bench.console.lines(2) == [b"P:before", b"P:a"]
+
+
+async def test_a_cancelled_pump_goes_on(bench: Bench) -> None:
+    """A loop that shuts down cancels all tasks; the last lines are still shown."""
+    file, token = bench.follow("a")
+    os.write(file, b"one\n")
+    await bench.console.lines(1)
+    me = asyncio.current_task()
+    for task in asyncio.all_tasks():
+        if task is not me and task.get_name().startswith("copy to"):
+            task.cancel()
+    os.write(file, b"two\n")
+    assert await bench.console.lines(2) == [b"P:one", b"P:two"]
+    bench.tee.finish([token])
+    assert await bench.tee.drain(GUARD) == []
+
+
+async def test_a_missing_file_is_an_error(bench: Bench) -> None:
+    """A file that cannot be opened is told to the caller."""
+    with pytest.raises(FileNotFoundError):
+        bench.tee.follow(str(bench.folder / "missing"), bench.console.sink, lambda: b"")
+
+
+async def test_where_the_kernel_refuses_a_timer_takes_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch without an event to watch for is refused; the lines are shown all the same."""
+    monkeypatch.setattr(inotify, "_IN_MODIFY", 0)
+    file, token = bench.follow("a")
+    assert "1 polled" in repr(bench.tee._watch)
+    for number in range(2):
+        os.write(file, b"line %d\n" % number)
+        assert (await bench.console.lines(number + 1))[-1] == b"P:line %d" % number
+    os.write(file, b"end")
+    bench.tee.finish([token])
+    assert await bench.tee.drain(GUARD) == []
+    assert bench.console.rest().endswith(b"P:end\n")
+
+
+async def test_a_watch_names_the_files_that_grew(tmp_path: Path) -> None:
+    """Each token comes with its own growth, not after its removal."""
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    watch = GrowthWatch(heard.put_nowait)
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.touch()
+    handles = [watch.add(str(path), token) for token, path in enumerate(paths, start=7)]
+    assert all(handle >= 0 for handle in handles)
+    assert repr(watch) == "<GrowthWatch of 2 files, 0 polled>"
+    async with asyncio.timeout(GUARD):
+        paths[0].write_bytes(b"x")
+        assert await heard.get() == [7]
+        watch.remove(handles[0], 7)
+        paths[0].write_bytes(b"xy")
+        paths[1].write_bytes(b"z")
+        tokens: list[int] = []
+        while not tokens:
+            tokens = await heard.get()
+        assert tokens == [8]
+    watch.close()
+
+
+async def test_a_missing_path_is_polled(tmp_path: Path) -> None:
+    """What cannot be watched is asked for now and then, until it is removed."""
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    watch = GrowthWatch(heard.put_nowait)
+    assert watch.add(str(tmp_path / "missing"), 3) == -1
+    async with asyncio.timeout(GUARD):
+        assert await heard.get() == [3]
+        assert await heard.get() == [3]
+    watch.remove(-1, 3)
+    watch.close()
+
+
+MANY_INSTANCES = """
+import asyncio, ctypes, os, sys
+from elastic_aio.logs.inotify import GrowthWatch
+
+class Refusing:
+    def inotify_init1(self, flags):
+        return -1
+
+async def main():
+    heard = asyncio.Queue()
+    real = ctypes.CDLL
+    ctypes.CDLL = lambda *args, **options: Refusing()
+    watch = GrowthWatch(heard.put_nowait)
+    ctypes.CDLL = real
+    assert watch.add(sys.argv[1], 5) == -1
+    print(await asyncio.wait_for(heard.get(), 10))
+    watch.remove(-1, 5)
+    watch.close()
+
+asyncio.run(main())
+"""
+
+
+def test_without_any_inotify_all_files_are_polled(tmp_path: Path) -> None:
+    """A user who has no instance left still sees the output."""
+    path = tmp_path / "a"
+    path.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_INSTANCES, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert (done.stdout, done.stderr) == ("[5]\n", "")

@@ -1,0 +1,187 @@
+"""The command line as a real process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import elastic_aio
+from tests.support.children import DEADLINE_S, until_sync
+from tests.support.traces import SESSION_VARIABLE
+
+REPOSITORY = Path(elastic_aio.__file__).parent.parent
+CLI = [sys.executable, "-m", "elastic_aio"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left: its exit code as a shell sees it, and its output."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines of stderr."""
+        return self.err.splitlines()
+
+
+def environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """Return our environment with changes; None removes a variable."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for name, value in (changes or {}).items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def bare_environment(**changes: str) -> dict[str, str | None]:
+    """Return changes that leave nothing but the path and what the tests need."""
+    kept = {"PATH", SESSION_VARIABLE}
+    removed: dict[str, str | None] = {name: None for name in os.environ if name not in kept}
+    return {**removed, **changes}
+
+
+def run_program(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | Path | None = None,
+    stdin: bytes | None = None,
+    seconds: float = DEADLINE_S,
+    **popen: Any,
+) -> Ended:
+    """Run a program to its end, its output in files."""
+    with running(argv, env=env, cwd=cwd, stdin=stdin, **popen) as program:
+        code = program.wait(seconds)
+        return Ended(code, program.out, program.err)
+
+
+def run_cli(*args: object, **options: Any) -> Ended:
+    """Run `aio-elastic run` with some arguments to its end."""
+    return run_program([*CLI, "run", *map(str, args)], **options)
+
+
+def run_in_shell(before: str, *args: object, after: str = "", **options: Any) -> Ended:
+    """Run `aio-elastic run` in place of a shell that has run `before`.
+
+    `after` is what follows the command, such as redirections.
+    """
+    script = f'{before}\nexec "$@" {after}'
+    return run_program(["bash", "-c", script, "bash", *CLI, "run", *map(str, args)], **options)
+
+
+class Running:
+    """A program that runs, its output in files."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: Any, err: Any) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._out = out
+        self._err = err
+
+    @property
+    def out(self) -> str:
+        """What stands in stdout by now."""
+        return _read(self._out)
+
+    @property
+    def err(self) -> str:
+        """What stands in stderr by now."""
+        return _read(self._err)
+
+    def wait_err(self, pattern: str) -> re.Match[str]:
+        """Wait until stderr matches."""
+        return self._wait(lambda: self.err, pattern)
+
+    def wait_out(self, pattern: str) -> re.Match[str]:
+        """Wait until stdout matches."""
+        return self._wait(lambda: self.out, pattern)
+
+    def _wait(self, read: Any, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, read(), re.MULTILINE)
+
+        match = until_sync(found, f"{pattern!r} in the output")
+        assert match is not None
+        return match
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process itself."""
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = DEADLINE_S) -> int:
+        """Wait for the end; return the code that a shell would report."""
+        code = self.process.wait(seconds)
+        return 128 - code if code < 0 else code
+
+    def ended(self, seconds: float = DEADLINE_S) -> Ended:
+        """Wait for the end; return everything."""
+        return Ended(self.wait(seconds), self.out, self.err)
+
+
+@contextmanager
+def running(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | Path | None = None,
+    stdin: bytes | None = None,
+    stdin_pipe: bool = False,
+    **popen: Any,
+) -> Iterator[Running]:
+    """Run a program while the block is open; kill it if it outlives the block.
+
+    Its temporary files have a folder of their own, unless `env` names one.
+    """
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
+    ):
+        given.write(stdin or b"")
+        given.seek(0)
+        if stdin_pipe:
+            popen["stdin"] = subprocess.PIPE
+        streams: dict[str, Any] = {
+            "stdin": given if stdin is not None else subprocess.DEVNULL,
+            "stdout": out,
+            "stderr": err,
+        }
+        process = subprocess.Popen(
+            [str(one) for one in argv],
+            env=environment({"TMPDIR": temporary, **(env or {})}),
+            cwd=cwd,
+            **{**streams, **popen},
+        )
+        try:
+            yield Running(process, out, err)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def running_cli(*args: object, **options: Any) -> Any:
+    """Run `aio-elastic run` with some arguments while the block is open."""
+    return running([*CLI, "run", *map(str, args)], **options)
+
+
+def _read(file: Any) -> str:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode("utf-8", "replace")

@@ -1,0 +1,267 @@
+"""Events and their JSON form."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio import events
+from elastic_aio.events import (
+    SCHEMA,
+    AttemptFailed,
+    ConsoleLost,
+    Event,
+    EventsMissed,
+    GuardianReplaced,
+    JobFinished,
+    JobStarted,
+    Restarting,
+    SignalForwarded,
+    StopEscalated,
+    StopRequested,
+    WorkerAbandoned,
+    WorkerExited,
+    WorkerStarted,
+    event_from_json,
+    event_to_json,
+)
+from elastic_aio.outcome import ExitStatus, Failure, JobState, ResourceUsage, WorkerError
+
+integers = st.integers(-(2**31), 2**63 - 1)
+counts = st.integers(0, 2**32)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(max_size=20)
+maybe_text = st.none() | texts
+pids = st.lists(counts, max_size=3).map(tuple)
+statuses = st.one_of(
+    st.builds(ExitStatus, code=st.integers(0, 255)),
+    st.builds(ExitStatus, signal=st.integers(1, 64)),
+    st.just(ExitStatus()),
+)
+usages = st.builds(ResourceUsage, floats, floats, counts, counts, counts, counts, counts)
+worker_errors = st.builds(WorkerError, texts, maybe_text, floats, texts)
+failures = st.builds(
+    Failure,
+    rank=counts,
+    local_rank=counts,
+    pid=st.none() | counts,
+    host=texts,
+    status=statuses,
+    time=floats,
+    order=counts,
+    is_victim=st.booleans(),
+    error=st.none() | worker_errors,
+    message=texts,
+    stderr_tail=st.lists(texts, max_size=3).map(tuple),
+    stderr_path=maybe_text,
+    notes=st.lists(texts, max_size=2).map(tuple),
+)
+common: dict[str, st.SearchStrategy[Any]] = {
+    "seq": integers,
+    "time": floats,
+    "run_id": texts,
+    "attempt": counts,
+    "node": texts,
+}
+
+
+def drawn(kind: type[Event], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Event]:
+    return st.builds(kind, **common, **fields)
+
+
+STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
+    JobStarted: drawn(
+        JobStarted,
+        entrypoint=texts,
+        nproc_per_node=counts,
+        nnodes=texts,
+        max_restarts=counts,
+        agent_pid=counts,
+        log_dir=maybe_text,
+    ),
+    WorkerStarted: drawn(WorkerStarted, rank=counts, local_rank=counts, pid=counts),
+    WorkerExited: drawn(
+        WorkerExited,
+        rank=counts,
+        local_rank=counts,
+        pid=counts,
+        status=statuses,
+        duration=floats,
+        is_victim=st.booleans(),
+        usage=st.none() | usages,
+    ),
+    AttemptFailed: drawn(
+        AttemptFailed, root=failures, failures=st.lists(failures, max_size=3).map(tuple)
+    ),
+    Restarting: drawn(Restarting, why=texts, delay=floats, restarts=counts),
+    StopRequested: drawn(StopRequested, reason=texts, plan=texts, signal=st.none() | counts),
+    StopEscalated: drawn(StopEscalated, signal=counts, pids=pids),
+    WorkerAbandoned: drawn(WorkerAbandoned, pid=counts, state=texts),
+    SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
+    GuardianReplaced: drawn(GuardianReplaced, pid=counts),
+    ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts),
+    EventsMissed: drawn(EventsMissed, count=counts),
+    JobFinished: drawn(
+        JobFinished,
+        state=st.sampled_from(JobState),
+        why=texts,
+        exit_code=counts,
+        duration=floats,
+        restarts=counts,
+    ),
+}
+
+
+def test_every_event_type_is_exported_and_known_to_the_reader() -> None:
+    """The union of the reader, the module's list and this test agree."""
+    assert set(typing.get_args(events.AnyEvent)) == set(STRATEGIES)
+    assert set(Event.__subclasses__()) == set(STRATEGIES)
+    assert {kind.__name__ for kind in STRATEGIES} <= set(events.__all__)
+
+
+@given(st.one_of(list(STRATEGIES.values())))
+def test_what_is_written_is_read_back(event: Event) -> None:
+    """Every event of every type comes back equal, as bytes and as text, from one line."""
+    line = event_to_json(event)
+    assert b"\n" not in line
+    assert event_from_json(line) == event
+    assert event_from_json(line.decode("utf-8")) == event
+    assert type(event_from_json(line)) is type(event)
+
+
+@given(st.one_of(list(STRATEGIES.values())))
+def test_unknown_fields_are_ignored(event: Event) -> None:
+    """A field that a later version adds does not disturb this reader."""
+    document = json.loads(event_to_json(event))
+    document["added_later"] = {"x": [1, None]}
+    assert event_from_json(json.dumps(document)) == event
+
+
+@pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: str(kind.__name__))
+def test_an_event_cannot_be_changed(kind: type[Event]) -> None:
+    """Readers share the same values, so these are frozen."""
+    assert kind.__struct_config__.frozen
+    assert kind.__doc__
+
+
+def test_the_form_is_as_documented() -> None:
+    """One event of some depth has exactly this text."""
+    culprit = Failure(
+        rank=1,
+        local_rank=1,
+        pid=42,
+        host="here",
+        status=ExitStatus(signal=9),
+        time=1.5,
+        order=0,
+        error=WorkerError("ValueError: x", None, 1.5, "/logs/error.json"),
+        stderr_tail=("a", "b"),
+    )
+    event = AttemptFailed(
+        seq=3, time=2.0, run_id="r", attempt=0, node="here", root=culprit, failures=(culprit,)
+    )
+    one = (
+        '{"rank":1,"local_rank":1,"pid":42,"host":"here","status":{"code":null,"signal":9},'
+        '"time":1.5,"order":0,"is_victim":false,"error":{"message":"ValueError: x",'
+        '"traceback":null,"timestamp":1.5,"path":"/logs/error.json"},"message":"",'
+        '"stderr_tail":["a","b"],"stderr_path":null,"notes":[]}'
+    )
+    assert event_to_json(event).decode() == (
+        '{"schema":1,"event":"AttemptFailed","seq":3,"time":2.0,"run_id":"r","attempt":0,'
+        f'"node":"here","root":{one},"failures":[{one}]}}'
+    )
+
+
+def test_the_last_event_of_a_job_has_this_form() -> None:
+    """Scripts may rely on the names of these fields."""
+    event = JobFinished(
+        seq=9,
+        time=1.0,
+        run_id="r",
+        node="n",
+        state=JobState.SUCCEEDED,
+        why="all workers have finished",
+        exit_code=0,
+        duration=2.5,
+        restarts=1,
+    )
+    assert json.loads(event_to_json(event)) == {
+        "schema": 1,
+        "event": "JobFinished",
+        "seq": 9,
+        "time": 1.0,
+        "run_id": "r",
+        "attempt": 0,
+        "node": "n",
+        "state": "succeeded",
+        "why": "all workers have finished",
+        "exit_code": 0,
+        "duration": 2.5,
+        "restarts": 1,
+    }
+
+
+def test_only_the_end_is_last() -> None:
+    """JobFinished, and nothing else, ends an iteration."""
+    assert [kind for kind in STRATEGIES if kind.is_last] == [JobFinished]
+
+
+@pytest.mark.parametrize("schema", [SCHEMA + 1, 999])
+def test_a_newer_form_is_refused(schema: int) -> None:
+    """A reader does not guess at fields whose meaning has changed."""
+    line = json.dumps({"schema": schema, "event": "EventsMissed", "count": 1})
+    with pytest.raises(ValueError, match=rf"schema {schema} are newer than this reader \(1\)"):
+        event_from_json(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"schema":1}',
+        '{"schema":1,"event":"Nothing"}',
+        '{"schema":1,"event":"EventsMissed"}',
+        '{"schema":1,"event":"EventsMissed","count":"1"}',
+        '{"schema":"1","event":"EventsMissed","count":1}',
+        b"\xff",
+    ],
+)
+def test_what_is_no_event_is_a_value_error(line: str | bytes) -> None:
+    """Broken lines never raise anything else."""
+    with pytest.raises(ValueError, match=r"."):
+        event_from_json(line)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "caf\udce9", "/logs/\udcff/x"])
+def test_text_that_is_no_unicode_can_be_written(text: str) -> None:
+    """A path or message that is not UTF-8 (surrogates) must not stop the event file."""
+    started = JobStarted(
+        entrypoint=text,
+        nproc_per_node=1,
+        nnodes="1",
+        max_restarts=0,
+        agent_pid=1,
+        log_dir=text,
+    )
+    line = event_to_json(started)
+    line.decode("utf-8")
+    assert isinstance(event_from_json(line), JobStarted)
+
+
+def test_the_reader_is_strict_about_types() -> None:
+    """A status whose code is text is no event."""
+    event = WorkerExited(rank=0, local_rank=0, pid=1, status=ExitStatus(code=0), duration=0.0)
+    document = json.loads(event_to_json(event))
+    document["status"]["code"] = "zero"
+    with pytest.raises(msgspec.ValidationError, match=r"status\.code"):
+        event_from_json(json.dumps(document))

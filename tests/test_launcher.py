@@ -1,0 +1,371 @@
+"""`launch` and `run`: every way in which a job can end, and where it may be called."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import uvloop
+
+from elastic_aio import (
+    Event,
+    JobFailed,
+    JobFinished,
+    JobState,
+    JobStopped,
+    LaunchSpec,
+    LogSpec,
+    SignalSpec,
+    SpecError,
+    StopPlan,
+    SurroundingsError,
+    launch,
+    run,
+)
+from tests.support.children import (
+    POLITE,
+    SIGNAL_LOGGER,
+    SLEEPER,
+    noted,
+    noting,
+    shell,
+    trapping,
+    until,
+    until_sync,
+)
+from tests.support.traces import alive
+
+LOOPS = [asyncio.SelectorEventLoop, uvloop.new_event_loop]
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+           signal.SIGUSR2, signal.SIGTSTP)  # fmt: skip
+
+
+def noting_spec(folder: Path, entrypoint: list[str], **settings: Any) -> LaunchSpec:
+    """Return a job of workers that leave notes in a folder."""
+    return LaunchSpec(entrypoint, env={"NOTES": str(folder)}, **settings)
+
+
+async def test_success_is_a_result(tmp_path: Path) -> None:
+    """A finished job returns what became of each worker."""
+    logs = LogSpec(log_dir=str(tmp_path), redirects=3)
+    spec = LaunchSpec(shell("echo out"), nproc_per_node=2, logs=logs, run_id="r")
+    result = await launch(spec)
+    assert (result.run_id, result.state, result.exit_code) == ("r", JobState.SUCCEEDED, 0)
+    assert dict(result.return_values) == {0: None, 1: None}
+    (attempt,) = result.attempts
+    assert attempt.number == 0
+    assert attempt.failures == ()
+    assert result.duration >= attempt.duration > 0
+    for rank, worker in enumerate(attempt.workers):
+        assert (worker.rank, worker.local_rank, worker.status.code) == (rank, rank, 0)
+        assert worker.duration > 0
+        assert worker.stdout_path is not None
+        assert Path(worker.stdout_path).read_text() == "out\n"
+    # Where the loop reaps, nobody can tell what a worker has used.
+    reaps = not isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
+    usages = [worker.usage for worker in attempt.workers]
+    assert all((usage is not None and usage.max_rss_bytes > 0) == reaps for usage in usages)
+
+
+async def test_failure_is_raised() -> None:
+    """JobFailed carries the failures, the root cause first, and the whole result."""
+    script = "[ $RANK = 1 ] && exit 3; exec sleep 99"
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(shell(script), nproc_per_node=3))
+    error = caught.value
+    assert next(failure.rank for failure in error.failures) == 1
+    assert [failure.is_victim for failure in error.failures] == [False, True, True]
+    assert error.result.state is JobState.FAILED
+    assert error.result.exit_code == 3
+    assert error.result.failures == error.failures
+    assert "\n" not in str(error)
+    assert "exit code 3" in str(error)
+
+
+async def test_cancellation_runs_the_stop_plan_first(tmp_path: Path) -> None:
+    """A cancelled launch raises only when its workers have ended as they wished."""
+    task = asyncio.ensure_future(launch(noting_spec(tmp_path, POLITE, nproc_per_node=2)))
+    pids = await until(noted(tmp_path, 2))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
+    assert not any(map(alive, pids))
+
+
+async def test_timeout_stops_the_job(tmp_path: Path) -> None:
+    """`asyncio.timeout` around a launch ends it like any cancellation."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await launch(LaunchSpec(SLEEPER))
+
+
+async def test_cancelled_twice(tmp_path: Path) -> None:
+    """A second cancellation does not cut the stop plan short."""
+    task = asyncio.ensure_future(launch(noting_spec(tmp_path, POLITE)))
+    await until(noted(tmp_path, 1))
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (tmp_path / "stopped").exists()
+
+
+async def test_cancelled_by_an_anyio_scope(tmp_path: Path) -> None:
+    """A cancelled anyio scope waits for the stop plan, and does not spin meanwhile."""
+
+    async def cancel_when_started(scope: anyio.CancelScope) -> None:
+        await until(noted(tmp_path, 1))
+        scope.cancel()
+
+    spec = noting_spec(tmp_path, trapping("sleep 0.3; : > $NOTES/stopped; exit"))
+    with anyio.CancelScope() as scope:
+        canceller = asyncio.ensure_future(cancel_when_started(scope))
+        used = time.process_time()
+        await launch(spec)
+    await canceller
+    assert scope.cancelled_caught
+    assert (tmp_path / "stopped").exists()
+    assert time.process_time() - used < 0.25
+
+
+async def test_two_jobs_at_once() -> None:
+    """Two launches in one program do not meddle with each other."""
+    good, bad = await asyncio.gather(
+        launch(LaunchSpec(shell("sleep 0.2"), nproc_per_node=2)),
+        launch(LaunchSpec(shell("exit 4"), nproc_per_node=2)),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, JobFailed)
+    assert not isinstance(good, BaseException)
+    assert good.exit_code == 0
+    assert good.run_id != bad.result.run_id
+
+
+async def test_a_spec_that_does_not_fit_this_machine() -> None:
+    """A setting that only the machine can judge is refused before anything starts."""
+    events: list[Event] = []
+    spec = LaunchSpec(["true"], nproc_per_node="cpu", logs=LogSpec(tee={9999: 3}))
+    with pytest.raises(SpecError, match=r"logs\.tee"):
+        await launch(spec, listeners=[events.append])
+    assert events == []
+
+
+async def test_listeners_hear_everything() -> None:
+    """A listener is called with every event, the last one included."""
+    events: list[Event] = []
+    await launch(LaunchSpec(["true"]), listeners=[events.append])
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert isinstance(events[-1], JobFinished)
+
+
+async def test_our_environment_is_never_written() -> None:
+    """os.environ is the same before and after, whatever the workers get."""
+    before = dict(os.environ)
+    await launch(LaunchSpec(["true"], nproc_per_node=2, env={"A": "b"}))
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+async def test_a_signal_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
+    """With signals=True a stop signal ends the job, and the workers get that very signal."""
+    events: list[Event] = []
+    spec = noting_spec(tmp_path, SIGNAL_LOGGER, stop=StopPlan.within(0.2))
+    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
+    await until(noted(tmp_path, 1))
+    os.kill(os.getpid(), number)
+    with pytest.raises(JobStopped, match=number.name) as caught:
+        await task
+    assert caught.value.result.exit_code == 128 + number
+    assert caught.value.result.state is JobState.STOPPED
+    assert (tmp_path / "log").read_text() == f"{number.name}\n"
+
+
+async def test_user_signals_are_forwarded(tmp_path: Path) -> None:
+    """SIGUSR1 and SIGUSR2 reach each worker once, and the job goes on."""
+    spec = noting_spec(tmp_path, SIGNAL_LOGGER, nproc_per_node=2, stop=StopPlan.within(0.1))
+    task = asyncio.ensure_future(launch(spec, signals=True))
+    pids = await until(noted(tmp_path, 2))
+    log = tmp_path / "log"
+    for name in ("USR1", "USR2"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
+        await until(lambda name=name: log.exists() and log.read_text().count(name) == 2)  # type: ignore[misc]  # bound now
+    assert log.read_text().split() == ["SIGUSR1", "SIGUSR1", "SIGUSR2", "SIGUSR2"]
+    assert all(map(alive, pids))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_chosen_signals(tmp_path: Path) -> None:
+    """A SignalSpec decides which signals stop; others keep their handlers."""
+    heard: list[int] = []
+    former = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    try:
+        chosen = SignalSpec(stop=frozenset({signal.SIGUSR1}), forward=frozenset())
+        spec = noting_spec(tmp_path, POLITE)
+        task = asyncio.ensure_future(launch(spec, signals=chosen))
+        await until(noted(tmp_path, 1))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: heard)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize("ending", ["success", "failure", "cancel", "refusal"])
+async def test_handlers_are_restored(ending: str, tmp_path: Path) -> None:
+    """Whatever ends a launch with signals, the former handlers are back."""
+
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError("never called")
+
+    former = {number: signal.signal(number, mine) for number in HANDLED}
+    try:
+        if ending == "success":
+            await launch(LaunchSpec(["true"]), signals=True)
+        elif ending == "failure":
+            with pytest.raises(JobFailed):
+                await launch(LaunchSpec(["false"]), signals=True)
+        elif ending == "refusal":
+            with pytest.raises(SpecError):
+                await launch(
+                    LaunchSpec(["true"], nproc_per_node="cpu", logs=LogSpec(tee={9999: 3})),
+                    signals=True,
+                )
+        else:
+            task = asyncio.ensure_future(launch(noting_spec(tmp_path, noting()), signals=True))
+            await until(noted(tmp_path, 1))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert {number: signal.getsignal(number) for number in HANDLED} == dict.fromkeys(
+            HANDLED, mine
+        )
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+async def test_without_signals_no_handler_is_touched(tmp_path: Path) -> None:
+    """A plain launch leaves the process's signal handlers alone."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    task = asyncio.ensure_future(launch(noting_spec(tmp_path, noting())))
+    await until(noted(tmp_path, 1))
+    assert {number: signal.getsignal(number) for number in HANDLED} == before
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """What was ignored when the launch began does not stop the job."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        spec = noting_spec(tmp_path, noting("until [ -e $NOTES/go ]; do sleep 0.01; done"))
+        task = asyncio.ensure_future(launch(spec, signals=True))
+        await until(noted(tmp_path, 1))
+        os.kill(os.getpid(), signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert (await task).exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def off_main_thread(work: Callable[[], Any]) -> Any:
+    """Call `work` in a thread; return what it returns or the exception it raises."""
+    answers: list[Any] = []
+
+    def call() -> None:
+        try:
+            answers.append(work())
+        except Exception as error:  # noqa: BLE001  # handed to the test
+            answers.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+def test_off_the_main_thread(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """A launch works on the loop of any thread."""
+
+    def work() -> Any:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            spec = LaunchSpec(shell("exit $RANK"), nproc_per_node=2)
+            return runner.run(launch(spec))
+
+    error = off_main_thread(work)
+    assert isinstance(error, JobFailed)
+    assert error.result.exit_code == 1
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    """Handling signals off the main thread is refused, and nothing is started."""
+    spec = LaunchSpec(["touch", str(tmp_path / "started")])
+    error = off_main_thread(lambda: asyncio.run(launch(spec, signals=True)))
+    assert isinstance(error, SurroundingsError)
+    assert "main thread" in str(error)
+    assert not (tmp_path / "started").exists()
+
+
+def test_run_needs_no_loop() -> None:
+    """`run` is launch for programs without an event loop, with the same outcomes."""
+    assert run(LaunchSpec(["true"], nproc_per_node=2)).exit_code == 0
+    with pytest.raises(JobFailed, match="exit code 1"):
+        run(LaunchSpec(["false"]))
+
+
+def test_run_takes_signals(tmp_path: Path) -> None:
+    """`run(signals=True)` is stopped by a signal, and puts the handlers back."""
+    before = signal.getsignal(signal.SIGTERM)
+    spec = noting_spec(tmp_path, POLITE)
+
+    def kill_when_started() -> None:
+        until_sync(noted(tmp_path, 1))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=kill_when_started)
+    thread.start()
+    with pytest.raises(JobStopped):
+        run(spec, signals=True)
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_run_inside_a_loop_is_refused() -> None:
+    """`run` in a running loop says what is wrong, and leaves no coroutine behind."""
+    with pytest.raises(RuntimeError, match="running"):
+        run(LaunchSpec(["true"]))
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+def test_the_program_ends_while_a_job_runs_in_the_background(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    """A loop that shuts down with a job as a background task stops it by its plan."""
+    spec = noting_spec(tmp_path, POLITE, nproc_per_node=2)
+
+    async def main() -> list[int]:
+        background = asyncio.ensure_future(launch(spec))
+        background.add_done_callback(lambda task: task.cancelled())
+        return await until(noted(tmp_path, 2))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        pids = runner.run(main())
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
+    assert not any(map(alive, pids))

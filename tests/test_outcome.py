@@ -1,0 +1,124 @@
+"""How processes end, and which failure is the root cause."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.outcome import (
+    AttemptResult,
+    ExitStatus,
+    Failure,
+    JobState,
+    LaunchResult,
+    WorkerError,
+    root_cause_first,
+)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "shell_code", "text"),
+    [
+        (0, ExitStatus(code=0), 0, "exit code 0"),
+        (7, ExitStatus(code=7), 7, "exit code 7"),
+        (255, ExitStatus(code=255), 255, "exit code 255"),
+        (-9, ExitStatus(signal=9), 137, "killed by SIGKILL"),
+        (-15, ExitStatus(signal=15), 143, "killed by SIGTERM"),
+        (-35, ExitStatus(signal=35), 163, "killed by SIGRTMIN+1"),
+        (None, ExitStatus(), 255, "exit status lost"),
+    ],
+)
+def test_a_return_code_is_a_status(
+    returncode: int | None, status: ExitStatus, shell_code: int, text: str
+) -> None:
+    """Subprocess's convention is read, given back, and told as a shell would."""
+    assert ExitStatus.from_returncode(returncode) == status
+    assert status.returncode == returncode
+    assert status.shell_code == shell_code
+    assert str(status) == text
+    assert status.is_success is (returncode == 0)
+
+
+def failure(
+    rank: int = 0,
+    *,
+    time: float = 0.0,
+    order: int = 0,
+    is_victim: bool = False,
+    pid: int | None = 42,
+    message: str = "",
+    error: WorkerError | None = None,
+) -> Failure:
+    return Failure(
+        rank=rank,
+        local_rank=rank,
+        pid=pid,
+        host="h",
+        status=ExitStatus(code=1),
+        time=time,
+        order=order,
+        is_victim=is_victim,
+        message=message,
+        error=error,
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (failure(), "rank 0 (pid 42): exit code 1"),
+        (failure(message="first\nlast\n\n"), "rank 0 (pid 42): exit code 1: last"),
+        (failure(pid=None, message="cannot run x"), "rank 0: cannot run x"),
+        (failure(pid=None), "rank 0: exit code 1"),
+        (
+            failure(message="m", error=WorkerError("ValueError: x\n  y \n", None, 0.0, "p")),
+            "rank 0 (pid 42): exit code 1: y",
+        ),
+    ],
+)
+def test_a_failure_is_told_in_one_line(one: Failure, text: str) -> None:
+    """Who, how it ended and the last line of what it said."""
+    assert one.summary == text
+
+
+def test_the_earliest_culprit_is_the_root() -> None:
+    """Victims come last even if they ended first; equal times keep the order of exits."""
+    victim = failure(0, time=1.0, order=0, is_victim=True)
+    early = failure(1, time=2.0, order=3)
+    tied_first = failure(2, time=3.0, order=1)
+    tied_second = failure(3, time=3.0, order=2)
+    for shuffled in itertools.permutations([victim, early, tied_first, tied_second]):
+        assert root_cause_first(shuffled) == (early, tied_first, tied_second, victim)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 9), st.integers(0, 9)), max_size=6))
+def test_no_failure_is_lost_or_made_up(drawn: list[tuple[bool, float, int]]) -> None:
+    """Ordering keeps every failure, and no victim stands before a culprit."""
+    failures = [
+        failure(rank, time=time, order=order, is_victim=is_victim)
+        for rank, (is_victim, time, order) in enumerate(drawn)
+    ]
+    ordered = root_cause_first(failures)
+    assert sorted(one.rank for one in ordered) == list(range(len(drawn)))
+    assert [one.is_victim for one in ordered] == sorted(one.is_victim for one in ordered)
+
+
+def test_a_result_shows_the_failures_of_its_last_attempt() -> None:
+    """Failures that a restart has mended are not the job's."""
+    first, second = failure(0), failure(1)
+    result = LaunchResult(
+        run_id="r",
+        state=JobState.FAILED,
+        reason="",
+        exit_code=1,
+        duration=0.0,
+        attempts=(
+            AttemptResult(0, 0.0, 0.0, failures=(first,)),
+            AttemptResult(1, 0.0, 0.0, failures=(second,)),
+        ),
+    )
+    assert result.failures == (second,)
+    assert result.state == "failed"

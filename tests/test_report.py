@@ -1,0 +1,320 @@
+"""What people read: one line for each event, and the failure report."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from elastic_aio import (
+    AttemptFailed,
+    AttemptResult,
+    ConsoleLost,
+    Event,
+    EventsMissed,
+    ExitStatus,
+    Failure,
+    GuardianReplaced,
+    JobFinished,
+    JobStarted,
+    JobState,
+    LaunchResult,
+    Restarting,
+    SignalForwarded,
+    StopEscalated,
+    StopRequested,
+    WorkerAbandoned,
+    WorkerError,
+    WorkerExited,
+    WorkerStarted,
+    format_failure,
+)
+from elastic_aio.report import Level, describe
+
+WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+
+CRASH = Failure(
+    rank=2,
+    local_rank=2,
+    pid=102,
+    host="box",
+    status=ExitStatus(code=1),
+    time=WHEN,
+    order=0,
+    error=WorkerError(
+        "ValueError: no data",
+        "Traceback (most recent call last):\n  File x, line 1\nValueError: no data\n",
+        WHEN,
+        "/logs/2/error.json",
+    ),
+    stderr_tail=("not shown: the traceback says more",),
+    stderr_path="/logs/2/stderr.log",
+)
+VICTIM = Failure(
+    rank=0,
+    local_rank=0,
+    pid=100,
+    host="box",
+    status=ExitStatus(signal=15),
+    time=WHEN,
+    order=1,
+    is_victim=True,
+)
+EXIT_7 = Failure(
+    rank=1,
+    local_rank=1,
+    pid=101,
+    host="box",
+    status=ExitStatus(code=7),
+    time=WHEN,
+    order=0,
+    stderr_tail=("loading", "cannot load"),
+    stderr_path="/logs/1/stderr.log",
+    notes=("the disk of its log file is full: /logs (/logs/1/stderr.log)",),
+)
+SEGFAULT = Failure(
+    rank=3,
+    local_rank=3,
+    pid=103,
+    host="box",
+    status=ExitStatus(signal=11),
+    time=WHEN,
+    order=0,
+)
+
+
+def result(*failures: Failure, log_dir: str | None = None) -> LaunchResult:
+    """Return the result of a failed job."""
+    return LaunchResult(
+        run_id="r",
+        state=JobState.FAILED,
+        reason="no restarts allowed (max_restarts is 0)",
+        exit_code=1,
+        duration=1.0,
+        attempts=(AttemptResult(0, WHEN, 1.0, failures=failures),),
+        log_dir=log_dir,
+    )
+
+
+def test_the_report_has_the_layout_that_users_know() -> None:
+    """The root cause stands alone at the end, blocks are numbered by rank, victims are named."""
+    assert format_failure(result(CRASH, VICTIM, log_dir="/logs"), "train.py") == (
+        """
+==========================================================
+train.py FAILED
+----------------------------------------------------------
+Failures:
+[0]:
+  time      : 2026-01-02_03:04:05
+  host      : box
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 100) (SIGTERM)
+  error_file: <N/A>
+  stopped   : by the supervisor, because of the root cause
+  traceback : Signal 15 (SIGTERM) received by PID 100
+----------------------------------------------------------
+Root Cause (first observed failure):
+[1]:
+  time      : 2026-01-02_03:04:05
+  host      : box
+  rank      : 2 (local_rank: 2)
+  exitcode  : 1 (pid: 102)
+  error_file: /logs/2/error.json
+  traceback : Traceback (most recent call last):
+    File x, line 1
+  ValueError: no data
+==========================================================
+Logs: /logs"""
+    )
+
+
+def test_a_lone_failure_without_a_record() -> None:
+    """Without an error file the last lines of stderr and the notes are shown."""
+    assert format_failure(result(EXIT_7), "x") == (
+        """
+============================================================
+x FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-02_03:04:05
+  host      : box
+  rank      : 1 (local_rank: 1)
+  exitcode  : 7 (pid: 101)
+  error_file: <N/A>
+  note      : the disk of its log file is full: /logs (/logs/1/stderr.log)
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+  stderr    : last lines of /logs/1/stderr.log:
+    loading
+    cannot load
+============================================================"""
+    )
+
+
+def test_a_signal_is_named() -> None:
+    """A worker killed by a signal shows its name twice, as in torchrun."""
+    text = format_failure(result(SEGFAULT), "x")
+    assert "exitcode  : -11 (pid: 103) (SIGSEGV)" in text
+    assert "traceback : Signal 11 (SIGSEGV) received by PID 103" in text
+
+
+def test_a_lost_exit_status() -> None:
+    """A status that somebody else reaped is no number."""
+    lost = Failure(
+        rank=0, local_rank=0, pid=1, host="h", status=ExitStatus(), time=WHEN, order=0
+    )  # fmt: skip
+    assert "exitcode  : ? (pid: 1)" in format_failure(result(lost), "x")
+
+
+def test_a_message_without_a_traceback() -> None:
+    """An error file with a plain message shows it, later lines indented."""
+    failure = Failure(
+        rank=0,
+        local_rank=0,
+        pid=9,
+        host="h",
+        status=ExitStatus(code=1),
+        time=WHEN,
+        order=0,
+        error=WorkerError("out of luck\ntwice", None, WHEN, "/e"),
+    )
+    assert "traceback : out of luck\n  twice\n" in format_failure(result(failure), "x")
+
+
+def test_no_failure_at_all() -> None:
+    """A job that never had a worker is one line."""
+    assert format_failure(result(), "x") == "x FAILED: no restarts allowed (max_restarts is 0)"
+
+
+def test_short_reports_have_short_rules() -> None:
+    """The rules are as wide as the longest line, up to 60 characters."""
+    lines = format_failure(result(SEGFAULT), "x").splitlines()
+    longest = max(len(line) for line in lines if line[:1] not in "=-")
+    assert lines[1] == "=" * min(60, longest)
+
+
+EVENTS: list[tuple[Event, int, str]] = [
+    (
+        JobStarted(
+            run_id="r7",
+            node="box",
+            entrypoint="train.py",
+            nproc_per_node=4,
+            nnodes="1",
+            max_restarts=2,
+            agent_pid=1,
+            log_dir="/logs/r7_x",
+        ),
+        Level.WARNING,
+        "run r7: 4 workers of train.py on box, 2 restarts, logs in /logs/r7_x",
+    ),
+    (
+        JobStarted(
+            run_id="r",
+            node="box",
+            entrypoint="x",
+            nproc_per_node=1,
+            nnodes="1",
+            max_restarts=0,
+            agent_pid=1,
+        ),
+        Level.WARNING,
+        "run r: 1 worker of x on box, 0 restarts, no log files",
+    ),
+    (WorkerStarted(rank=1, local_rank=1, pid=7), Level.INFO, "rank 1 started (pid 7)"),
+    (
+        WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(code=3), duration=1.5),
+        Level.INFO,
+        "rank 1 (pid 7): exit code 3, after 1.5 s",
+    ),
+    (
+        WorkerExited(
+            rank=1, local_rank=1, pid=7, status=ExitStatus(signal=15), duration=2, is_victim=True
+        ),
+        Level.INFO,
+        "rank 1 (pid 7): killed by SIGTERM, as it was asked to, after 2 s",
+    ),
+    (
+        AttemptFailed(attempt=1, root=EXIT_7, failures=(EXIT_7,)),
+        Level.WARNING,
+        "attempt 1 failed: rank 1 (pid 101): exit code 7",
+    ),
+    (
+        AttemptFailed(attempt=0, root=CRASH, failures=(CRASH,)),
+        Level.WARNING,
+        "attempt 0 failed: rank 2 (pid 102): exit code 1: ValueError: no data",
+    ),
+    (
+        Restarting(attempt=1, why="restart 1 of 2 (max_restarts)", delay=0.25, restarts=1),
+        Level.WARNING,
+        "restarting as attempt 1 after 0.25 s: restart 1 of 2 (max_restarts)",
+    ),
+    (
+        Restarting(attempt=1, why="restart 1 of 2 (max_restarts)", delay=0, restarts=1),
+        Level.WARNING,
+        "restarting as attempt 1: restart 1 of 2 (max_restarts)",
+    ),
+    (
+        StopRequested(reason="SIGTERM was received", plan="SIGTERM 30 s, SIGKILL", signal=15),
+        Level.WARNING,
+        "stopping the workers (SIGTERM 30 s, SIGKILL): SIGTERM was received",
+    ),
+    (
+        StopRequested(reason="local rank 1 failed", plan="SIGTERM 30 s, SIGKILL"),
+        Level.INFO,
+        "stopping the workers (SIGTERM 30 s, SIGKILL): local rank 1 failed",
+    ),
+    (
+        StopEscalated(signal=9, pids=(5,)),
+        Level.WARNING,
+        "1 process did not stop in time, sending SIGKILL (pid 5)",
+    ),
+    (
+        StopEscalated(signal=9, pids=tuple(range(1, 11))),
+        Level.WARNING,
+        "10 processes did not stop in time, sending SIGKILL (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
+    ),
+    (
+        WorkerAbandoned(pid=5, state="D in nfs_wait"),
+        Level.WARNING,
+        "process 5 could not be killed (state D in nfs_wait) and is left behind",
+    ),
+    (
+        SignalForwarded(signal=10, pids=(5, 6)),
+        Level.INFO,
+        "SIGUSR1 was passed on to 2 workers",
+    ),
+    (GuardianReplaced(pid=9), Level.INFO, "the guardian process had died; pid 9 replaces it"),
+    (
+        ConsoleLost(stream="stdout", why="broken pipe"),
+        Level.WARNING,
+        "stdout takes no more output (broken pipe); see the logs",
+    ),
+    (EventsMissed(count=3), Level.WARNING, "3 events were missed"),
+    (
+        JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0),
+        Level.INFO,
+        "the job has failed after 2.5 s: rule",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "level", "text"), EVENTS, ids=lambda value: type(value).__name__)
+def test_each_event_is_one_line(event: Event, level: int, text: str) -> None:
+    """Every event has a level and one line that names what it is about."""
+    assert describe(event) == (level, text)
+    assert "\n" not in text
+
+
+def test_every_kind_of_event_is_described() -> None:
+    """No type of event is left out of the table above."""
+    described = {type(event) for event, _, _ in EVENTS}
+    assert described == set(Event.__subclasses__())
+
+
+def test_an_event_of_an_unknown_kind() -> None:
+    """An event that nobody has described is for debugging only."""
+    assert describe(Event()) == (Level.DEBUG, repr(Event()))

@@ -1,0 +1,367 @@
+"""The command line's grammar: torchrun's options, variables and refusals."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import Command, LaunchSpec, Module, NodeRange, Script, Std, StdMap, StopPlan
+from elastic_aio.cli import main
+from elastic_aio.torchrun import RunRequest, UsageError, parse_run
+from tests.support.traces import own_children
+
+Reader = Callable[[RunRequest], Any]
+
+
+def of_spec(path: str) -> Reader:
+    """Return a reader of an attribute of the spec."""
+
+    def read(request: RunRequest) -> Any:
+        value: Any = request.spec
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
+    return read
+
+
+def of_events(request: RunRequest) -> Any:
+    return request.events_file
+
+
+def of_stop_signals(request: RunRequest) -> Any:
+    return sorted(request.signals.stop)
+
+
+# Option, short spelling, PET variable or not, text, where it arrives, as what.
+VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
+    ("nnodes", "", True, "1:1", of_spec("nnodes"), NodeRange(1, 1)),
+    ("nproc-per-node", "", True, "3", of_spec("nproc_per_node"), 3),
+    ("max-restarts", "", True, "2", of_spec("max_restarts"), 2),
+    ("monitor-interval", "", True, "0.5", lambda request: len(request.notices), 1),
+    ("role", "", True, "trainer", of_spec("role"), "trainer"),
+    ("log-dir", "", True, "logs here", of_spec("logs.log_dir"), "logs here"),
+    ("redirects", "-r", True, "0:2", of_spec("logs.redirects"), StdMap(by_rank=((0, Std.ERR),))),
+    ("tee", "-t", True, "3", of_spec("logs.tee"), StdMap(Std.ALL)),
+    ("local-ranks-filter", "", True, "0", of_spec("logs.local_ranks_filter"), frozenset({0})),
+    ("rdzv-backend", "", True, "c10d", of_spec("rendezvous.backend"), "c10d"),
+    ("rdzv-endpoint", "", True, "localhost:7", of_spec("rendezvous.endpoint"), "localhost:7"),
+    ("rdzv-id", "", True, "my run", of_spec("run_id"), "my run"),
+    ("signals-to-handle", "", True, "SIGINT, SIGTERM", of_stop_signals, [2, 15]),
+    ("shutdown-timeout", "", True, "2.5", of_spec("stop"), StopPlan.within(2.5)),
+    ("stdin", "", False, "rank0", of_spec("stdin"), "rank0"),
+    ("log-prefix", "", False, "<${rank}>", of_spec("logs.prefix"), "<${rank}>"),
+    ("events", "", False, "story", of_events, "story"),
+]
+FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
+    ("standalone", "", of_spec("rendezvous.backend"), "c10d", "c10d"),
+    ("module", "-m", of_spec("entrypoint"), Module("train"), Script("train")),
+    ("no-python", "", of_spec("entrypoint"), Command(("train",)), Script("train")),
+]
+NOT_YET = {
+    "rdzv-conf": "a=b",
+    "start-method": "spawn",
+    "event-log-handler": "console",
+    "run-path": None,
+    "duplicate-stdout-filters": "x",
+    "duplicate-stderr-filters": "x",
+    "node-rank": "1",
+    "master-addr": "localhost",
+    "master-port": "29500",
+    "local-addr": "localhost",
+    "logs-specs": "default",
+    "numa-binding": "node",
+    "virtual-local-rank": None,
+}
+
+
+def valued_ids(case: object) -> str:
+    return case if isinstance(case, str) else ""
+
+
+@pytest.mark.parametrize(("name", "short", "has_pet", "text", "read", "expected"), VALUED)
+def test_every_option_in_every_spelling(
+    name: str, short: str, has_pet: bool, text: str, read: Reader, expected: Any
+) -> None:
+    """Dashes and underscores, joined and apart, short and by variable mean the same."""
+    underscored = name.replace("-", "_")
+    spellings = [
+        [f"--{name}", text],
+        [f"--{name}={text}"],
+        [f"--{underscored}", text],
+        [f"--{underscored}={text}"],
+    ]
+    if short:
+        spellings += [[short, text], [short + text]]
+    for options in spellings:
+        assert read(parse_run([*options, "train"], {})) == expected, options
+    variable = f"PET_{underscored.upper()}"
+    if has_pet:
+        assert read(parse_run(["train"], {variable: text})) == expected
+
+
+@pytest.mark.parametrize(("name", "short", "read", "with_flag", "without"), FLAGS)
+def test_every_flag_in_every_spelling(
+    name: str, short: str, read: Reader, with_flag: Any, without: Any
+) -> None:
+    """A flag is set by its name, and by a variable that is a number above 0."""
+    underscored = name.replace("-", "_")
+    for option in [f"--{name}", f"--{underscored}", *([short] if short else [])]:
+        assert read(parse_run([option, "train"], {})) == with_flag
+    variable = f"PET_{underscored.upper()}"
+    assert read(parse_run(["train"], {})) == without
+    assert read(parse_run(["train"], {variable: "1"})) == with_flag
+    assert read(parse_run(["train"], {variable: "2"})) == with_flag
+    assert read(parse_run(["train"], {variable: "0"})) == without
+
+
+def test_the_command_line_wins_over_the_variables() -> None:
+    """A PET variable is a fallback only."""
+    request = parse_run(["--nproc-per-node=2", "x"], {"PET_NPROC_PER_NODE": "5", "PET_ROLE": "r"})
+    assert (request.spec.nproc_per_node, request.spec.role) == (2, "r")
+
+
+@pytest.mark.parametrize("word", ["cpu", "gpu", "auto"])
+def test_words_for_the_number_of_workers(word: str) -> None:
+    """`cpu`, `gpu` and `auto` are looked up on the machine later."""
+    assert parse_run(["--nproc-per-node", word, "x"], {}).spec.nproc_per_node == word
+
+
+@pytest.mark.parametrize(
+    ("options", "read", "expected"),
+    [
+        (["--nproc", "2"], of_spec("nproc_per_node"), 2),
+        (["--nproc=2"], of_spec("nproc_per_node"), 2),
+        (["--max_r", "1"], of_spec("max_restarts"), 1),
+        (["--stand"], of_spec("rendezvous.endpoint"), "localhost:0"),
+        (["--shut", "1"], of_spec("stop"), StopPlan.within(1)),
+        (["--no-p"], of_spec("entrypoint"), Command(("train",))),
+        (["--rdzv_b", "c10d"], of_spec("rendezvous.backend"), "c10d"),
+    ],
+)
+def test_unique_abbreviations(options: list[str], read: Reader, expected: Any) -> None:
+    """An option may be cut short as long as it stays the only one that fits."""
+    assert read(parse_run([*options, "train"], {})) == expected
+
+
+@pytest.mark.parametrize(
+    ("short", "fitting"),
+    [("--rdzv", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"]), ("--mo", ["--module"])],
+)
+def test_ambiguous_abbreviations(short: str, fitting: list[str]) -> None:
+    """One that fits several options is refused with the list of them."""
+    with pytest.raises(UsageError) as caught:
+        parse_run([short, "x", "train"], {})
+    assert short in str(caught.value)
+    assert all(name in str(caught.value) for name in fitting)
+
+
+def test_everything_after_the_script_is_its_own() -> None:
+    """Arguments that look like options of ours reach the worker untouched."""
+    args = ["--max-restarts", "3", "-t", "--", "--help", "--nnodes=9", "-", "$$", ""]
+    request = parse_run(["--role", "r", "train.py", *args], {})
+    assert request.spec.entrypoint == Script("train.py")
+    assert request.spec.args == tuple(args)
+    assert request.spec.max_restarts == 0
+
+
+def test_two_dashes_end_the_options() -> None:
+    """What follows `--` is the script, even if it begins with a dash."""
+    assert parse_run(["--role", "r", "--", "-x.py", "-y"], {}).spec.entrypoint == Script("-x.py")
+
+
+def test_an_option_takes_the_next_word_whatever_it_is() -> None:
+    """A value may begin with a dash."""
+    assert parse_run(["--role", "-m", "x"], {}).spec.role == "-m"
+
+
+def test_defaults() -> None:
+    """Without options a job is what torchrun makes of it."""
+    request = parse_run(["train.py", "a"], {})
+    assert request.spec.replaced(run_id="x") == LaunchSpec("train.py", args=["a"], run_id="x")
+    assert request.signals.stop == {
+        signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT,
+    }  # fmt: skip
+    assert request.signals.forward == {signal.SIGUSR1, signal.SIGUSR2}
+    assert request.events_file is None
+    assert request.notices == ()
+
+
+def test_the_static_backend_means_one_node() -> None:
+    """torchrun's default backend and its c10d spelling for one node are taken."""
+    for options in (
+        ["--rdzv-backend", "static"],
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"],
+        ["--standalone", "--nnodes", "1"],
+    ):
+        spec = parse_run([*options, "x"], {}).spec
+        assert (spec.rendezvous.backend, spec.rendezvous.endpoint) == ("c10d", "localhost:0")
+
+
+def test_a_given_run_id_is_honoured() -> None:
+    """`--rdzv-id` names the run, with `--standalone` too."""
+    assert parse_run(["--standalone", "--rdzv-id", "mine", "x"], {}).spec.run_id == "mine"
+
+
+def test_torch_variables() -> None:
+    """The prefix, the grace and the interpreter may come from torch's variables."""
+    env = {
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}>",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4",
+        "PYTHON_EXEC": "/opt/python",
+    }
+    spec = parse_run(["x"], env).spec
+    assert (spec.logs.prefix, spec.stop, spec.python) == (
+        "<${rank}>",
+        StopPlan.within(4),
+        "/opt/python",
+    )
+    spec = parse_run(["--log-prefix", "p", "--shutdown-timeout", "1", "x"], env).spec
+    assert (spec.logs.prefix, spec.stop) == ("p", StopPlan.within(1))
+
+
+def test_listed_user_signals_are_still_forwarded() -> None:
+    """SIGUSR1 in the list of signals does not make it a stop."""
+    signals = parse_run(["--signals-to-handle", "SIGTERM,SIGUSR1", "x"], {}).signals
+    assert signals.stop == {signal.SIGTERM}
+    assert signal.SIGUSR1 in signals.forward
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_options_that_are_not_there_yet(name: str) -> None:
+    """Each of torchrun's other options is refused by its name, however it is given."""
+    value = NOT_YET[name]
+    forms = [[f"--{name}"], [f"--{name.replace('-', '_')}"], [f"--{name}=1"]]
+    for form in forms:
+        words = form if value is None or "=" in form[0] else [*form, value]
+        with pytest.raises(UsageError, match=f"^--{name} .*not supported yet"):
+            parse_run([*words, "x"], {})
+    variable = f"PET_{name.replace('-', '_').upper()}"
+    with pytest.raises(UsageError, match=rf"^{variable} .*--{name}.*not supported yet"):
+        parse_run(["x"], {variable: value or "1"})
+
+
+# Options, variables, and what the one line must name: the option, the value, what is accepted.
+BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
+    (["--nnodes", "0"], {}, ["--nnodes", "'0'", "MIN:MAX"]),
+    (["--nnodes", "2:1"], {}, ["--nnodes", "'2:1'", "1 <= MIN <= MAX"]),
+    (["--nnodes", "a"], {}, ["--nnodes", "'a'", "MIN:MAX"]),
+    (["--nnodes", "1:"], {}, ["--nnodes", "'1:'", "MIN:MAX"]),
+    (["--nnodes", "1:2:3"], {}, ["--nnodes", "'1:2:3'", "MIN:MAX"]),
+    (["--nnodes", "2"], {}, ["--nnodes", "2", "more than one node"]),
+    (["--nproc-per-node", "0"], {}, ["--nproc-per-node", "'0'", "at least 1"]),
+    (["--nproc-per-node", "-1"], {}, ["--nproc-per-node", "'-1'", "at least 1"]),
+    (["--nproc-per-node", "two"], {}, ["--nproc-per-node", "'two'", "'cpu'"]),
+    (["--nproc-per-node", "1.5"], {}, ["--nproc-per-node", "'1.5'", "at least 1"]),
+    (["--nproc-per-node", "²"], {}, ["--nproc-per-node", "'²'", "at least 1"]),
+    ([], {"PET_NPROC_PER_NODE": "x"}, ["nproc", "'x'", "at least 1"]),
+    (["--max-restarts", "-1"], {}, ["--max-restarts", "'-1'", "at least 0"]),
+    (["--max-restarts", "1.5"], {}, ["--max-restarts", "'1.5'", "at least 0"]),
+    ([], {"PET_MAX_RESTARTS": "many"}, ["max", "'many'", "at least 0"]),
+    (["--monitor-interval", "0"], {}, ["--monitor-interval", "'0'", "above 0"]),
+    (["--monitor-interval", "soon"], {}, ["--monitor-interval", "'soon'", "above 0"]),
+    (["--monitor-interval", "nan"], {}, ["--monitor-interval", "'nan'", "above 0"]),
+    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "'c10d'"]),
+    (["--rdzv-backend", "etcd"], {}, ["--rdzv-backend", "'etcd'", "'c10d'"]),
+    (["--rdzv-endpoint", "localhost:99999"], {}, ["--rdzv-endpoint", "99999", "localhost:PORT"]),
+    (["--rdzv-endpoint", "example.org:1"], {}, ["--rdzv-endpoint", "example.org", "one node"]),
+    (["-r", "4"], {}, ["--redirects", "'4'", "0-3"]),
+    (["-r", "0:3,"], {}, ["--redirects", "'0:3,'", "0-3"]),
+    (["-r", "0:4"], {}, ["--redirects", "'0:4'", "0-3"]),
+    (["-r", "5:1"], {}, ["--redirects", "5", "0 to 0"]),
+    (["-t", "3-1:1"], {}, ["--tee", "'3-1:1'", "backwards"]),
+    (["-t", "x"], {}, ["--tee", "'x'", "0-3"]),
+    (["-t", "0:1,0:2"], {}, ["--tee", "'0:1,0:2'", "only once"]),
+    (["--local-ranks-filter", "a"], {}, ["--local-ranks-filter", "'a'", "0,2"]),
+    (["--local-ranks-filter", "7"], {}, ["--local-ranks-filter", "7", "0 to 0"]),
+    (["--signals-to-handle", "TERM"], {}, ["--signals-to-handle", "'TERM'", "SIGTERM"]),
+    (["--signals-to-handle", "SIGFOO"], {}, ["--signals-to-handle", "'SIGFOO'", "SIGTERM"]),
+    (["--signals-to-handle", "SIGKILL"], {}, ["--signals-to-handle", "SIGKILL", "handled"]),
+    (["--signals-to-handle", "SIGTERM,"], {}, ["--signals-to-handle", "''", "SIGTERM"]),
+    (["--shutdown-timeout", "-1"], {}, ["--shutdown-timeout", "'-1'", "at least 0"]),
+    (["--shutdown-timeout", "x"], {}, ["--shutdown-timeout", "'x'", "at least 0"]),
+    (["--shutdown-timeout", "nan"], {}, ["--shutdown-timeout", "'nan'", "at least 0"]),
+    (["--shutdown-timeout", "inf"], {}, ["--shutdown-timeout", "'inf'", "at least 0"]),
+    (
+        [],
+        {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "-3"},
+        ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "'-3'", "at least 0"],
+    ),
+    (["--stdin", "all"], {}, ["--stdin", "'all'", "'rank0'"]),
+    (["--log-prefix", "a\nb"], {}, ["--log-prefix", "single line"]),
+    (["--events", "/nowhere/story"], {}, ["--events", "'/nowhere/story'", "can be written"]),
+    (["--log-dir", "/dev/full/logs"], {}, ["--log-dir", "'/dev/full/logs'", "folder"]),
+    (["-m", "--no-python"], {}, ["-m/--module", "--no-python", "exclude"]),
+    ([], {"PET_STANDALONE": "yes"}, ["PET_STANDALONE", "'yes'", "0 or 1"]),
+    ([], {"PET_MODULE": ""}, ["PET_MODULE", "''", "0 or 1"]),
+    ([], {"LOGLEVEL": "loud"}, ["LOGLEVEL", "'loud'", "DEBUG"]),
+    (["--unknown"], {}, ["--unknown", "unknown option", "--help"]),
+    (["-x"], {}, ["-x", "unknown option", "--help"]),
+]
+
+
+@pytest.mark.parametrize(("options", "variables", "named"), BAD)
+def test_bad_values_are_refused_in_one_line(
+    options: list[str],
+    variables: dict[str, str],
+    named: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A bad value is one line with option, value and what is accepted; nothing is started."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    no_python = [] if "-m" in options else ["--no-python"]
+    started = tmp_path / "started"
+    children = own_children()
+    assert main(["run", *no_python, *options, "touch", str(started)]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("aio-elastic run: ")
+    assert err.count("\n") == 1
+    for word in named:
+        assert word in err
+    assert not started.exists()
+    assert own_children() == children
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "a command is required"),
+        (["walk"], "unknown command 'walk'"),
+        (["run"], "a script is required"),
+        (["run", "--role", "r"], "a script is required"),
+        (["run", "--role"], "--role needs a value"),
+        (["run", "-t"], "-t needs a value"),
+        (["run", "--standalone=1", "x"], "--standalone"),
+        (["run", "-m", "not a name"], "dotted name"),
+    ],
+)
+def test_incomplete_command_lines(
+    argv: list[str], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing is said in one line, and the exit code is 2."""
+    assert main(argv) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert named in err
+
+
+def test_no_gpu_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Asking for one worker per GPU without a visible one is a usage error."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    started = tmp_path / "started"
+    code = main(["run", "--nproc-per-node", "gpu", "--no-python", "touch", str(started)])
+    err = capfd.readouterr().err
+    assert (code, err.count("\n"), started.exists()) == (2, 1, False)
+    assert "--nproc-per-node" in err
+    assert "'gpu'" in err
+    assert "'cpu'" in err

@@ -1,0 +1,181 @@
+"""Never run: a type checker in strict mode reads how the library is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_aio import (
+    Action,
+    Agent,
+    AttemptFailed,
+    AttemptResult,
+    Backoff,
+    Command,
+    Event,
+    ExitStatus,
+    Failure,
+    JobFailed,
+    JobFinished,
+    JobState,
+    JobStopped,
+    LaunchResult,
+    LaunchSpec,
+    LogSpec,
+    Module,
+    ResourceUsage,
+    Restarting,
+    RestartPolicy,
+    RestartWindow,
+    Script,
+    SignalSpec,
+    SpawnError,
+    SpecError,
+    StdMap,
+    StopPlan,
+    StopStep,
+    WorkerError,
+    WorkerExited,
+    WorkerResult,
+    event_from_json,
+    event_to_json,
+    format_failure,
+    launch,
+    run,
+)
+from elastic_aio.worker import WorkerContext, record
+
+
+def specs() -> list[LaunchSpec]:
+    """Every kind of entry point and setting is accepted."""
+    return [
+        LaunchSpec("train.py"),
+        LaunchSpec(Path("train.py"), args=["--lr", 0.1, Path("data"), 3]),
+        LaunchSpec(["bash", "-c", "exit 0"], nproc_per_node=2),
+        LaunchSpec(Script("train.py"), nproc_per_node="auto", nnodes="1:2"),
+        LaunchSpec(Module("pkg.train"), nnodes=(1, 1), env={"A": "b"}, cwd=Path("/")),
+        LaunchSpec(
+            Command(("true",)),
+            max_restarts=3,
+            logs=LogSpec(
+                log_dir="logs",
+                redirects=StdMap.parse("redirects", "0-3:3"),
+                local_ranks_filter=frozenset({0}),
+            ),
+            restart=RestartPolicy(
+                backoff=Backoff(initial=1, cap=30),
+                window=RestartWindow(2, 600.0),
+                restart_on=frozenset({1, 137}),
+                decide=decide,
+            ),
+            stop=StopPlan((StopStep(15, 10.0),)),
+            stdin="rank0",
+        ),
+    ]
+
+
+def decide(failure: Failure) -> Action:
+    """Decide without waiting."""
+    return Action.GIVE_UP if failure.status.code == 3 else Action.BY_POLICY
+
+
+async def decide_later(failure: Failure) -> Action:
+    """Decide with waiting."""
+    return Action.RESTART
+
+
+def policies() -> tuple[RestartPolicy, RestartPolicy]:
+    """Both kinds of callback are accepted."""
+    return RestartPolicy(decide=decide), RestartPolicy(decide=decide_later)
+
+
+async def one_job(spec: LaunchSpec) -> int:
+    """Await a whole job and look at all of its result."""
+    try:
+        result: LaunchResult = await launch(spec, signals=SignalSpec(), listeners=[heard])
+    except JobFailed as failed:
+        failures: tuple[Failure, ...] = failed.failures
+        text: str = format_failure(failed.result, "job")
+        print(text, failures[0].summary)
+        return failed.result.exit_code
+    except JobStopped as stopped:
+        state: JobState = stopped.result.state
+        print(state.value)
+        return stopped.result.exit_code
+    except SpecError as refused:
+        field: str = refused.field
+        print(field)
+        return 2
+    except SpawnError as missing:
+        return missing.exit_code
+    attempts: tuple[AttemptResult, ...] = result.attempts
+    workers: tuple[WorkerResult, ...] = attempts[-1].workers
+    status: ExitStatus = workers[0].status
+    usage: ResourceUsage | None = workers[0].usage
+    values: Mapping[int, object] = result.return_values
+    shell_code: int = status.shell_code
+    print(usage.user_s if usage else None, values, result.log_dir, result.restarts)
+    return shell_code
+
+
+def heard(event: Event) -> None:
+    """Take an event as a listener."""
+    line: bytes = event_to_json(event)
+    again: Event = event_from_json(line)
+    print(again.seq, again.time, again.attempt, again.node)
+
+
+async def watched_job(spec: LaunchSpec) -> LaunchResult:
+    """Watch a job by its events."""
+    async with Agent(spec) as agent:
+        run_id: str = agent.run_id
+        async for event in agent.events(after=0):
+            seen: Event = event
+            match event:
+                case AttemptFailed(root=root):
+                    cause: Failure = root
+                    error: WorkerError | None = cause.error
+                    print(run_id, error)
+                case Restarting():
+                    delay: float = event.delay
+                    print(delay)
+                case WorkerExited():
+                    status: ExitStatus = event.status
+                    print(status)
+                case JobFinished():
+                    state: JobState = event.state
+                    print(state)
+                case _:
+                    print(type(seen).__name__)
+        agent.kill()
+        agent.stop(signal=15, reason="enough")
+        await agent.stop()
+        result: LaunchResult = await agent.wait()
+        return result
+
+
+def script(spec: LaunchSpec) -> int:
+    """Run a job without a loop."""
+    result: LaunchResult = run(spec, signals=True)
+    return result.exit_code
+
+
+@record
+def main(steps: int, *, name: str = "x") -> float:
+    """Keep the signature of a recorded function."""
+    context: WorkerContext = WorkerContext.from_env()
+    rank: int = context.place.rank
+    return float(rank + steps)
+
+
+@record
+async def main_async(steps: int) -> str:
+    """Keep the signature of a recorded coroutine function."""
+    return str(steps)
+
+
+async def called() -> tuple[float, str]:
+    """Call both."""
+    number: float = main(3, name="y")
+    text: str = await main_async(3)
+    return number, text

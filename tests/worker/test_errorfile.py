@@ -1,0 +1,435 @@
+"""torch's `error.json`: written, read, and survived whatever stands in it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.outcome import WorkerError
+from elastic_aio.worker.errorfile import (
+    parse_error_file,
+    record,
+    with_exit_code,
+    write_error_file,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+NOW = 1_700_000_000.25
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that `record` is asked to write."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001  # handed back
+        return caught
+
+
+def read(path: Path) -> WorkerError | None:
+    return parse_error_file(path.read_bytes(), str(path), path.stat().st_mtime)
+
+
+def test_the_form_is_torchs(tmp_path: Path) -> None:
+    """Message, call stack and a time in whole seconds as text, in one line of ASCII."""
+    path = tmp_path / "error.json"
+    write_error_file(raised(ValueError("naïve\n\udcff")), str(path))
+    content = path.read_bytes()
+    assert content.isascii()
+    assert b"\n" not in content
+    said = json.loads(content)["message"]
+    assert said["message"] == "ValueError: naïve\n\udcff"
+    assert said["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):\n")
+    assert "in raised" in said["extraInfo"]["py_callstack"]
+    assert said["extraInfo"]["timestamp"] == str(int(said["extraInfo"]["timestamp"]))
+    assert abs(float(said["extraInfo"]["timestamp"]) - path.stat().st_mtime) < 2
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    """Reading gives message, stack, path and the file's own, finer time."""
+    path = tmp_path / "error.json"
+    write_error_file(raised(KeyError("x")), str(path))
+    error = read(path)
+    assert error is not None
+    assert error.message == "KeyError: 'x'"
+    assert error.traceback is not None
+    assert "KeyError: 'x'" in error.traceback
+    assert (error.path, error.timestamp) == (str(path), path.stat().st_mtime)
+
+
+def test_a_reader_sees_all_or_nothing(tmp_path: Path) -> None:
+    """While a file is written over and over, every look finds a whole error or none."""
+    path = tmp_path / "error.json"
+    error = raised(ValueError("x" * 200_000))
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            write_error_file(error, str(path))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    looks = 0
+    try:
+        while looks < 50:
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            found = parse_error_file(content, str(path), NOW)
+            assert found is not None
+            assert len(found.message) == 200_012
+            looks += 1
+    finally:
+        stop.set()
+        writer.join()
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+    """A folder that is not there is told, and nothing is left."""
+    with pytest.raises(OSError, match="No such file"):
+        write_error_file(ValueError(), str(tmp_path / "missing" / "error.json"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_write_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    """Where the last step fails, the unfinished file does not stay in the log folder."""
+    path = tmp_path / "error.json"
+    path.mkdir()
+    with pytest.raises(OSError, match=r"directory|folder"):
+        write_error_file(ValueError("x"), str(path))
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def document(**extra: Any) -> bytes:
+    return json.dumps({"message": {"message": "m", "extraInfo": extra}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "traceback", "timestamp"),
+    [
+        (document(py_callstack="T", timestamp="1600000000"), "m", "T", 1_600_000_000.0),
+        (document(py_callstack="T", timestamp=1600000000.5), "m", "T", 1_600_000_000.5),
+        (document(timestamp="1700000000"), "m", None, NOW),
+        (document(timestamp="1700000001"), "m", None, NOW),
+        (document(timestamp="soon"), "m", None, NOW),
+        (document(timestamp=None), "m", None, NOW),
+        (document(timestamp=[]), "m", None, NOW),
+        (document(py_callstack=5), "m", None, NOW),
+        (b'{"message": "plain text"}', "plain text", None, NOW),
+        (b'{"message": "plain", "timestamp": 1600000000}', "plain", None, 1_600_000_000.0),
+        (b'{"message": {"message": "m"}}', "m", None, NOW),
+        (b'{"message": {"message": "m", "extraInfo": []}}', "m", None, NOW),
+        (b'{"message": {"message": "m", "errorCode": 3}}', "m", None, NOW),
+        (
+            b'{"message": {"message": "", "extraInfo": {"py_callstack": "T"}}}',
+            "",
+            "T",
+            NOW,
+        ),
+        ('{"message": "ü"}'.encode(), "ü", None, NOW),
+    ],
+)
+def test_every_known_form_is_read(
+    content: bytes, message: str, traceback: str | None, timestamp: float
+) -> None:
+    """torch's two forms are read, and what is wrong in the details is left out."""
+    assert parse_error_file(content, "p", NOW) == WorkerError(message, traceback, timestamp, "p")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b'"text"',
+        b"{}",
+        b'{"message": null}',
+        b'{"message": ""}',
+        b'{"message": []}',
+        b'{"message": {}}',
+        b'{"message": {"message": null}}',
+        b'{"message": {"message": ""}}',
+        b'{"message": {"message": 5}}',
+        b'{"message": {"message": "m", "extraInfo": {"py_callst',
+        b'{"message": "m"} {"message": "n"}',
+        b"\xff\xfe\x00",
+        b"\x00" * 100,
+        b'{"message": "\xff"}',
+        b"[" * 500_000,
+        b'{"message":' * 200_000,
+        b'{"message": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=lambda content: str(content[:16]),
+)
+def test_no_content_is_an_error_here(content: bytes) -> None:
+    """Truncated, foreign, huge or deep content says nothing, and breaks nothing."""
+    assert parse_error_file(content, "p", NOW) is None
+
+
+def test_every_truncation_is_read_as_nothing(tmp_path: Path) -> None:
+    """A worker killed in the middle of another writer's write has recorded nothing."""
+    path = tmp_path / "error.json"
+    write_error_file(ValueError("x"), str(path))
+    content = path.read_bytes()
+    for length in range(len(content)):
+        assert parse_error_file(content[:length], "p", NOW) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_survived(content: bytes) -> None:
+    """Whatever stands there, the answer is an error or None."""
+    found = parse_error_file(content, "p", NOW)
+    assert found is None or found.message or found.traceback
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["message", "extraInfo", "py_callstack", "timestamp", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+def test_any_json_is_survived(value: Any) -> None:
+    """Any document gives an error whose parts have the right types, or None."""
+    found = parse_error_file(json.dumps({"message": value}).encode(), "p", NOW)
+    if found is not None:
+        assert isinstance(found.message, str)
+        assert found.traceback is None or isinstance(found.traceback, str)
+        assert isinstance(found.timestamp, float)
+        assert math.isfinite(found.timestamp)
+
+
+@pytest.mark.parametrize("timestamp", ["inf", "-inf", "nan", float("inf"), "1e400", 10**400])
+def test_a_time_that_is_none_is_not_believed(timestamp: object) -> None:
+    """Infinity would order failures wrongly and cannot be written as JSON."""
+    found = parse_error_file(document(timestamp=timestamp), "p", NOW)
+    assert found == WorkerError("m", None, NOW, "p")
+
+
+def test_the_exit_code_is_added_as_torch_does() -> None:
+    """A launcher inside a launcher passes the file on with `errorCode`."""
+    added = json.loads(with_exit_code(document(timestamp="1"), 3))
+    assert added == {
+        "message": {"message": "m", "extraInfo": {"timestamp": "1"}, "errorCode": 3},
+    }
+    assert json.loads(with_exit_code(document(), 0)) == json.loads(document())
+    assert json.loads(with_exit_code(b'{"message": "plain"}', 3)) == {"message": "plain"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 500_000], ids=len)
+def test_garbage_is_not_passed_on(content: bytes) -> None:
+    """What is no JSON is a ValueError, however it is broken."""
+    with pytest.raises(ValueError, match=r"."):
+        with_exit_code(content, 3)
+
+
+# ------------------------------------------------------------------------- record
+
+
+class Awkward(Exception):
+    """An exception that cannot be told."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+Raising = Callable[[BaseException], None]
+
+
+@pytest.fixture(params=["sync", "async"])
+def call_raising(request: pytest.FixtureRequest) -> Raising:
+    """Return a way to raise an error inside a recorded function of either kind."""
+
+    def call(error: BaseException) -> None:
+        @record
+        def function() -> None:
+            raise error
+
+        @record
+        async def coroutine_function() -> None:
+            await asyncio.sleep(0)
+            raise error
+
+        if request.param == "async":
+            asyncio.run(coroutine_function())
+        else:
+            function()
+
+    return call
+
+
+def test_an_exception_is_recorded_and_goes_on(call_raising: Raising, error_file: Path) -> None:
+    """The file holds the error, and the caller gets the very same exception."""
+    error = ValueError("x")
+    with pytest.raises(ValueError, match="x") as caught:
+        call_raising(error)
+    assert caught.value is error
+    found = read(error_file)
+    assert found is not None
+    assert found.message == "ValueError: x"
+    assert os.listdir(error_file.parent) == ["error.json"]
+
+
+def test_exit_zero_is_a_return(call_raising: Raising, error_file: Path) -> None:
+    """`sys.exit(0)` inside a recorded function is a normal end."""
+    call_raising(SystemExit(0))
+    assert not error_file.exists()
+
+
+@pytest.mark.parametrize("code", [1, "message", None])
+def test_other_exits_leave_no_file(call_raising: Raising, error_file: Path, code: object) -> None:
+    """An exit says all by its code."""
+    with pytest.raises(SystemExit) as caught:
+        call_raising(SystemExit(code))
+    assert caught.value.code == code
+    assert not error_file.exists()
+
+
+def test_an_interrupt_leaves_no_file(call_raising: Raising, error_file: Path) -> None:
+    """Ctrl-C is nobody's failure."""
+    with pytest.raises(KeyboardInterrupt):
+        call_raising(KeyboardInterrupt())
+    assert not error_file.exists()
+
+
+def test_a_cancellation_leaves_no_file(error_file: Path) -> None:
+    """A cancelled worker function was stopped, not broken."""
+
+    @record
+    async def main() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert not error_file.exists()
+
+
+@pytest.mark.parametrize("place", [None, "", "/nonexistent/folder/error.json"])
+def test_without_a_place_the_error_goes_on_alone(
+    call_raising: Raising, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    """No variable, or a file that cannot be written, does not change what is raised."""
+    if place is None:
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    else:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
+    with pytest.raises(KeyError, match="x"):
+        call_raising(KeyError("x"))
+
+
+@pytest.mark.usefixtures("error_file")
+def test_an_exception_that_cannot_be_told_is_still_raised(call_raising: Raising) -> None:
+    """When its text raises, the error on its way is not replaced by that."""
+    with pytest.raises(Awkward):
+        call_raising(Awkward())
+
+
+def test_a_recorded_function_is_still_itself() -> None:
+    """Name, docstring, signature, arguments and result stay."""
+
+    @record
+    def main(a: int, *, b: int = 2) -> int:
+        """Say what it is."""
+        return a + b
+
+    @record
+    async def main_async(a: int) -> int:
+        return a
+
+    assert (main.__name__, main.__doc__, main(3, b=4)) == ("main", "Say what it is.", 7)
+    assert list(inspect.signature(main).parameters) == ["a", "b"]
+    assert inspect.iscoroutinefunction(main_async)
+    assert asyncio.run(main_async(5)) == 5
+
+
+def child(body: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", body],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_worker_process_fails_with_file_traceback_and_code(tmp_path: Path) -> None:
+    """From the outside: exit code 1, a traceback on stderr, and the file."""
+    path = tmp_path / "error.json"
+    done = child(
+        "from elastic_aio.worker import record\n@record\ndef main(): 1 / 0\nmain()\n", path
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    found = read(path)
+    assert found is not None
+    assert found.message == "ZeroDivisionError: division by zero"
+
+
+def test_a_crash_shows_a_stack(tmp_path: Path) -> None:
+    """A recorded function has the fault handler on: a segfault tells where."""
+    body = (
+        "import os, signal\nfrom elastic_aio.worker import record\n"
+        "@record\ndef crashing(): os.kill(os.getpid(), signal.SIGSEGV)\ncrashing()\n"
+    )
+    done = child(body, tmp_path / "error.json")
+    assert done.returncode == -11
+    assert "in crashing" in done.stderr
+
+
+def test_a_worker_without_stderr_still_records(tmp_path: Path) -> None:
+    """A closed stderr gives no fault handler and no other harm."""
+    path = tmp_path / "error.json"
+    body = (
+        "import os, sys\nos.close(2)\nsys.stderr = None\n"
+        "from elastic_aio.worker import record\n"
+        "@record\ndef main(): raise ValueError('x')\nmain()\n"
+    )
+    assert child(body, path).returncode == 1
+    found = read(path)
+    assert found is not None
+    assert found.message == "ValueError: x"
+
+
+def test_a_time_far_from_the_files_is_the_workers(tmp_path: Path) -> None:
+    """A file copied later keeps the time at which the error was recorded."""
+    path = tmp_path / "error.json"
+    write_error_file(ValueError("x"), str(path))
+    recorded = path.stat().st_mtime
+    found = parse_error_file(path.read_bytes(), "p", recorded + 100)
+    assert found is not None
+    assert found.timestamp == int(found.timestamp)
+    assert abs(found.timestamp - recorded) < 2
