@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from elastic_aio.policy import StopStep as StopStep
     from elastic_aio.report import format_failure as format_failure
     from elastic_aio.spec import Command as Command
+    from elastic_aio.spec import Function as Function
     from elastic_aio.spec import LaunchSpec as LaunchSpec
     from elastic_aio.spec import LogSpec as LogSpec
     from elastic_aio.spec import Module as Module
@@ -111,6 +112,7 @@ _HOMES = {
     "report": ["format_failure"],
     "spec": [
         "Command",
+        "Function",
         "LaunchSpec",
         "LogSpec",
         "Module",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["Pausable", "all_done", "outlast", "owned_task", "see_through"]
+__all__ = ["Pausable", "all_done", "off_loop", "outlast", "owned_task", "see_through"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,26 @@ async def outlast(future: asyncio.Future[Any]) -> None:
                 cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Do a piece of blocking work in a thread of its own; return what it returns.
+
+    Not in the loop's default executor, whose threads would outlive the job.  A
+    machine that has no thread left does it here.  When the caller is cancelled, the
+    thread ends in its own time.
+    """
+    # Imported here: most jobs need no thread.
+    from concurrent.futures import ThreadPoolExecutor
+
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
+        working = asyncio.get_running_loop().run_in_executor(executor, work)
+    except RuntimeError:  # can't start new thread
+        return work()
+    finally:
+        executor.shutdown(wait=False)
+    return await working
 
 
 def _anyio_shield() -> contextlib.AbstractContextManager[object]:

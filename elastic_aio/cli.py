@@ -220,7 +220,7 @@ def _pass_on_error_file(error: JobFailed) -> None:
     """Copy the root cause's error file to where our own launcher looks for one."""
     target = os.environ.get(ERROR_FILE)
     root = error.failures[0] if error.failures else None
-    if not target or root is None or root.error is None:
+    if not target or root is None or root.error is None or not root.error.path:
         return
     try:
         with open(root.error.path, "rb") as file:

@@ -80,7 +80,8 @@ class ResourceUsage:
 class WorkerError:
     """What a worker wrote about its own end (torch's `error.json`).
 
-    `timestamp` is in Unix seconds; `path` is the file it was read from.
+    `timestamp` is in Unix seconds; `path` is the file it was read from, empty when a
+    function's result told it.
     """
 
     message: str

@@ -145,7 +145,7 @@ def _block(position: int, failure: Failure) -> str:
         ("host", failure.host),
         ("rank", f"{failure.rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{code} (pid: {failure.pid}){signal}"),
-        ("error_file", failure.error.path if failure.error else "<N/A>"),
+        ("error_file", (failure.error and failure.error.path) or "<N/A>"),
     ]
     if failure.is_victim:
         fields.append(("stopped", "by the supervisor, because of the root cause"))

@@ -7,7 +7,7 @@ GPUs are there) is resolved by the launcher, before anything starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from elastic_aio.std import StdMap
 
 __all__ = [
     "Command",
+    "Function",
     "LaunchSpec",
     "LogSpec",
     "Module",
@@ -57,6 +58,17 @@ class Command:
     """A program with its first arguments, executed as it is."""
 
     argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A Python function, called with the job's `args`; its value comes back.
+
+    `name` is what messages call it; empty takes the function's own.
+    """
+
+    call: Callable[..., Any]
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -191,8 +203,10 @@ class LaunchSpec:
     """One job: what its workers run, how many there are, and how they are kept.
 
     Args:
-        entrypoint: a script path, an argv list, a `Script`, `Module` or `Command`.
-        args: arguments of every worker; `${local_rank}` in them is replaced.
+        entrypoint: a script path, an argv list, a function, or a `Script`, `Module`,
+            `Command` or `Function`.
+        args: arguments of every worker; `${local_rank}` in those of commands is
+            replaced, a function gets anything as it is.
         nproc_per_node: workers per node: a number, "cpu", "gpu" or "auto".
         nnodes: nodes of the job: N, "MIN:MAX" or a pair.
         max_restarts: how often the group may be restarted after failures.
@@ -206,14 +220,18 @@ class LaunchSpec:
         run_id: name of the run; None makes one.
         stdin: "null" (the default) or "rank0", which hands ours to local rank 0.
         python: interpreter of scripts and modules; None is the running one.
+        start_method: how Python workers start: "spawn" in a new interpreter, "fork"
+            (functions only) from this process, "forkserver" from a server that has
+            imported `preload` once for all attempts.
+        preload: modules that the server of "forkserver" imports.
         events_kept: how many past events late readers can still see.
 
     Raises:
         SpecError: one line naming the field, the value and what is accepted.
     """
 
-    entrypoint: Script | Module | Command
-    args: tuple[str, ...] = ()
+    entrypoint: Script | Module | Command | Function
+    args: tuple[Any, ...] = ()
     nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1
     nnodes: NodeRange = NodeRange()
     max_restarts: int = 0
@@ -227,11 +245,20 @@ class LaunchSpec:
     run_id: str | None = None
     stdin: Literal["null", "rank0"] = "null"
     python: str | None = None
+    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
+    preload: tuple[str, ...] = ()
     events_kept: int = 10_000
 
     def __init__(
         self,
-        entrypoint: str | PathLike | Sequence[str] | Script | Module | Command,
+        entrypoint: str
+        | PathLike
+        | Sequence[str]
+        | Script
+        | Module
+        | Command
+        | Function
+        | Callable[..., Any],
         *,
         args: Iterable[object] = (),
         nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1,
@@ -247,13 +274,16 @@ class LaunchSpec:
         run_id: str | None = None,
         stdin: Literal["null", "rank0"] = "null",
         python: str | PathLike | None = None,
+        start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
+        preload: Iterable[str] = (),
         events_kept: int = 10_000,
     ) -> None:
         """Check and keep every setting; see the class for their meaning."""
+        what = _entrypoint(entrypoint)
         set_fields(
             self,
-            entrypoint=_entrypoint(entrypoint),
-            args=tuple(checked_argument("args", one) for one in checked_items("args", args)),
+            entrypoint=what,
+            args=_arguments(what, args),
             nproc_per_node=_nproc(nproc_per_node),
             nnodes=NodeRange.parse(nnodes),
             max_restarts=checked_integer("max_restarts", max_restarts, at_least=0),
@@ -267,8 +297,14 @@ class LaunchSpec:
             run_id=None if run_id is None else checked_text("run_id", run_id),
             stdin=stdin,
             python=None if python is None else checked_path("python", python),
+            start_method=start_method,
+            preload=tuple(_module("preload", one) for one in checked_items("preload", preload)),
             events_kept=checked_integer("events_kept", events_kept, at_least=1),
         )
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise SpecError("start_method", start_method, "must be 'spawn', 'fork' or 'forkserver'")
+        if self.preload and start_method != "forkserver":
+            raise SpecError("preload", self.preload, "needs start_method='forkserver'")
         if stdin not in ("null", "rank0"):
             raise SpecError("stdin", stdin, "must be 'null' or 'rank0'")
         if self.run_id == "":
@@ -292,17 +328,21 @@ class LaunchSpec:
                 return name
             case Command(argv):
                 return argv[0]
+            case Function(call, name):
+                return name or getattr(call, "__qualname__", type(call).__qualname__)
 
 
-def _entrypoint(value: object) -> Script | Module | Command:
-    accepted = "must be a script path, an argv list, a Script, a Module or a Command"
+def _entrypoint(value: object) -> Script | Module | Command | Function:
+    accepted = "must be a script path, an argv list, a function, a Script, a Module or a Command"
     match value:
         case Script(path):
             return Script(checked_path("entrypoint", path))
         case Module(name):
-            if not re.fullmatch(r"\w+(\.\w+)*", checked_text("entrypoint", name)):
-                raise SpecError("entrypoint", name, "a module must have a dotted name")
-            return value
+            return Module(_module("entrypoint", name))
+        case Function(call, name):
+            if not callable(call):
+                raise SpecError("entrypoint", call, "a function must be callable")
+            return Function(call, checked_text("entrypoint", name))
         case Command(argv):
             return Command(_argv(argv))
         case list() | tuple():
@@ -310,8 +350,21 @@ def _entrypoint(value: object) -> Script | Module | Command:
     if isinstance(value, str) or hasattr(value, "__fspath__"):
         return Script(checked_path("entrypoint", value))
     if callable(value):
-        raise SpecError("entrypoint", value, f"{accepted} (functions are not supported yet)")
+        return Function(value)
     raise SpecError("entrypoint", value, accepted)
+
+
+def _module(field: str, name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise SpecError(field, name, "a module must have a dotted name")
+    return name
+
+
+def _arguments(entrypoint: object, args: object) -> tuple[Any, ...]:
+    items = checked_items("args", args)
+    if isinstance(entrypoint, Function):
+        return tuple(items)
+    return tuple(checked_argument("args", one) for one in items)
 
 
 def _argv(value: Sequence[object]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ PUBLIC = [
     "EventsMissed",
     "ExitStatus",
     "Failure",
+    "Function",
     "GuardianReplaced",
     "InternalError",
     "JobEnded",

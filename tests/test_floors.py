@@ -62,6 +62,7 @@ NOT_PURE = {
 CONFINED = {
     "aiofiles": {"agent.evidence"},
     "anyio": {"aio"},
+    "cloudpickle": {"process.payload"},
     "uvloop": {"cli", "launcher"},
 }
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from elastic_aio.errors import SpecError
 from elastic_aio.policy import RestartPolicy, StopPlan
-from elastic_aio.spec import Command, LaunchSpec, LogSpec, Module, NodeRange, RendezvousSpec, Script
+from elastic_aio.spec import (
+    Command,
+    Function,
+    LaunchSpec,
+    LogSpec,
+    Module,
+    NodeRange,
+    RendezvousSpec,
+    Script,
+)
 from elastic_aio.std import Std, StdMap
 
 
@@ -60,7 +69,7 @@ def refused(message: str, **settings: Any) -> None:
     assert "\n" not in message
 
 
-ENTRYPOINT = "must be a script path, an argv list, a Script, a Module or a Command"
+ENTRYPOINT = "must be a script path, an argv list, a function, a Script, a Module or a Command"
 
 
 @pytest.mark.parametrize(
@@ -95,11 +104,40 @@ def test_a_command_needs_a_list(argv: Any) -> None:
         LaunchSpec(Command(argv))
 
 
-def test_a_function_is_refused_with_a_reason() -> None:
-    """Functions are named as not supported yet."""
-    function: Any = print
-    with pytest.raises(SpecError, match=r"functions are not supported yet"):
-        LaunchSpec(function)
+def test_a_function_is_an_entrypoint() -> None:
+    """A callable is taken as it is, with whatever arguments; it has a name for messages."""
+    marker = object()
+    spec = LaunchSpec(len, args=[marker], start_method="fork")
+    assert spec.entrypoint == Function(len)
+    assert spec.args == (marker,)
+    assert spec.name == "len"
+    assert LaunchSpec(Function(len, "measure")).name == "measure"
+    assert spec.replaced(args=[1]).entrypoint == Function(len)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"start_method": "thread"},
+            "start_method: must be 'spawn', 'fork' or 'forkserver', not 'thread'",
+        ),
+        ({"preload": ["json"]}, "preload: needs start_method='forkserver', not ('json',)"),
+        (
+            {"preload": ["a-b"], "start_method": "forkserver"},
+            "preload: a module must have a dotted name, not 'a-b'",
+        ),
+        ({"preload": "json", "start_method": "forkserver"}, "preload: must be a list, not 'json'"),
+        (
+            {"entrypoint": Function(cast("Any", 5))},
+            "entrypoint: a function must be callable, not 5",
+        ),
+        ({"entrypoint": len, "args": "ab"}, "args: must be a list, not 'ab'"),
+    ],
+)
+def test_settings_of_functions_are_checked(settings: dict[str, Any], message: str) -> None:
+    """What cannot be meant is refused in one line."""
+    refused(message, **settings)
 
 
 WHOLE = "must be a whole number of at least"

@@ -10,7 +10,12 @@ from types import TracebackType
 
 from elastic_aio.agent.chronicle import Chronicle, Listener
 from elastic_aio.agent.shell import Shell
-from elastic_aio.agent.surroundings import check_child_signals, node_name, resolve_nproc
+from elastic_aio.agent.surroundings import (
+    check_child_signals,
+    check_guarded,
+    node_name,
+    resolve_nproc,
+)
 from elastic_aio.aio import outlast
 from elastic_aio.channel import Reader
 from elastic_aio.errors import JobFailed, JobStopped, SpecError
@@ -79,6 +84,7 @@ class Agent:
             raise RuntimeError("an Agent runs one job once; make another one")
         if self.spec.nnodes.maximum > 1:
             raise SpecError("nnodes", str(self.spec.nnodes), "must be 1 in this version")
+        check_guarded()
         check_child_signals()
         nproc = resolve_nproc(self.spec)
         shell = Shell(

@@ -23,7 +23,10 @@ _MARGIN_S = 0.001
 
 
 class EndedWorker(Struct, frozen=True):
-    """A worker that did not succeed; `ended_at` is Unix seconds."""
+    """A worker that did not succeed; `ended_at` is Unix seconds.
+
+    `error` and `problem` are what a function said itself; an error file goes first.
+    """
 
     rank: int
     local_rank: int
@@ -34,6 +37,8 @@ class EndedWorker(Struct, frozen=True):
     order: int
     is_victim: bool
     logs: WorkerLogs
+    error: WorkerError | None = None
+    problem: str = ""
 
 
 async def gather_failures(
@@ -52,7 +57,7 @@ async def gather_failures(
     """
     failures = []
     for worker in workers:
-        error = await _read_error(worker.logs.error_file)
+        error = await _read_error(worker.logs.error_file) or worker.error
         is_victim = worker.is_victim and not (error and error.timestamp <= stopped_at + _MARGIN_S)
         failures.append(
             Failure(
@@ -65,6 +70,7 @@ async def gather_failures(
                 order=worker.order,
                 is_victim=is_victim,
                 error=error,
+                message=worker.problem,
                 stderr_path=worker.logs.stderr.path,
                 stderr_tail=() if is_victim else await _tail(worker.logs.stderr.path),
                 notes=() if is_victim else _full_disks(worker.logs),

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
-from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
+from elastic_aio.agent.surroundings import check_runnable, free_port
+from elastic_aio.agent.work import Crew, Work
 from elastic_aio.aio import Pausable, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
@@ -23,10 +24,11 @@ from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
 from elastic_aio.process.group import WorkerGroup
 from elastic_aio.process.guardian import Guardian, open_roster
 from elastic_aio.process.limits import raise_descriptor_limit, with_descriptor_limit
+from elastic_aio.process.results import Told
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import Place
 from elastic_aio.spec import LaunchSpec
-from elastic_aio.worker.context import WorkerContext
+from elastic_aio.worker.context import ERROR_FILE, WorkerContext
 
 __all__ = ["Host", "HostCallbacks"]
 
@@ -58,6 +60,7 @@ class Host:
         spawner: Spawner,
         clock: Pausable,
         tell: HostCallbacks,
+        crew: Crew | None = None,
     ) -> None:
         """Prepare; only `open` touches the machine.
 
@@ -70,6 +73,7 @@ class Host:
             spawner: starts processes.
             clock: measures graces.
             tell: whom to tell what happens.
+            crew: differences between the workers of a bare group.
         """
         self.folder = RunFolder(None)
         self._spec = spec
@@ -81,6 +85,8 @@ class Host:
         self._spawner = spawner
         self._clock = clock
         self._tell = tell
+        self._crew = crew
+        self._work = Work(spec, spawner, crew)
         self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
         self._limit: int | None = None
         self._roster = -1
@@ -102,11 +108,12 @@ class Host:
         """Make the run's folder and start the guardian.
 
         Raises:
-            SpecError: the log folder cannot be used.
+            SpecError: the log folder cannot be used, or a function not be pickled.
             SurroundingsError: the machine lacks something.
         """
+        self._work.check()
         try:
-            self._limit = raise_descriptor_limit(self._nproc)
+            self._limit = raise_descriptor_limit(self._nproc, self._work.descriptors_each)
             self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SurroundingsError(f"cannot start a job here: {error}") from error
@@ -121,6 +128,15 @@ class Host:
             on_replaced=self._tell.guardian_replaced,
         )
         await self._guardian.start()
+        await self._start_server()
+
+    async def _start_server(self) -> None:
+        env = {**_defaults(self._nproc), **os.environ, **self._spec.env, self._marker: "1"}
+        streams = (self._nothing, self._ours(1), self._ours(2))
+        try:
+            await self._work.start(env, streams, self._limited, self.tree.spare)
+        except SpawnError as error:
+            raise SurroundingsError(f"cannot start the server that forks: {error}") from error
 
     async def start(self, attempt: int, places: Mapping[int, Place], restarts: int) -> None:
         """Spawn all workers of an attempt.
@@ -130,8 +146,9 @@ class Host:
         """
         check_runnable(self._spec)
         port = free_port()
+        self._work.forget_results()
         self._group = WorkerGroup(
-            self._spawner,
+            self._work.spawner,
             self.tree,
             on_started=lambda rank, child: self._tell.started(attempt, rank, child),
             on_exited=lambda rank, child, ended: self._tell.exited(attempt, rank, child, ended),
@@ -161,6 +178,10 @@ class Host:
             self._group.abandon()
             await asyncio.wait([self._starting])
 
+    async def told(self) -> dict[int, Told]:
+        """Return, by local rank, how the functions of the attempt have ended."""
+        return await self._work.told()
+
     def finish_logs(self) -> None:
         """Say that no worker of the attempt writes any more."""
         if self._tee is not None:
@@ -180,6 +201,7 @@ class Host:
         if self._own_console is not None:
             self._own_console.close()
             self._own_console = None
+        await self._work.aclose()
         if self._guardian is not None:
             await self._guardian.aclose()
         if self._tree is not None:
@@ -206,21 +228,32 @@ class Host:
             with self.folder.open_streams(logs, inherited, self._nothing) as (out, err):
                 self._follow(logs, attempt, place)
                 takes_stdin = self._spec.stdin == "rank0" and place.local_rank == 0
+                task = self._work.task(place.local_rank)
                 plan = ChildPlan(
-                    argv=command_of(self._spec, place.local_rank),
+                    argv=task.argv,
                     env=self._environment(place, restarts, port, logs.error_file),
                     cwd=self._spec.cwd,
                     stdin=self._ours(0) if takes_stdin else self._nothing,
                     stdout=out,
                     stderr=err,
+                    pass_fds=task.pass_fds,
+                    call=task.call,
                 )
-                yield plan if self._limit is None else with_descriptor_limit(plan, self._limit)
+                yield plan if self._work.is_served else self._limited(plan)
         except OSError as error:
             raise _log_error(error) from error
+
+    def _limited(self, plan: ChildPlan) -> ChildPlan:
+        """Give a plan the limits that this process had before it raised them."""
+        return plan if self._limit is None else with_descriptor_limit(plan, self._limit)
 
     def _environment(
         self, place: Place, restarts: int, port: int, error_file: str
     ) -> dict[str, str]:
+        if self._crew is not None:
+            env = self._crew.envs[place.local_rank]
+            ours = {ERROR_FILE: error_file, self._marker: "1"}
+            return {**os.environ, **self._spec.env, **env, **ours}
         context = WorkerContext(
             place=place,
             role=self._spec.role,
@@ -231,11 +264,8 @@ class Host:
             max_restarts=self._spec.max_restarts,
             error_file=error_file,
         )
-        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-        if place.local_world_size > 1:
-            defaults["OMP_NUM_THREADS"] = "1"
         return {
-            **defaults,
+            **_defaults(place.local_world_size),
             **os.environ,
             **self._spec.env,
             **context.to_env(),
@@ -267,6 +297,14 @@ class Host:
         except OSError:
             return self._nothing
         return descriptor
+
+
+def _defaults(nproc: int) -> dict[str, str]:
+    """Return variables that workers get unless somebody has set them."""
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if nproc > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    return defaults
 
 
 def _log_error(error: OSError) -> SpawnError:

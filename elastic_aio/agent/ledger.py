@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -17,6 +18,7 @@ from elastic_aio.outcome import (
     ResourceUsage,
     WorkerResult,
 )
+from elastic_aio.process.results import Told
 from elastic_aio.ranks import Place
 
 __all__ = ["Ledger"]
@@ -87,8 +89,13 @@ class Ledger:
         """The kernel's counter when the present attempt began."""
         return self._current.oom_kills
 
-    def unsuccessful(self) -> list[EndedWorker]:
-        """Return the workers of the present attempt that ended, but not well."""
+    def unsuccessful(self, told: Mapping[int, Told]) -> list[EndedWorker]:
+        """Return the workers of the present attempt that ended, but not well.
+
+        `told` is what functions said of their ends, by local rank; one whose value
+        did not arrive has failed, whatever its exit code.
+        """
+        nothing = Told(0)
         return [
             EndedWorker(
                 rank=worker.place.rank,
@@ -100,13 +107,18 @@ class Ledger:
                 order=worker.order,
                 is_victim=worker.is_victim,
                 logs=worker.logs,
+                error=(said := told.get(worker.place.local_rank, nothing)).error,
+                problem=said.problem,
             )
             for worker in self._current.workers.values()
-            if worker.status is not None and not worker.status.is_success
+            if worker.status is not None
+            and (not worker.status.is_success or told.get(worker.place.local_rank, nothing).problem)
         ]
 
-    def end_attempt(self, failures: tuple[Failure, ...], now: float) -> None:
-        """Close the present attempt at monotonic time `now`."""
+    def end_attempt(
+        self, failures: tuple[Failure, ...], now: float, told: Mapping[int, Told]
+    ) -> None:
+        """Close the present attempt at monotonic time `now`; `told` holds its values."""
         attempt = self._current
         self._ended.append(
             AttemptResult(
@@ -123,8 +135,9 @@ class Ledger:
                         usage=worker.usage,
                         stdout_path=worker.logs.stdout.path,
                         stderr_path=worker.logs.stderr.path,
+                        return_value=told[rank].value if rank in told else None,
                     )
-                    for worker in attempt.workers.values()
+                    for rank, worker in attempt.workers.items()
                 ),
                 failures=failures,
                 log_dir=attempt.log_dir,
@@ -143,9 +156,9 @@ class Ledger:
         log_dir: str | None,
     ) -> LaunchResult:
         """Return the whole story."""
-        values: Mapping[int, None] = {}
+        values: Mapping[int, Any] = {}
         if state is JobState.SUCCEEDED and self._ended:
-            values = {worker.rank: None for worker in self._ended[-1].workers}
+            values = {worker.rank: worker.return_value for worker in self._ended[-1].workers}
         return LaunchResult(
             run_id=run_id,
             state=state,

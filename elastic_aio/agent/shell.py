@@ -15,7 +15,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -64,6 +64,7 @@ from elastic_aio.logs.sink import Console, Sink
 from elastic_aio.outcome import ExitStatus, Failure, JobState, LaunchResult
 from elastic_aio.policy import Action
 from elastic_aio.process.base import Child, Exit, Spawner
+from elastic_aio.process.results import Told
 from elastic_aio.ranks import NodeSize, assign_places
 from elastic_aio.spec import LaunchSpec
 
@@ -291,14 +292,15 @@ class Shell:
                 WorkerAbandoned(attempt=effect.attempt, pid=one.pid, state=one.state)
             )
         self._host.finish_logs()
-        failures = await self._gather_failures()
-        self._ledger.end_attempt(failures, time.monotonic())
+        told = await self._host.told()
+        failures = await self._gather_failures(told)
+        self._ledger.end_attempt(failures, time.monotonic(), told)
         return GroupGone(effect.attempt, self.clock.now(), failures)
 
-    async def _gather_failures(self) -> tuple[Failure, ...]:
+    async def _gather_failures(self, told: Mapping[int, Told]) -> tuple[Failure, ...]:
         """Return why the attempt failed; nothing if all that ended badly were victims."""
         failures = await gather_failures(
-            self._ledger.unsuccessful(),
+            self._ledger.unsuccessful(told),
             stopped_at=self._stopped_at,
             oom_kills_before=self._ledger.oom_kills_before,
         )

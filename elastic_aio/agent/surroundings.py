@@ -7,12 +7,16 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from elastic_aio.errors import SpawnError, SpecError, SurroundingsError
-from elastic_aio.spec import LaunchSpec, Module, Script
+from elastic_aio.errors import InternalError, SpawnError, SpecError, SurroundingsError
+from elastic_aio.spec import Command, Function, LaunchSpec, Module, Script
+from elastic_aio.worker.bootstrap import is_importing_main
 
 __all__ = [
     "check_child_signals",
+    "check_guarded",
     "check_runnable",
     "command_of",
     "free_port",
@@ -76,23 +80,41 @@ def check_child_signals() -> None:
         )
 
 
-def command_of(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
-    """Return the argv of one worker.
+def check_guarded() -> None:
+    """Refuse to start a job while a worker imports the script that started it.
+
+    Raises:
+        SurroundingsError: the script's main part is not guarded.
+    """
+    if is_importing_main():
+        raise SurroundingsError(
+            "a worker imports this script to find its functions, and the script starts a job"
+            " again; put that part under: if __name__ == '__main__':"
+        )
+
+
+def command_of(
+    spec: LaunchSpec, local_rank: int, args: Sequence[Any] | None = None
+) -> tuple[str, ...]:
+    """Return the argv of one worker that runs a command; `args` replaces the job's.
 
     `${local_rank}` in arguments is replaced; nothing else is touched (torchrun also
     turns `$$` into `$`, which breaks arguments that mean what they say).
     """
     place = str(local_rank)
-    args = tuple(arg.replace("${local_rank}", place) for arg in spec.args)
+    given = spec.args if args is None else args
+    args = tuple(arg.replace("${local_rank}", place) for arg in given)
     python = spec.python or sys.executable
     match spec.entrypoint:
         case Script(path):
             return (python, "-u", path, *args)
         case Module(name):
             return (python, "-u", "-m", name, *args)
-        case command:
-            program, *first = command.argv
+        case Command(argv):
+            program, *first = argv
             return (program, *(arg.replace("${local_rank}", place) for arg in first), *args)
+        case Function():
+            raise InternalError("a function has no command")
 
 
 def check_runnable(spec: LaunchSpec) -> None:

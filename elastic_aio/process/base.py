@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from msgspec import Struct
@@ -22,7 +22,8 @@ class ChildPlan(Struct, frozen=True):
 
     `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and
     2; they stay the caller's to close.  `pass_fds` are inherited under their own
-    numbers.  Every child leads a session of its own.
+    numbers.  Every child leads a session of its own.  `call` is what a forked child
+    runs in place of `argv`; it returns the exit code.
     """
 
     argv: tuple[str, ...]
@@ -32,6 +33,7 @@ class ChildPlan(Struct, frozen=True):
     stdout: int
     stderr: int
     pass_fds: tuple[int, ...] = ()
+    call: Callable[[], int] | None = None
 
 
 class Exit(Struct, frozen=True):

@@ -24,12 +24,12 @@ import asyncio
 import os
 import subprocess
 import time
-from resource import struct_rusage
 
 from elastic_aio.aio import owned_task
-from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import exits, sweep
 from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner, spawn_error
+from elastic_aio.process.reaped import ReapedChild, story
 
 __all__ = ["command_spawner", "spawn_with_asyncio", "spawn_with_popen"]
 
@@ -76,7 +76,7 @@ class _AsyncioChild:
         self._wait()
 
     def __repr__(self) -> str:
-        return _story(self)
+        return story(self)
 
     @property
     def pid(self) -> int:
@@ -137,61 +137,8 @@ async def spawn_with_popen(plan: ChildPlan) -> Child:
     except OSError as error:
         raise spawn_error(error, plan) from error
     try:
-        return _PopenChild(process)
+        return ReapedChild(process.pid, told=lambda code: setattr(process, "returncode", code))
     except OSError as error:  # no descriptor left for the pidfd
         process.kill()
         process.wait()  # it has been killed: this returns at once
         raise spawn_error(error, plan) from error
-
-
-class _PopenChild:
-    """A child that we reap."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        # Not reaped before we do it, so the pid is still this child's.
-        self._watch = exits.ExitWatch(os.pidfd_open(process.pid), self._reap)
-
-    def __repr__(self) -> str:
-        return _story(self)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def has_ended(self) -> bool:
-        return self._watch.descriptor < 0 or exits.has_ended(self._watch.descriptor)
-
-    def send_signal(self, number: int) -> bool:
-        return self._watch.descriptor >= 0 and sweep.send(self._watch.descriptor, number)
-
-    def _reap(self) -> None:
-        usage = None
-        try:
-            _, wait_status, used = os.wait4(self._process.pid, 0)
-        except ChildProcessError:
-            status = ExitStatus()  # the embedding program reaps all children
-            self._process.returncode = 255
-        else:
-            self._process.returncode = os.waitstatus_to_exitcode(wait_status)
-            status = ExitStatus.from_returncode(self._process.returncode)
-            usage = _usage(used)
-        self.exited.set_result(Exit(status, time.monotonic(), usage))
-
-
-def _story(child: Child) -> str:
-    ended = str(child.exited.result().status) if child.exited.done() else "running"
-    return f"<Child {child.pid}: {ended}>"
-
-
-def _usage(used: struct_rusage) -> ResourceUsage:
-    return ResourceUsage(
-        user_s=used.ru_utime,
-        system_s=used.ru_stime,
-        max_rss_bytes=used.ru_maxrss * 1024,  # getrusage(2): kilobytes on Linux
-        minor_faults=used.ru_minflt,
-        major_faults=used.ru_majflt,
-        voluntary_switches=used.ru_nvcsw,
-        involuntary_switches=used.ru_nivcsw,
-    )

@@ -29,8 +29,12 @@ _BASE = 16
 _SPARE = 64
 
 
-def raise_descriptor_limit(workers: int) -> int | None:
+def raise_descriptor_limit(workers: int, each: int = _PER_WORKER) -> int | None:
     """Make room for `workers` more; return the former soft limit, None if it sufficed.
+
+    Args:
+        workers: how many there will be.
+        each: descriptors that one of them takes.
 
     Raises:
         SurroundingsError: the hard limit is too low.  A supervisor that runs out of
@@ -43,7 +47,7 @@ def raise_descriptor_limit(workers: int) -> int | None:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = soft  # not even one is left
-    needed = used + workers * _PER_WORKER + _BASE
+    needed = used + workers * each + _BASE
     if needed + _SPARE <= soft:
         return None
     if hard != resource.RLIM_INFINITY and needed > hard:
@@ -62,11 +66,24 @@ def raise_descriptor_limit(workers: int) -> int | None:
 def with_descriptor_limit(plan: ChildPlan, soft: int) -> ChildPlan:
     """Return a plan whose program sets the soft limit and then becomes the planned one.
 
+    A forked worker sets it itself, first of all.
+
     Raises:
         SpawnError: the planned program cannot be executed.
     """
+    if (call := plan.call) is not None:
+
+        def limited() -> int:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _hard_limit()))
+            return call()
+
+        return replace(plan, call=limited)
     check_program(plan)
     return replace(plan, argv=_limited(plan.argv, soft))
+
+
+def _hard_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 def _limited(argv: tuple[str, ...], soft: int) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class ProcessTree:
         self._sessions: dict[int, sweep.Session] = {}
         self._asked: set[int] = set()
         self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
+        self._spared: tuple[int, int] | None = None
         self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -86,6 +87,17 @@ class ProcessTree:
         self._sessions[leader.pid] = session
         self._write_roster()
         leader.exited.add_done_callback(lambda _: self._close(session))
+
+    def spare(self, pid: int) -> None:
+        """Leave a process and the session that it leads alone: it serves all attempts.
+
+        It carries the job's marker, so that the guardian ends it with the job.
+        """
+        try:
+            found = sweep.read_process(pid)
+        except OSError:
+            found = None
+        self._spared = None if found is None else found.identity
 
     def kill_now(self) -> None:
         """Shorten every stop, the one that runs and those to come, to SIGKILL."""
@@ -114,10 +126,20 @@ class ProcessTree:
                 next(looking)
             except StopIteration as done:
                 found: list[sweep.Process] = done.value
-                return found
+                return [one for one in found if not self._is_spared(one)]
             if time.perf_counter() > slice_end:
                 await asyncio.sleep(0)  # others' turn; we go on at once
                 slice_end = time.perf_counter() + _SLICE_S
+
+    def _is_spared(self, process: sweep.Process) -> bool:
+        if self._spared is None:
+            return False
+        pid, start = self._spared
+        # Its number stays its own while it lives, and who is in its session is then
+        # no worker: those lead sessions of their own.
+        return process.identity == self._spared or (
+            process.session == pid and process.start >= start
+        )
 
     async def settle(self) -> bool:
         """Forget the leaders that have ended if two looks find nobody else; tell whether so."""

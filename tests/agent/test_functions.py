@@ -1,0 +1,415 @@
+"""Functions as workers, launched with every start method: all ways in which a call can end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_aio import (
+    Agent,
+    Failure,
+    JobFailed,
+    LaunchResult,
+    LaunchSpec,
+    LogSpec,
+    SpecError,
+    WorkerStarted,
+    launch,
+)
+from elastic_aio.outcome import ExitStatus
+from tests.support import functions
+from tests.support.children import noted, until, until_sync
+from tests.support.cli import run_program
+from tests.support.traces import alive, strays
+
+METHODS = ["spawn", "fork", "forkserver"]
+OFF = LogSpec(log_dir="/dev/null")
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Any:
+    """Each start method."""
+    return request.param
+
+
+def spec_of(function: Callable[..., Any], method: Any, *args: Any, **changes: Any) -> LaunchSpec:
+    return LaunchSpec(function, args=args, start_method=method, **changes)
+
+
+async def failed(spec: LaunchSpec) -> JobFailed:
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    return caught.value
+
+
+# Function, arguments, value on success.
+ENDS_WELL: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
+    (
+        functions.give,
+        (1, "two", [3.0, None], {"four": b"4"}),
+        (1, "two", [3.0, None], {"four": b"4"}),
+    ),
+    (functions.give_rank, (), 0),
+    (functions.give_nothing, (), None),
+    (functions.give_bytes, (3_000_000,), bytes(3_000_000)),
+    (functions.leave, (), None),
+    (functions.leave, (None,), None),
+    (functions.leave, (0,), None),
+    (functions.leave, (False,), None),
+    (functions.leave_hard, (0,), None),
+    (functions.interrupt, (), None),
+    (functions.give_cut_short, (), None),
+    (functions.run_a_loop, (), "looped"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "value"), ENDS_WELL)
+async def test_ends_that_are_a_success(
+    function: Callable[..., Any], args: tuple[Any, ...], value: Any, method: Any
+) -> None:
+    """Values come back as they are; a peaceful exit has the value None; nothing hangs."""
+    result = await launch(spec_of(function, method, *args))
+    assert dict(result.return_values) == {0: value}
+    assert [worker.return_value for worker in result.attempts[0].workers] == [value]
+
+
+# Function, arguments, status, the failure's message, whether an error file is written.
+ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, bool]] = [
+    (functions.raise_error, (), ExitStatus(1), "ValueError: boom", True),
+    (functions.raise_odd, (), ExitStatus(1), "OddError: <its text cannot be made>", True),
+    (functions.raise_base, (), ExitStatus(1), "OwnBase: deep", False),
+    (functions.leave, (3,), ExitStatus(3), "", False),
+    (functions.leave, (True,), ExitStatus(1), "", False),
+    (functions.leave, ("no reason",), ExitStatus(1), "no reason", False),
+    (functions.leave_hard, (7,), ExitStatus(7), "", False),
+    (functions.kill_self, (signal.SIGKILL,), ExitStatus(signal=9), "", False),
+    (functions.kill_self, (signal.SIGTERM,), ExitStatus(signal=15), "", False),
+    (functions.crash, (), ExitStatus(signal=11), "", False),
+    (
+        functions.give_generator,
+        (),
+        ExitStatus(1),
+        "the function of rank 0 returned a generator, which cannot be pickled:"
+        " cannot pickle 'generator' object",
+        False,
+    ),
+    (
+        functions.give_only_there,
+        (),
+        ExitStatus(0),
+        "its value cannot be unpickled here: LookupError: not in a worker",
+        False,
+    ),
+]
+
+
+def said(failure: Failure) -> str:
+    return failure.error.message if failure.error else failure.message
+
+
+@pytest.mark.parametrize(("function", "args", "status", "message", "has_file"), ENDS_BADLY)
+async def test_ends_that_are_a_failure(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    status: ExitStatus,
+    message: str,
+    has_file: bool,
+    method: Any,
+    tmp_path: Path,
+) -> None:
+    """Each has its status and says why; an Exception leaves torch's error file."""
+    logs = LogSpec(log_dir=tmp_path, redirects=3)
+    error = await failed(spec_of(function, method, *args, logs=logs))
+    (failure,) = error.failures
+    assert (failure.status, said(failure)) == (status, message)
+    assert error.result.exit_code == (status.shell_code or 1)
+    files = list(tmp_path.rglob("error.json"))
+    assert len(files) == has_file
+    if has_file:
+        assert json.loads(files[0].read_text())["message"]["message"] == message
+
+
+@pytest.mark.parametrize("logs", [LogSpec(), OFF], ids=["kept", "off"])
+async def test_tracebacks_travel_with_the_failure(method: Any, logs: LogSpec) -> None:
+    """With or without a folder for error files; our own frames are left out."""
+    error = await failed(spec_of(functions.raise_error, method, "deep inside", logs=logs))
+    told = error.failures[0].error
+    assert told is not None
+    assert told.message == "ValueError: deep inside"
+    assert told.traceback is not None
+    assert told.traceback.startswith("Traceback (most recent call last):\n  File ")
+    assert "raise_error" in told.traceback.splitlines()[1]
+    assert "bootstrap" not in told.traceback
+    assert bool(told.path) == (logs is not OFF)
+
+
+async def test_values_come_by_global_rank(method: Any) -> None:
+    """Every rank's own."""
+    result = await launch(spec_of(functions.give_rank, method, nproc_per_node=4))
+    assert dict(result.return_values) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+async def test_the_first_failure_stops_the_others(method: Any, tmp_path: Path) -> None:
+    """The culprit is the root; the others are victims, and have no value."""
+    spec = spec_of(functions.fail_after_peers, method, str(tmp_path), nproc_per_node=3)
+    error = await failed(spec)
+    assert error.failures[0].rank == 1
+    assert [failure.is_victim for failure in error.failures] == [False, True, True]
+    assert dict(error.result.return_values) == {}
+
+
+async def test_a_restart_calls_again(method: Any) -> None:
+    """A failed attempt is repeated, with values from the last one."""
+    spec = spec_of(functions.fail_once, method, nproc_per_node=2, max_restarts=1)
+    result = await launch(spec)
+    assert result.restarts == 1
+    assert dict(result.return_values) == {0: 0, 1: 1}
+    assert result.attempts[0].failures[0].error is not None
+
+
+async def test_output_is_caught_at_the_descriptors(method: Any, tmp_path: Path) -> None:
+    """Python's, C's and children's output goes to the files."""
+    logs = LogSpec(log_dir=tmp_path, redirects=3)
+    result = await launch(spec_of(functions.write_everywhere, method, logs=logs))
+    (worker,) = result.attempts[0].workers
+    assert worker.stdout_path is not None
+    assert worker.stderr_path is not None
+    assert Path(worker.stdout_path).read_text() == "python out\nC out\nchild out\n"
+    assert Path(worker.stderr_path).read_text() == "python err\ndescriptor err\nchild err\n"
+
+
+async def test_what_a_function_finds(method: Any, tmp_path: Path) -> None:
+    """Session, environment, folder, streams and signals are as a command has them."""
+    env = {"OWN": "1"}
+    result = await launch(spec_of(functions.surroundings, method, env=env, cwd=tmp_path))
+    found = result.return_values[0]
+    assert found["session"]
+    assert found["signals"]
+    assert found["stdin"] == ""
+    assert found["cwd"] == str(tmp_path)
+    assert found["env"]["OWN"] == "1"
+    assert found["env"]["RANK"] == "0"
+    assert any(name.startswith("ELASTIC_AIO_JOB_") for name in found["env"])
+
+
+async def test_a_grandchild_that_holds_everything_delays_nothing(method: Any) -> None:
+    """The end of the process is what counts; what it left behind is stopped."""
+    result = await launch(spec_of(functions.leave_grandchild_holding, method))
+    assert not alive(result.return_values[0])
+    assert result.duration < 20
+
+
+# In a process of its own: multiprocessing keeps a helper process and descriptors for long.
+QUEUE_SCRIPT = """
+import asyncio, multiprocessing, sys
+import uvloop
+from elastic_aio import Agent, LaunchSpec
+from tests.support import functions
+
+async def main(method, context):
+    queue, event, lock = context.Queue(), context.Event(), context.Lock()
+    spec = LaunchSpec(
+        functions.use_queue, args=(queue, event, lock), nproc_per_node=2, start_method=method
+    )
+    async with Agent(spec) as agent:
+        event.set()
+        found = [await asyncio.to_thread(queue.get) for _ in range(2)]
+        result = await agent.wait()
+    print(sorted((rank, len(data)) for rank, data in found), dict(result.return_values))
+
+if __name__ == "__main__":
+    make = uvloop.new_event_loop if sys.argv[2] == "uvloop" else asyncio.SelectorEventLoop
+    with asyncio.Runner(loop_factory=make) as runner:
+        runner.run(main(sys.argv[1], multiprocessing.get_context(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_queues_events_and_locks_are_arguments(method: str, loop: str, tmp_path: Path) -> None:
+    """Those of the matching context, used from both sides."""
+    script = tmp_path / "script.py"
+    script.write_text(QUEUE_SCRIPT)
+    ended = run_program([sys.executable, "-W", "error", str(script), method, loop])
+    assert ended.err == ""
+    assert ended.out == "[(0, 100000), (1, 100000)] {0: 'put', 1: 'put'}\n"
+    # multiprocessing's helper ends a little after the script.
+    until_sync(lambda: not strays())
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+async def test_objects_of_another_context_are_refused(way: Any) -> None:
+    """Before anything starts, naming the argument."""
+    lock = multiprocessing.get_context("fork").Lock()
+    with pytest.raises(SpecError, match=r"^args\[1\]: must be picklable \(.*fork context"):
+        await launch(spec_of(functions.give, way, 1, lock))
+
+
+def unpicklable() -> Any:
+    return (one for one in "")
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+async def test_what_cannot_be_pickled_is_refused(way: Any) -> None:
+    """Before anything starts, naming the argument, in one line."""
+    with pytest.raises(
+        SpecError, match=r"^args\[2\]: must be picklable \(.*generator.*\)"
+    ) as caught:
+        await launch(spec_of(functions.give, way, 1, 2, unpicklable()))
+    assert "\n" not in str(caught.value)
+
+
+async def test_fork_needs_no_pickle() -> None:
+    """Closures and anything in memory go along."""
+    generator, secret = unpicklable(), object()
+
+    def function(given: Any) -> bool:
+        return given is generator and secret is not None
+
+    result = await launch(spec_of(function, "fork", generator))
+    assert result.return_values[0] is True
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+async def test_closures_travel_by_cloudpickle(way: Any) -> None:
+    """Where it is installed; so do lambdas as values."""
+    base = 40
+
+    def function(more: int) -> Any:
+        return base + more, lambda: base
+
+    result = await launch(spec_of(function, way, 2))
+    number, closure = result.return_values[0]
+    assert (number, closure()) == (42, 40)
+
+
+class Point:
+    """A value of the user's."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and other.x == self.x
+
+    def __hash__(self) -> int:
+        return self.x
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("FUNCTION_EXAMPLES", "5")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(values=st.lists(VALUES, max_size=4))
+async def test_any_value_comes_back(values: list[Any], method: Any) -> None:
+    """There and back, whatever can be pickled."""
+    result = await launch(spec_of(functions.give, method, *values))
+    assert result.return_values[0] == tuple(values)
+
+
+async def test_large_values(method: Any) -> None:
+    """100 MB come back whole."""
+    size = 100_000_000
+    result = await launch(spec_of(functions.give_bytes, method, size))
+    assert len(result.return_values[0]) == size
+
+
+async def test_a_kill_leaves_no_function_behind(method: Any, tmp_path: Path) -> None:
+    """Leaving the block stops functions as it stops commands."""
+    spec = spec_of(functions.note_and_sleep, method, str(tmp_path), nproc_per_node=2)
+    async with Agent(spec):
+        pids = await until(noted(tmp_path, 2))
+        assert all(map(alive, pids))
+    assert not any(map(alive, pids))
+
+
+async def test_many_cycles_leave_nothing(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, descriptors, files and threads are counted by the fixture around each test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for cycle in range(int(os.environ.get("FUNCTION_CYCLES", "10"))):
+        result: LaunchResult = await launch(spec_of(functions.give, method, cycle))
+        assert result.return_values[0] == (cycle,)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_server_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    """Its workers' status is lost, which is a failure; the next attempt has a new server."""
+    spec = spec_of(functions.note_and_sleep, "forkserver", str(tmp_path), max_restarts=1)
+    async with Agent(spec) as agent:
+        (worker,) = await until(noted(tmp_path, 1))
+        server = int(Path(f"/proc/{worker}/stat").read_text().split()[3])
+        os.kill(server, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
+        (tmp_path / "0").unlink()
+        (other,) = await until(noted(tmp_path, 1))
+        assert int(Path(f"/proc/{other}/stat").read_text().split()[3]) != server
+        started = [e async for e in _until_second_start(agent)]
+    assert [event.pid for event in started] == [worker, other]
+
+
+async def _until_second_start(agent: Agent) -> Any:
+    count = 0
+    async for event in agent.events():
+        if isinstance(event, WorkerStarted):
+            yield event
+            count += 1
+            if count == 2:
+                return
+
+
+async def test_a_module_that_cannot_be_preloaded() -> None:
+    """The job fails with one line that names it."""
+    spec = spec_of(functions.give, "forkserver", preload=["no_such_module_here"], max_restarts=3)
+    error = await failed(spec)
+    assert "cannot import no_such_module_here: ModuleNotFoundError" in str(error)
+    assert len(error.result.attempts) == 1
+
+
+async def test_preloaded_modules_are_there(tmp_path: Path) -> None:
+    """A script finds what the server has imported, and is `__main__` all the same."""
+    script = tmp_path / "script.py"
+    (tmp_path / "beside.py").write_text("WORD = 'neighbour'\n")
+    script.write_text(
+        "import os, sys\n"
+        "was_there = 'wave' in sys.modules\n"
+        "import beside\n"
+        "print(__name__, sys.argv[1:], was_there, beside.WORD, os.environ['RANK'])\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 'not yet')\n"
+    )
+    logs = LogSpec(log_dir=tmp_path / "logs", redirects=3)
+    spec = LaunchSpec(
+        str(script), args=["a", "${local_rank}"], start_method="forkserver", preload=["wave"],
+        max_restarts=1, logs=logs, nproc_per_node=2,
+    )  # fmt: skip
+    result = await launch(spec)
+    assert result.restarts == 1
+    for rank, worker in enumerate(result.attempts[1].workers):
+        assert worker.stdout_path is not None
+        text = Path(worker.stdout_path).read_text()
+        assert text == f"__main__ ['a', '{rank}'] True neighbour {rank}\n"
