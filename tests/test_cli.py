@@ -239,9 +239,9 @@ def test_a_command_that_cannot_be_found() -> None:
     """A missing program is one line, exit code 127, and no restart."""
     ended = run_cli("--max-restarts", 3, "--no-python", "no_such_program_here")
     assert ended.code == 127
-    assert len(ended.errors) == 2
-    assert "no_such_program_here" in ended.errors[-1]
-    assert "command not found" in ended.errors[-1]
+    assert len(ended.errors) == 1
+    assert "no_such_program_here" in ended.err
+    assert "command not found" in ended.err
 
 
 def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
@@ -249,16 +249,16 @@ def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no program")
     ended = run_cli("--max-restarts", 3, "--no-python", tmp_path / "data")
     assert ended.code == 126
-    assert len(ended.errors) == 2
-    assert "permission denied" in ended.errors[-1]
+    assert len(ended.errors) == 1
+    assert "permission denied" in ended.err
 
 
 def test_a_script_that_is_not_there() -> None:
     """A missing script is one line and exit code 127, not a worker's traceback."""
     ended = run_cli("--nproc-per-node", 4, "--max-restarts", 3, "no_such_script.py")
     assert ended.code == 127
-    assert len(ended.errors) == 2
-    assert "no_such_script.py" in ended.errors[-1]
+    assert len(ended.errors) == 1
+    assert "no_such_script.py" in ended.err
 
 
 def test_shutdown_timeout(tmp_path: Path) -> None:
