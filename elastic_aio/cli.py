@@ -12,7 +12,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from elastic_aio._version import __version__
 from elastic_aio.errors import JobEnded, JobFailed, SpecError, SurroundingsError
@@ -48,6 +49,9 @@ _LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRI
 def entry() -> int:
     """Run the command line of this process; return the exit code."""
     code = main()
+    # The exit code is settled.  A closing interpreter puts default actions back, and a
+    # late signal would replace it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     # What is left is the interpreter's end.  It collects garbage several times over,
     # and all that lives by now would be walked each time: 10 ms for nothing.
     gc.freeze()
@@ -84,7 +88,8 @@ def _main_run(argv: list[str]) -> int:
     except UsageError as error:
         return _complain("run", str(error), 2)
     try:
-        return run_coroutine(lambda: _run(request, events, level))
+        with _put_back_handlers(request.signals.stop | request.signals.forward):
+            return run_coroutine(lambda: _run(request, events, level))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # before our own handler was there: nothing had started
     except SpecError as error:
@@ -119,9 +124,7 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if isinstance(error, JobFailed):
             _pass_on_error_file(error)
     finally:
-        # The exit code is settled.  Held back to the very end: a closing interpreter
-        # puts default actions back, and a late signal would replace our exit code.
-        signal.pthread_sigmask(signal.SIG_BLOCK, request.signals.stop | request.signals.forward)
+        _take_no_notice_of(request.signals.stop)
         if recorder is not None and (not await recorder.drained(_PATIENCE_S) or recorder.lost):
             narrator.say(f"--events: not everything could be written ({recorder.lost})")
         await narrator.drained()
@@ -190,6 +193,16 @@ def _mend_inheritance() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@contextmanager
+def _put_back_handlers(numbers: Iterable[int]) -> Iterator[None]:
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _take_no_notice_of(numbers: Iterable[int]) -> None:
