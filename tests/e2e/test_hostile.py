@@ -83,7 +83,7 @@ def test_few_processes(limit: int) -> None:
 @pytest.mark.skipif(not is_root, reason="needs the right to mount")
 def test_read_only_disks() -> None:
     """Where nothing can be written a job without logs runs, and one with logs says why not."""
-    before = "mount -o remount,bind,ro /; for d in /tmp /var/tmp /work /dev/shm; do"
+    before = "mount -o remount,bind,ro /; for d in /tmp /var/tmp /usr/tmp /dev/shm; do"
     before += " mountpoint -q $d && mount -o remount,bind,ro $d; done; touch /tmp/probe && exit 77"
     script = f'{before}; exec "$@"'
     argv = ["unshare", "-m", *shell(script), "bash", *CLI, "run"]

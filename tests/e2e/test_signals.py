@@ -182,7 +182,7 @@ def test_job_control_of_a_shell(tmp_path: Path) -> None:
         pids = until_sync(noted(tmp_path, 2))
         type_in(b"\x1a")
         shell.wait_out("Stopped")
-        assert {state(pid) for pid in pids} == {"T"}
+        until_sync(in_state("T", *pids), "workers that are held")
         type_in(b"fg\n")
         until_sync(in_state("SRD", *pids), "all going on")
         type_in(b"\x03")
