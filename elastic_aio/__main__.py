@@ -1,6 +1,6 @@
 """`python -m elastic_aio` is `aio-elastic`."""
 
-from elastic_aio.cli import main
+from elastic_aio.cli import entry
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(entry())

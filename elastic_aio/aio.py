@@ -81,13 +81,18 @@ async def off_loop(work: Callable[[], T]) -> T:
     from concurrent.futures import ThreadPoolExecutor
 
     executor = ThreadPoolExecutor(max_workers=1)
+    is_idle = False
     try:
         working = asyncio.get_running_loop().run_in_executor(executor, work)
     except RuntimeError:  # can't start new thread
         return work()
+    try:
+        result = await working
+        is_idle = True
+        return result
     finally:
-        executor.shutdown(wait=False)
-    return await working
+        # An idle thread ends at once; a busy one is not waited for.
+        executor.shutdown(wait=is_idle)
 
 
 def _anyio_shield() -> contextlib.AbstractContextManager[object]:

@@ -8,10 +8,12 @@ that this machine lacks.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from elastic_aio._version import __version__
 from elastic_aio.errors import JobEnded, JobFailed, SpecError, SurroundingsError
@@ -31,7 +33,7 @@ from elastic_aio.torchrun import RunRequest, UsageError, in_options, parse_run
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import with_exit_code
 
-__all__ = ["main"]
+__all__ = ["entry", "main"]
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
@@ -42,6 +44,18 @@ usage: aio-elastic run [options] script [arguments of the script]
 # Seconds without progress after which a blocked console is left alone.
 _PATIENCE_S = 5.0
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50}
+
+
+def entry() -> int:
+    """Run the command line of this process; return the exit code."""
+    code = main()
+    # The exit code is settled.  A closing interpreter puts default actions back, and a
+    # late signal would replace it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # What is left is the interpreter's end.  It collects garbage several times over,
+    # and all that lives by now would be walked each time: 10 ms for nothing.
+    gc.freeze()
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +88,8 @@ def _main_run(argv: list[str]) -> int:
     except UsageError as error:
         return _complain("run", str(error), 2)
     try:
-        return run_coroutine(lambda: _run(request, events, level))
+        with _put_back_handlers(request.signals.stop | request.signals.forward):
+            return run_coroutine(lambda: _run(request, events, level))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # before our own handler was there: nothing had started
     except SpecError as error:
@@ -109,9 +124,7 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if isinstance(error, JobFailed):
             _pass_on_error_file(error)
     finally:
-        # The exit code is settled.  Held back to the very end: a closing interpreter
-        # puts default actions back, and a late signal would replace our exit code.
-        signal.pthread_sigmask(signal.SIG_BLOCK, request.signals.stop | request.signals.forward)
+        _take_no_notice_of(request.signals.stop)
         if recorder is not None and (not await recorder.drained(_PATIENCE_S) or recorder.lost):
             narrator.say(f"--events: not everything could be written ({recorder.lost})")
         await narrator.drained()
@@ -182,6 +195,16 @@ def _mend_inheritance() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
+@contextmanager
+def _put_back_handlers(numbers: Iterable[int]) -> Iterator[None]:
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def _take_no_notice_of(numbers: Iterable[int]) -> None:
     """Let signals pass without effect, those excepted that were ignored already.
 
@@ -242,4 +265,4 @@ def _complain(command: str, text: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(entry())

@@ -123,16 +123,20 @@ async def read_file(path: str, offset: int, size: int) -> bytes:
 
     # Not the loop's default executor, whose threads would outlive the job.
     executor = ThreadPoolExecutor(max_workers=1)
+    is_idle = False
     try:
         async with aiofiles.open(path, "rb", executor=executor) as file:
             await file.seek(offset)
-            return await file.read(size)
+            content = await file.read(size)
+        is_idle = True
+        return content
     except RuntimeError:  # can't start new thread
         with open(path, "rb") as file:  # noqa: ASYNC230  # the last resort
             file.seek(offset)
             return file.read(size)
     finally:
-        executor.shutdown(wait=False)
+        # An idle thread ends at once; one that a dead disk holds is not waited for.
+        executor.shutdown(wait=is_idle)
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import struct
 from collections.abc import Callable
 
 __all__ = ["GrowthWatch"]
 
 _IN_MODIFY = 0x2
-_EVENT = struct.Struct("iIII")  # inotify(7): wd, mask, cookie, len
 _POLL_S = 0.05
 
-# Wake-ups at once that a window allows; past them, reads are gathered: a file that
-# grows by single lines would otherwise wake us for each of them.
+# Wake-ups at once that a window allows; past them, a file that grows is let alone for
+# a while: being told of each line costs us a wake-up and its writer an event.
 _WINDOW_S = 0.05
 _WAKES_AT_ONCE = 20
-_GATHER_S = 0.005
+_REST_S = 0.01
 
 
 class GrowthWatch:
@@ -32,7 +30,10 @@ class GrowthWatch:
         """Call `grown` with the tokens of files that grew."""
         self._grown = grown
         self._loop = asyncio.get_running_loop()
+        self._paths: dict[int, str] = {}  # token -> file
         self._tokens: dict[int, int] = {}  # watch descriptor -> token
+        self._handles: dict[int, int] = {}  # token -> watch descriptor
+        self._resting: set[int] = set()  # tokens whose watch is taken up again later
         self._polled: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._window_end = 0.0
@@ -43,65 +44,86 @@ class GrowthWatch:
             self._loop.add_reader(self._descriptor, self._on_readable)
 
     def __repr__(self) -> str:
-        return f"<GrowthWatch of {len(self._tokens)} files, {len(self._polled)} polled>"
+        watched = len(self._paths) - len(self._polled)
+        return f"<GrowthWatch of {watched} files, {len(self._polled)} polled>"
 
-    def add(self, path: str, token: int) -> int:
-        """Watch a file; return the handle for `remove`, -1 if it has to be polled."""
-        handle = -1
-        if self._descriptor >= 0:
-            handle = self._libc.inotify_add_watch(self._descriptor, os.fsencode(path), _IN_MODIFY)
-        if handle >= 0:
-            self._tokens[handle] = token
-        else:
-            self._polled.add(token)
-            self._poll_later()
-        return handle
+    def add(self, path: str, token: int) -> None:
+        """Watch a file under a token of the caller's choice."""
+        self._paths[token] = path
+        self._subscribe(token)
 
-    def remove(self, handle: int, token: int) -> None:
+    def remove(self, token: int) -> None:
         """Stop watching."""
-        self._polled.discard(token)
-        if self._tokens.pop(handle, None) is not None:
-            self._libc.inotify_rm_watch(self._descriptor, handle)
+        if self._paths.pop(token, None) is not None:
+            self._polled.discard(token)
+            self._resting.discard(token)
+            self._unsubscribe(token)
 
     def close(self) -> None:
         """Stop watching everything."""
         if self._timer is not None:
             self._timer.cancel()
         self._polled.clear()
+        self._resting.clear()
         if self._descriptor >= 0:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _subscribe(self, token: int) -> None:
+        handle = -1
+        if self._descriptor >= 0:
+            path = os.fsencode(self._paths[token])
+            handle = self._libc.inotify_add_watch(self._descriptor, path, _IN_MODIFY)
+        if handle >= 0:
+            self._tokens[handle] = token
+            self._handles[token] = handle
+        else:
+            self._polled.add(token)
+            self._poll_later()
+
+    def _unsubscribe(self, token: int) -> None:
+        handle = self._handles.pop(token, -1)
+        if self._tokens.pop(handle, None) is not None:
+            self._libc.inotify_rm_watch(self._descriptor, handle)
 
     def _on_readable(self) -> None:
         now = self._loop.time()
         if now >= self._window_end:
             self._window_end, self._wakes = now + _WINDOW_S, 0
         self._wakes += 1
-        if self._wakes > _WAKES_AT_ONCE:
-            self._loop.remove_reader(self._descriptor)
-            self._loop.call_later(_GATHER_S, self._gathered)
-        self._read()
+        grown = self._read()
+        if self._wakes > _WAKES_AT_ONCE and grown:
+            if not self._resting:
+                self._loop.call_later(_REST_S, self._rested)
+            self._resting.update(grown)
+            for token in grown:
+                self._unsubscribe(token)
+        if grown:
+            self._grown(grown)
 
-    def _gathered(self) -> None:
-        if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._on_readable)
+    def _rested(self) -> None:
+        # Subscribe first and look afterwards: what is written in between is told twice
+        # and not lost.
+        resting, self._resting = self._resting, set()
+        for token in resting:
+            self._subscribe(token)
+        if resting:
+            self._grown(list(resting))
 
-    def _read(self) -> None:
+    def _read(self) -> list[int]:
+        """Return the tokens of the files that the queued events name."""
         try:
             content = os.read(self._descriptor, 65536)
         except BlockingIOError:
-            return
-        tokens: dict[int, None] = {}
-        position = 0
-        while position < len(content):
-            handle, _, _, length = _EVENT.unpack_from(content, position)
-            position += _EVENT.size + length
-            if handle == -1:  # the queue ran over: anything may have grown
-                tokens.update(dict.fromkeys(self._tokens.values()))
-            elif (token := self._tokens.get(handle)) is not None:
-                tokens[token] = None
-        self._grown(list(tokens))
+            return []
+        # inotify(7): four integers an event, the first of which names the watch; a
+        # name follows only where folders are watched.
+        handles = set(memoryview(content).cast("i").tolist()[::4])
+        if -1 in handles:  # the queue ran over: anything may have grown
+            return list(self._handles)
+        # Events of a watch that has just been removed name nobody.
+        return [self._tokens[handle] for handle in handles if handle in self._tokens]
 
     def _poll_later(self) -> None:
         if self._timer is None:

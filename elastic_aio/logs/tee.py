@@ -29,7 +29,7 @@ class Tee:
         """Begin with no file; `on_lost` is told why a sink takes no more."""
         self._on_lost = on_lost
         self._watch = GrowthWatch(self._on_grown)
-        self._followers: dict[int, tuple[Follower, int]] = {}
+        self._followers: dict[int, Follower] = {}
         self._pumps: dict[Sink, _Pump] = {}
         self._count = 0
 
@@ -46,7 +46,8 @@ class Tee:
         self._count += 1
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         follower = Follower(descriptor, sink, prefix)
-        self._followers[token] = follower, self._watch.add(path, token)
+        self._followers[token] = follower
+        self._watch.add(path, token)
         if sink not in self._pumps:
             self._pumps[sink] = _Pump(sink, self._on_lost)
         self._pumps[sink].wake(follower)
@@ -55,9 +56,9 @@ class Tee:
     def finish(self, tokens: Iterable[int]) -> None:
         """Say that files grow no more: the rest is shown, then they are let go."""
         for token in tokens:
-            follower, handle = self._followers[token]
+            follower = self._followers[token]
             follower.is_ending = True
-            self._watch.remove(handle, token)
+            self._watch.remove(token)
             self._pumps[follower.sink].wake(follower)
             follower.finished.add_done_callback(partial(self._forget, token))
 
@@ -79,12 +80,12 @@ class Tee:
         self._watch.close()
         for pump in self._pumps.values():
             await pump.aclose()
-        for follower, _ in list(self._followers.values()):
+        for follower in list(self._followers.values()):
             follower.close()
 
     def _ending(self) -> list[Follower]:
         return [
-            one for one, _ in self._followers.values() if one.is_ending and not one.finished.done()
+            one for one in self._followers.values() if one.is_ending and not one.finished.done()
         ]
 
     def _forget(self, token: int, _: asyncio.Future[None]) -> None:
@@ -93,7 +94,7 @@ class Tee:
     def _on_grown(self, tokens: list[int]) -> None:
         for token in tokens:
             if token in self._followers:
-                follower, _ = self._followers[token]
+                follower = self._followers[token]
                 self._pumps[follower.sink].wake(follower)
 
 

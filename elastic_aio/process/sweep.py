@@ -130,15 +130,56 @@ class Session:
         return self.closed is None or process.start <= self.closed
 
 
+class Elders:
+    """Processes that one look has found to be older than the job, for the next look to skip.
+
+    Looks come in close succession, and most processes of a machine are older.  A pid
+    may be skipped as long as it cannot have been used again: the kernel hands pids out
+    in ascending order (`last pid` of proc_loadavg(5)), so those it has handed out
+    since the last look are known, unless it has come round, which takes longer than
+    `_MEMORY_S` with the smallest `pid_max` there is.
+    """
+
+    _MEMORY_S = 0.01
+
+    def __init__(self) -> None:
+        """Remember nobody."""
+        self._pids: set[int] = set()
+        self._at = 0.0
+        self._last_pid = 0
+
+    def still_old(self) -> set[int]:
+        """Begin a look: return the pids that it may skip."""
+        now, last_pid = time.monotonic(), _last_pid()
+        if now - self._at > self._MEMORY_S or last_pid < self._last_pid:
+            self._pids = set()
+        else:
+            self._pids.difference_update(range(self._last_pid + 1, last_pid + 1))
+        self._at, self._last_pid = now, last_pid
+        return set(self._pids)
+
+    def add(self, pid: int) -> None:
+        """Remember a process that is older than the job."""
+        self._pids.add(pid)
+
+
+def _last_pid() -> int:
+    try:
+        return int(_read("/proc/loadavg").split()[-1])
+    except (OSError, ValueError, IndexError):
+        return -1  # then nothing is ever skipped: it counts as having come round
+
+
 def find_descendants(
     marker: bytes,
     since: int,
     sessions: Mapping[int, Session],
     known: Mapping[int, int] | None = None,
+    elders: Elders | None = None,
 ) -> Generator[None, None, list[Process]]:
     """Look at every process once; return those that descend from the workers.
 
-    A generator that yields after each process, so that an event loop can breathe
+    A generator that yields before each process, so that an event loop can breathe
     on a machine with thousands of them; the list is its return value.
 
     Args:
@@ -146,20 +187,27 @@ def find_descendants(
         since: ticks at which the job began; nothing older can belong to it.
         sessions: the workers' sessions by number.
         known: start times, by pid, of processes that are already known as ours.
+        elders: remembers older processes from one look to the next.
 
     Raises:
         OSError: this process lacks descriptors or memory.
     """
     known = {} if known is None else known
+    elders = Elders() if elders is None else elders
+    skipped = elders.still_old()
     ours: dict[int, Process] = {}
     maybe: list[Process] = []
     me = os.getpid()
     sign = b"\0" + marker + b"="
     for name in os.listdir("/proc"):
-        if not name.isdecimal():
+        if not name.isdecimal() or int(name) in skipped:
             continue
+        yield
         process = read_process(int(name))
-        if process is None or process.is_dead or process.start < since or process.pid == me:
+        if process is None or process.is_dead or process.pid == me:
+            continue
+        if process.start < since:
+            elders.add(process.pid)
             continue
         session = sessions.get(process.session)
         if (
@@ -170,7 +218,6 @@ def find_descendants(
             ours[process.pid] = process
         else:
             maybe.append(process)
-        yield
     pinned = {process.session for process in ours.values()} & sessions.keys()
     grew = True
     while grew:

@@ -64,6 +64,7 @@ class ProcessTree:
         self._asked: set[int] = set()
         self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
         self._spared: tuple[int, int] | None = None
+        self._elders = sweep.Elders()
         self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -119,7 +120,9 @@ class ProcessTree:
         return await self._look()
 
     async def _look(self) -> list[sweep.Process]:
-        looking = sweep.find_descendants(self._marker, self._since, self._sessions, self._offspring)
+        looking = sweep.find_descendants(
+            self._marker, self._since, self._sessions, self._offspring, self._elders
+        )
         slice_end = time.perf_counter() + _SLICE_S
         while True:
             try:
@@ -201,6 +204,8 @@ class ProcessTree:
                 if not leader.exited.done():
                     self._signal_leader(leader, step.signal)
                     watches.signalled.add(leader.pid)
+            # They wake up behind us on our processor, and a look takes a while.
+            os.sched_yield()
             clean_looks = 0
             while clean_looks < 2:
                 alive = await self.descendants()

@@ -49,7 +49,7 @@ def noting(script: str = "exec sleep 99", *, first: str = "") -> list[str]:
 
 def deaf(script: str = "exec sleep 99") -> list[str]:
     """Return a worker that ignores what asks it to stop, its children too."""
-    return noting(script, first="trap '' TERM INT HUP QUIT")
+    return noting(script, first="trap '' TERM INT HUP QUIT USR1 USR2")
 
 
 def trapping(script: str) -> list[str]:

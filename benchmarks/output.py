@@ -1,0 +1,161 @@
+"""How a launcher shows what its workers say: how much, how soon, and at what cost."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import statistics
+import subprocess
+import time
+from functools import partial
+from typing import NamedTuple
+
+from benchmarks.measure import Contender, Job, compare, new_notes, spawn_by_hand, wait_until, worker
+from benchmarks.table import TIMES, Goal, Line
+
+__all__ = ["latency", "tee"]
+
+_WORKERS = 4
+_LINES = 100_000
+_NUMBERED = re.compile(rb"\[default(\d)\]:rank \1 line \d+ of a job that says a lot")
+_TIMED = re.compile(rb"\[default\d\]:at (\d+)")
+# A launcher that has shown everything and still does not end is a defect.
+_END_S = 3.0
+
+
+class _Teed(NamedTuple):
+    rate: float  # lines a second
+    cpu: float  # milliseconds
+    lost: int  # lines that did not arrive, or not whole
+
+
+def tee(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+    """Show many lines of four workers in a pipe that is read at once.
+
+    The time runs from the first line that a worker prints to the last one that is
+    read, the launcher's processor time likewise.  The limit is what the workers
+    write when nobody follows: being watched slows them down.
+    """
+    lines = []
+    for name, at_once in (("100 a write", 100), ("one a write", 1)):
+        us, them, written, copied = compare(
+            max(rounds // 2, 1),
+            partial(_tee, at_once),
+            ours,
+            theirs,
+            partial(_write_only, at_once),
+            _cat,
+        )
+        title = f"tee {_WORKERS} {TIMES} {_LINES:,} lines, {name}"
+        lines += [
+            Line(
+                f"{title}: lines shown",
+                "/s",
+                statistics.median(one.rate for one in us),
+                statistics.median(one.rate for one in them) if them else None,
+                Goal(1.5, at_least=True),
+                "written, not shown",
+                statistics.median(one.rate for one in written),
+            ),
+            Line(
+                f"{title}: CPU of the launcher",
+                "ms",
+                statistics.median(one.cpu for one in us),
+                statistics.median(one.cpu for one in them) if them else None,
+                Goal(0.7),
+                "cat",
+                statistics.median(one.cpu for one in copied),
+            ),
+            Line(
+                f"{title}: lines lost or torn",
+                "",
+                max(one.lost for one in us),
+                max(one.lost for one in them) if them else None,
+                bound=0,
+            ),
+        ]
+    return lines
+
+
+def _tee(at_once: int, contender: Contender) -> _Teed:
+    with new_notes() as notes, open(notes.path, "rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        command = worker(notes, "print", str(_LINES), str(at_once), site=False)
+        options = ["-t", "3", "--log-dir", str(notes.path.parent)]
+        with contender.job(_WORKERS, command, *options, out=subprocess.PIPE) as job:
+            wait_until(lambda: len(notes.read("ready")) == _WORKERS, "the workers")
+            time.sleep(0.2)
+            cpu = job.cpu()
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            chunks, ended, cpu_then = _read_all(job)
+            job.succeed()
+        began = min(note.at for note in notes.read("prints"))
+    whole = {line for line in b"".join(chunks).split(b"\n") if _NUMBERED.fullmatch(line)}
+    total = _WORKERS * _LINES
+    return _Teed(total / ((ended - began) / 1e9), (cpu_then - cpu) / 1e6, total - len(whole))
+
+
+def _write_only(at_once: int) -> _Teed:
+    with new_notes() as notes, open(notes.path, "rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        command = worker(notes, "print", str(_LINES), str(at_once), site=False)
+        processes = spawn_by_hand(command, _WORKERS, notes.path.parent)
+        wait_until(lambda: len(notes.read("ready")) == _WORKERS, "the workers")
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        for process in processes:
+            process.wait()
+        began = min(note.at for note in notes.read("prints"))
+        ended = max(note.at for note in notes.read("printed"))
+    return _Teed(_WORKERS * _LINES / ((ended - began) / 1e9), 0, 0)
+
+
+def _cat() -> _Teed:
+    with new_notes() as notes:
+        line = b"[default0]:rank 0 line 000000 of a job that says a lot\n"
+        notes.path.write_bytes(line * _LINES)
+        with Job(["cat", *[str(notes.path)] * _WORKERS], out=subprocess.PIPE) as job:
+            _, ended, _ = _read_all(job)
+            finished = job.succeed()
+    total = _WORKERS * _LINES
+    return _Teed(total / ((ended - job.began) / 1e9), finished.cpu / 1e6, 0)
+
+
+def _read_all(job: Job) -> tuple[list[bytes], int, int]:
+    """Read all that a job shows; return it, the time of the last chunk, and the CPU then."""
+    chunks = []
+    at = cpu = 0
+    while chunk := os.read(job.stdout, 1 << 20):
+        at, cpu = time.monotonic_ns(), job.cpu()
+        chunks.append(chunk)
+    if time.monotonic_ns() - at > _END_S * 1e9:
+        raise RuntimeError("everything was shown long before the end")
+    return chunks, at, cpu
+
+
+def latency(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+    """From a worker's write of a line to its arrival in the launcher's pipe."""
+    us, them = compare(max(rounds // 5, 1), _latencies, ours, theirs)
+    return [
+        Line(
+            "a line is written → it is on the console, a pipe",
+            "ms",
+            statistics.median(one for result in us for one in result),
+            statistics.median(one for result in them for one in result) if them else None,
+            Goal(0.01),
+            bound=2,
+        )
+    ]
+
+
+def _latencies(contender: Contender) -> list[float]:
+    found = []
+    with new_notes() as notes:
+        command = worker(notes, "tick", "100", "0.02")
+        options = ["-t", "3", "--log-dir", str(notes.path.parent)]
+        with contender.job(2, command, *options, out=subprocess.PIPE) as job:
+            while chunk := os.read(job.stdout, 1 << 20):
+                now = time.monotonic_ns()
+                found += [(now - int(at)) / 1e6 for at in _TIMED.findall(chunk)]
+            job.succeed()
+    return found

@@ -1,0 +1,115 @@
+"""A worker that notes when things happen to it: `rank.py NOTES BEHAVIOUR [...]`.
+
+A note is one line in the file NOTES: what, rank, attempt, monotonic nanoseconds.
+Behaviours:
+
+* `fail HOW`: rank 0 exits with 1 once all others are there; they `hear` SIGTERM and
+  note it, or `die` of it.  On the last attempt that is allowed, all exit with 0.
+* `leave`: all are there, then all exit with 0.
+* `print LINES AT_ONCE`: prints numbered lines when the file NOTES is unlocked.
+* `tick LINES SECONDS`: prints the time on every line, SECONDS apart.
+"""
+
+import time
+
+BORN = time.monotonic_ns()  # the first instruction of ours
+
+# ruff: noqa: E402  # what is imported later does not count
+import fcntl
+import os
+import signal
+import sys
+
+RANK = int(os.environ["RANK"])
+SIZE = int(os.environ["WORLD_SIZE"])
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+LAST_ATTEMPT = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+# torchrun looks for exits every 0.1 s: exits must not keep time with that.
+_SETTLE_S = 0.1
+_SCATTER_S = 0.1
+
+
+def main() -> None:
+    """Behave as the arguments say."""
+    note("born", BORN)
+    match sys.argv[2:]:
+        case ["fail", how]:
+            fail(how)
+        case ["leave"]:
+            note("ready")
+            wait_for_all("ready")
+            scatter()
+            note("leaves")
+        case ["print", lines, at_once]:
+            print_lines(int(lines), int(at_once))
+        case ["tick", lines, seconds]:
+            tick(int(lines), float(seconds))
+        case other:
+            raise SystemExit(f"unknown behaviour: {other}")
+    os._exit(0)
+
+
+def fail(how: str) -> None:
+    """Let rank 0 exit with 1 and the others note what they hear of it."""
+    if how == "hear":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    note("ready")
+    if ATTEMPT == LAST_ATTEMPT:
+        return
+    if RANK == 0:
+        wait_for_all("ready")
+        scatter()
+        note("fails")
+        os._exit(1)
+    if how == "hear":
+        signal.sigwait([signal.SIGTERM])
+        note("hears")
+    else:
+        time.sleep(60)
+
+
+def print_lines(lines: int, at_once: int) -> None:
+    """Print as fast as this machine takes it, `at_once` lines with each write."""
+    text = [b"rank %d line %06d of a job that says a lot\n" % (RANK, at) for at in range(lines)]
+    blocks = [b"".join(text[at : at + at_once]) for at in range(0, lines, at_once)]
+    gate = os.open(sys.argv[1], os.O_RDONLY)
+    note("ready")
+    fcntl.flock(gate, fcntl.LOCK_SH)
+    note("prints")
+    for block in blocks:
+        os.write(1, block)
+    note("printed")
+
+
+def tick(lines: int, seconds: float) -> None:
+    """Print the present time on every line."""
+    wait_for_all("born")
+    for _ in range(lines):
+        time.sleep(seconds)
+        os.write(1, b"at %d\n" % time.monotonic_ns())
+
+
+def note(what: str, at: int = 0) -> None:
+    """Add a line to the notes; one write, so that lines stay whole."""
+    file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
+    os.write(file, b"%s %d %d %d\n" % (what.encode(), RANK, ATTEMPT, at or time.monotonic_ns()))
+    os.close(file)
+
+
+def wait_for_all(what: str) -> None:
+    """Wait until every rank of this attempt has noted `what`."""
+    wanted = {b"%s %d %d" % (what.encode(), rank, ATTEMPT) for rank in range(SIZE)}
+    while True:
+        with open(sys.argv[1], "rb") as file:
+            if wanted <= {line.rpartition(b" ")[0] for line in file}:
+                return
+        time.sleep(0.001)
+
+
+def scatter() -> None:
+    """Wait a moment that keeps time with nobody's clock."""
+    time.sleep(_SETTLE_S + _SCATTER_S * os.urandom(1)[0] / 256)
+
+
+if __name__ == "__main__":
+    main()

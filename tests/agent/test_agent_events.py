@@ -1,0 +1,224 @@
+"""The story of a job, read by as many as wish, each at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import (
+    Agent,
+    AttemptFailed,
+    Event,
+    EventsMissed,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    JobState,
+    LaunchSpec,
+    LogSpec,
+    Restarting,
+    StopPlan,
+    StopRequested,
+    WorkerExited,
+    WorkerStarted,
+    event_from_json,
+    event_to_json,
+    launch,
+)
+from tests.support.children import deaf, noted, noting, restart_count_exits, shell, until
+
+
+async def story(agent: Agent, after: int = -1) -> list[Event]:
+    """Read all events to the end."""
+    return [event async for event in agent.events(after)]
+
+
+async def test_several_readers_see_the_same() -> None:
+    """Readers that come early, late and after the end all get the whole story in order."""
+    async with Agent(LaunchSpec(["true"], nproc_per_node=4)) as agent:
+        early = asyncio.ensure_future(story(agent))
+        another = asyncio.ensure_future(story(agent))
+        await agent.wait()
+        late = await story(agent)
+    after = await story(agent)
+    assert await early == await another == late == after
+    assert [event.seq for event in after] == list(range(len(after)))
+    assert isinstance(after[0], JobStarted)
+    assert isinstance(after[-1], JobFinished)
+
+
+async def test_a_cursor_continues() -> None:
+    """A reader can go on after the number of the last event that it has seen."""
+    async with Agent(LaunchSpec(["true"], nproc_per_node=2)) as agent:
+        await agent.wait()
+        full = await story(agent)
+        for event in full:
+            assert await story(agent, after=event.seq) == full[event.seq + 1 :]
+
+
+async def test_events_come_as_things_happen(tmp_path: Path) -> None:
+    """A start is told while the worker runs, not when the job is over."""
+    script = "until [ -e $NOTES/go ]; do sleep 0.01; done"
+    async with Agent(LaunchSpec(shell(script), env={"NOTES": str(tmp_path)})) as agent:
+        async for event in agent.events():
+            if isinstance(event, WorkerStarted):
+                assert Path(f"/proc/{event.pid}/stat").exists()
+                (tmp_path / "go").touch()
+        assert (await agent.wait()).exit_code == 0
+
+
+async def test_a_slow_reader_is_told_what_it_missed() -> None:
+    """Past the kept events a reader gets their number in their place, and always the end."""
+    spec = LaunchSpec(["true"], nproc_per_node=10, events_kept=4)
+    async with Agent(spec) as agent:
+        reader = agent.events()
+        first = await anext(reader)
+        assert isinstance(first, JobStarted)
+        await agent.wait()
+        rest = [event async for event in reader]
+    missed, *kept = rest
+    assert isinstance(missed, EventsMissed)
+    assert len(kept) == 4
+    assert 1 + missed.count + len(kept) == kept[-1].seq + 1
+    assert missed.seq == kept[0].seq - 1
+    assert isinstance(kept[-1], JobFinished)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+async def test_the_end_is_never_missed(kept: int) -> None:
+    """However few events are kept, JobFinished is among them."""
+    async with Agent(LaunchSpec(["true"], nproc_per_node=5, events_kept=kept)) as agent:
+        await agent.wait()
+        events = await story(agent)
+    assert isinstance(events[0], EventsMissed)
+    assert len(events) == 1 + kept
+    assert isinstance(events[-1], JobFinished)
+
+
+async def test_a_reader_that_stops_reading_holds_up_nobody() -> None:
+    """A reader that takes one event and no more does not keep a job from its end."""
+    async with Agent(LaunchSpec(["true"], nproc_per_node=5, events_kept=1)) as agent:
+        reader = agent.events()
+        await anext(reader)
+        assert (await agent.wait()).exit_code == 0
+
+
+async def test_leaving_the_loop_early_leaves_nothing() -> None:
+    """Breaking out of the iteration, or closing it, needs no further care."""
+    async with Agent(LaunchSpec(["true"])) as agent:
+        async for _ in agent.events():
+            break
+        reader = agent.events()
+        await anext(reader)
+        await reader.aclose()
+        assert [event async for event in reader] == []
+        assert (await agent.wait()).exit_code == 0
+
+
+async def test_a_cancelled_read_loses_no_event(tmp_path: Path) -> None:
+    """A wait for the next event can be given up and taken up again."""
+    script = "until [ -e $NOTES/go ]; do sleep 0.01; done"
+    async with Agent(LaunchSpec(shell(script), env={"NOTES": str(tmp_path)})) as agent:
+        reader = agent.events()
+        assert isinstance(await anext(reader), JobStarted)
+        assert isinstance(await anext(reader), WorkerStarted)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await anext(reader)
+        (tmp_path / "go").touch()
+        names = [type(event).__name__ async for event in reader]
+    assert names == ["WorkerExited", "JobFinished"]
+
+
+async def test_events_know_run_attempt_node_and_time() -> None:
+    """Every event says when and where it happened and to which attempt it belongs."""
+    began = time.time()
+    spec = LaunchSpec(restart_count_exits(3, 0), max_restarts=1, run_id="mine")
+    async with Agent(spec) as agent:
+        await agent.wait()
+        events = await story(agent)
+    assert {event.run_id for event in events} == {"mine"}
+    assert len({event.node for event in events}) == 1
+    times = [event.time for event in events]
+    assert times == sorted(times)
+    assert began <= times[0] <= times[-1] <= time.time()
+    told = [(type(event), event.attempt) for event in events]
+    assert told == [
+        (JobStarted, 0),
+        (WorkerStarted, 0),
+        (WorkerExited, 0),
+        (StopRequested, 0),
+        (AttemptFailed, 0),
+        (Restarting, 1),
+        (WorkerStarted, 1),
+        (WorkerExited, 1),
+        (JobFinished, 1),
+    ]
+
+
+async def test_events_are_frozen() -> None:
+    """Nobody can change what has happened."""
+    async with Agent(LaunchSpec(["true"])) as agent:
+        await agent.wait()
+        for event in await story(agent):
+            with pytest.raises(AttributeError):
+                event.attempt = 7  # type: ignore[misc]  # that is the point
+
+
+async def test_culprit_and_victims_in_events(tmp_path: Path) -> None:
+    """The attempt's failure names the culprit first and marks the others as victims."""
+    script = 'if [ $RANK = 2 ]; then until [ -e "$NOTES/0" -a -e "$NOTES/1" ]; do :; done; '
+    script += 'exit 5; fi; : > "$NOTES/$RANK"; exec sleep 99'
+    spec = LaunchSpec(shell(script), nproc_per_node=3, env={"NOTES": str(tmp_path)})
+    events: list[Event] = []
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec, listeners=[events.append])
+    (failed,) = (event for event in events if isinstance(event, AttemptFailed))
+    assert failed.root == failed.failures[0]
+    assert (failed.root.rank, failed.root.status.code, failed.root.is_victim) == (2, 5, False)
+    assert {(one.rank, one.status.signal, one.is_victim) for one in failed.failures[1:]} == {
+        (0, 15, True),
+        (1, 15, True),
+    }
+    assert failed.failures == caught.value.failures
+    exits = {event.rank: event.is_victim for event in events if isinstance(event, WorkerExited)}
+    assert exits == {0: True, 1: True, 2: False}
+
+
+async def test_the_end_is_told_last_and_truly(tmp_path: Path) -> None:
+    """When JobFinished is told, nothing of the job is left."""
+    states: list[tuple[JobState, bool]] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, JobFinished):
+            states.append((event.state, Path(f"/proc/{pids[0]}").exists()))
+
+    spec = LaunchSpec(noting(), env={"NOTES": str(tmp_path)})
+    async with Agent(spec, listeners=[listen]) as agent:
+        pids = await until(noted(tmp_path, 1))
+        agent.stop()
+    assert states == [(JobState.STOPPED, False)]
+
+
+async def test_json_keeps_every_event_of_a_real_job(tmp_path: Path) -> None:
+    """Every event of an eventful job reads back from its JSON form as it was."""
+    spec = LaunchSpec(
+        deaf("[ $RANK = 1 ] && exit 3; exec sleep 99"),
+        nproc_per_node=2,
+        max_restarts=1,
+        env={"NOTES": str(tmp_path)},
+        stop=StopPlan.within(0.05),
+        logs=LogSpec(log_dir=str(tmp_path / "logs"), redirects=3),
+    )
+    events: list[Event] = []
+    with pytest.raises(JobFailed):
+        await launch(spec, listeners=[events.append])
+    assert "StopEscalated" in {type(event).__name__ for event in events}
+    for event in events:
+        line = event_to_json(event)
+        assert b"\n" not in line
+        assert line.startswith(b'{"schema":1,"event":"%s",' % type(event).__name__.encode())
+        assert event_from_json(line) == event

@@ -1,0 +1,399 @@
+"""Where the workers' output goes, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import Agent, JobFailed, LaunchResult, LaunchSpec, LogSpec, launch
+from elastic_aio.logs.sink import Console, open_sink
+from tests.support.children import file_console, python, shell, until
+
+BOTH = 'echo "out $RANK"; echo "err $RANK" >&2'
+
+
+async def shown(
+    folder: Path, entrypoint: list[str], *, nproc: int = 1, restarts: int = 0, **logs: Any
+) -> tuple[bytes, bytes, LaunchResult]:
+    """Run a job; return what its console got, and the result."""
+    logs = {"log_dir": str(folder / "logs"), **logs}
+    spec = LaunchSpec(
+        entrypoint, nproc_per_node=nproc, max_restarts=restarts, logs=LogSpec(**logs), run_id="run",
+        env={"NOTES": str(folder)},
+    )  # fmt: skip
+    with file_console(folder) as console:
+        try:
+            result = await launch(spec, console=console)
+        except JobFailed as error:
+            result = error.result
+    return (folder / "out").read_bytes(), (folder / "err").read_bytes(), result
+
+
+def files(result: LaunchResult) -> dict[str, bytes]:
+    """Return the log files of a run by their path in its folder."""
+    assert result.log_dir is not None
+    root = Path(result.log_dir)
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+async def test_redirects_go_to_files_only(tmp_path: Path) -> None:
+    """A redirected stream is in its file, and nothing is on the console."""
+    out, err, result = await shown(tmp_path, shell(BOTH), nproc=2, redirects=3)
+    assert (out, err) == (b"", b"")
+    assert files(result) == {
+        "attempt_0/0/stdout.log": b"out 0\n",
+        "attempt_0/0/stderr.log": b"err 0\n",
+        "attempt_0/1/stdout.log": b"out 1\n",
+        "attempt_0/1/stderr.log": b"err 1\n",
+    }
+
+
+async def test_tee_goes_to_both(tmp_path: Path) -> None:
+    """A tee'd stream is in its file as it was, and on the right console stream with a prefix."""
+    out, err, result = await shown(tmp_path, shell(BOTH), nproc=2, tee=3)
+    assert sorted(out.splitlines()) == [b"[default0]:out 0", b"[default1]:out 1"]
+    assert sorted(err.splitlines()) == [b"[default0]:err 0", b"[default1]:err 1"]
+    assert files(result)["attempt_0/1/stderr.log"] == b"err 1\n"
+
+
+@pytest.mark.parametrize(
+    ("mask", "chosen"),
+    [
+        ("1", {"stdout": range(12), "stderr": []}),
+        ("2", {"stdout": [], "stderr": range(12)}),
+        ("0-3:3,10:1", {"stdout": [0, 1, 2, 3, 10], "stderr": [0, 1, 2, 3]}),
+        ("11:2", {"stdout": [], "stderr": [11]}),
+    ],
+)
+async def test_masks_for_any_rank(mask: str, chosen: dict[str, list[int]], tmp_path: Path) -> None:
+    """Masks choose streams of ranks of any size, by single ranks and ranges."""
+    out, err, _ = await shown(tmp_path, shell(BOTH), nproc=12, redirects="3", tee=mask)
+    assert sorted(re.findall(rb"^\[default(\d+)\]:", out, re.MULTILINE), key=int) == [
+        b"%d" % rank for rank in chosen["stdout"]
+    ]
+    assert sorted(re.findall(rb"^\[default(\d+)\]:", err, re.MULTILINE), key=int) == [
+        b"%d" % rank for rank in chosen["stderr"]
+    ]
+
+
+async def test_redirects_and_tee_are_a_union(tmp_path: Path) -> None:
+    """`-t 1 -r 2`: stdout is shown and kept, stderr is kept."""
+    out, err, result = await shown(tmp_path, shell(BOTH), tee=1, redirects=2)
+    assert (out, err) == (b"[default0]:out 0\n", b"")
+    assert set(files(result)) == {"attempt_0/0/stdout.log", "attempt_0/0/stderr.log"}
+
+
+async def test_the_filter_mutes_ranks(tmp_path: Path) -> None:
+    """Ranks out of the filter are kept in full, but not shown."""
+    out, err, result = await shown(
+        tmp_path, shell(BOTH), nproc=3, tee=3, local_ranks_filter=frozenset({1})
+    )
+    assert (out, err) == (b"[default1]:out 1\n", b"[default1]:err 1\n")
+    assert files(result)["attempt_0/2/stdout.log"] == b"out 2\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, r"\[default1\]:x"),
+        ("", r"\[default1\]:x"),
+        ("<${role_name}/${role}/${rank}/${local_rank}>", r"<default/default/1/1>x"),
+        ("${attempt} ${stream} ${nope} $$ ", r"0 stdout \${nope} \$ x"),
+        ("${host}|", r"[^|]+\|x"),
+        ("${timestamp} ", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} x"),
+    ],
+)
+async def test_prefix_templates(template: str | None, expected: str, tmp_path: Path) -> None:
+    """The template's variables are replaced, unknown ones stay, `$$` is a dollar."""
+    out, _, _ = await shown(tmp_path, ["echo", "x"], nproc=2, tee="1:1", prefix=template)
+    lines = out.decode().splitlines()
+    assert any(re.fullmatch(expected, line) for line in lines), lines
+
+
+async def test_nothing_is_overwritten_by_restarts(tmp_path: Path) -> None:
+    """Three attempts have three folders with their own files, error files included."""
+    script = 'echo "attempt $TORCHELASTIC_RESTART_COUNT"; '
+    script += 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 1'
+    out, _, result = await shown(tmp_path, shell(script), restarts=2, tee=1)
+    assert files(result) == {
+        f"attempt_{number}/0/{name}": content
+        for number in range(3)
+        for name, content in [
+            ("stdout.log", b"attempt %d\n" % number),
+            ("error.json", b"junk\n"),
+        ]
+    }
+    assert out.splitlines() == [b"[default0]:attempt %d" % number for number in range(3)]
+    assert [attempt.log_dir for attempt in result.attempts] == [
+        f"{result.log_dir}/attempt_{number}" for number in range(3)
+    ]
+
+
+async def test_two_runs_of_one_name_have_two_folders(tmp_path: Path) -> None:
+    """The same run id twice in one log folder overwrites nothing."""
+    _, _, first = await shown(tmp_path, ["echo", "1"], redirects=1)
+    _, _, second = await shown(tmp_path, ["echo", "2"], redirects=1)
+    assert first.log_dir != second.log_dir
+    assert Path(first.log_dir or "").name.startswith("run_")
+    assert files(first) == {"attempt_0/0/stdout.log": b"1\n"}
+
+
+@pytest.fixture
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make temporary files in a folder of the test's own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("entrypoint", [["true"], ["false"], ["no_such_program_here"]])
+async def test_no_temporary_folder_is_left(entrypoint: list[str], temporary_folder: Path) -> None:
+    """Nothing stays among the temporary files when nothing was logged."""
+    spec = LaunchSpec(entrypoint, nproc_per_node=3, max_restarts=1)
+    try:
+        await launch(spec)
+    except JobFailed:
+        pass
+    assert list(temporary_folder.iterdir()) == []
+
+
+async def test_empty_temporary_logs_are_removed(temporary_folder: Path) -> None:
+    """Redirected streams that stayed empty leave no folder either."""
+    result = await launch(LaunchSpec(["true"], logs=LogSpec(redirects=3)))
+    assert list(temporary_folder.iterdir()) == []
+    assert result.log_dir is None
+
+
+async def test_temporary_logs_stay_when_there_are_some(temporary_folder: Path) -> None:
+    """What was logged without a chosen folder is kept, and the result says where."""
+    result = await launch(LaunchSpec(["echo", "x"], logs=LogSpec(redirects=3)))
+    (folder,) = temporary_folder.iterdir()
+    assert result.log_dir == str(folder)
+
+
+async def test_an_error_file_without_logs_is_kept(temporary_folder: Path) -> None:
+    """The report's error file is still there after the job."""
+    script = 'echo \'{"message": "sad"}\' > $TORCHELASTIC_ERROR_FILE; exit 1'
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(shell(script)))
+    error = caught.value.failures[0].error
+    assert error is not None
+    assert error.message == "sad"
+    assert Path(error.path).exists()
+    assert Path(error.path).is_relative_to(temporary_folder)
+
+
+async def test_whole_lines_only(tmp_path: Path) -> None:
+    """Two ranks that write lines in pieces never break or glue each other's lines."""
+    script = python(
+        """
+import os, time
+rank = os.environ["RANK"]
+for number in range(200):
+    for piece in (f"rank {rank} ", f"says {number} ", "and ", "ends\\n"):
+        os.write(1, piece.encode())
+        if number % 50 == 0:
+            time.sleep(0.002)
+"""
+    )
+    out, _, _ = await shown(tmp_path, script, nproc=2, tee=1)
+    lines = out.decode().splitlines()
+    for rank in range(2):
+        assert [line for line in lines if line.startswith(f"[default{rank}]:")] == [
+            f"[default{rank}]:rank {rank} says {number} and ends" for number in range(200)
+        ]
+    assert len(lines) == 400
+
+
+async def test_a_line_that_is_not_finished_yet_is_not_shown(tmp_path: Path) -> None:
+    """An unfinished line waits for its end; a finished one is shown at once."""
+    script = 'echo whole; printf half; until [ -e "$NOTES/go" ]; do sleep 0.01; done; echo " done"'
+    logs = LogSpec(log_dir=str(tmp_path / "logs"), tee=1)
+    spec = LaunchSpec(shell(script), logs=logs, env={"NOTES": str(tmp_path)})
+    with file_console(tmp_path) as console:
+        async with Agent(spec, console=console) as agent:
+            await until(lambda: (tmp_path / "out").read_bytes() == b"[default0]:whole\n")
+            log = next((tmp_path / "logs").rglob("stdout.log"))
+            await until(lambda: log.read_bytes() == b"whole\nhalf")
+            assert (tmp_path / "out").read_bytes() == b"[default0]:whole\n"
+            (tmp_path / "go").touch()
+            await agent.wait()
+    assert (tmp_path / "out").read_bytes() == b"[default0]:whole\n[default0]:half done\n"
+
+
+async def test_a_last_line_without_newline_gets_one(tmp_path: Path) -> None:
+    """It is shown as a line of its own; the file stays as it was written."""
+    out, _, result = await shown(tmp_path, shell("printf 'a\\nb'"), nproc=2, tee=1)
+    assert sorted(out.splitlines(keepends=True)) == [
+        b"[default0]:a\n", b"[default0]:b\n", b"[default1]:a\n", b"[default1]:b\n",
+    ]  # fmt: skip
+    assert files(result)["attempt_0/0/stdout.log"] == b"a\nb"
+
+
+async def test_characters_are_never_split(tmp_path: Path) -> None:
+    """A character written byte by byte arrives as one."""
+    script = python(
+        """
+import os, time
+for byte in "naïve 漢字 🚀\\n".encode():
+    os.write(1, bytes([byte]))
+    time.sleep(0.001)
+"""
+    )
+    out, _, _ = await shown(tmp_path, script, tee=1)
+    assert out.decode() == "[default0]:naïve 漢字 🚀\n"
+
+
+async def test_any_bytes_will_do(tmp_path: Path) -> None:
+    """What is no text is shown and kept byte for byte."""
+    script = python("import os; os.write(1, bytes(b for b in range(256) if b != 13) + b'\\n')")
+    raw = bytes(b for b in range(256) if b != 13) + b"\n"
+    out, _, result = await shown(tmp_path, script, tee=1)
+    assert files(result)["attempt_0/0/stdout.log"] == raw
+    assert out.replace(b"[default0]:", b"") == raw
+
+
+async def test_carriage_returns_into_a_file(tmp_path: Path) -> None:
+    """Of a progress bar the last state is shown, and few of those before."""
+    script = python(
+        """
+import os, time
+for number in range(300):
+    os.write(1, b"\\r%3d%%" % (number // 3))
+    time.sleep(0.001)
+os.write(1, b"\\r100%\\n")
+"""
+    )
+    out, _, result = await shown(tmp_path, script, tee=1)
+    lines = out.decode().splitlines()
+    assert lines[-1] == "[default0]:100%"
+    assert 1 <= len(lines) <= 4
+    assert all(re.fullmatch(r"\[default0\]:\s*\d+%", line) for line in lines)
+    assert files(result)["attempt_0/0/stdout.log"].count(b"\r") == 301
+
+
+async def test_a_very_long_line(tmp_path: Path) -> None:
+    """A line of 64 MiB arrives whole, without being held in memory."""
+    size = 64 * 2**20
+    script = python(
+        "import os; block = b'x' * 2**20\n"
+        "for _ in range(64): os.write(1, block)\n"
+        "os.write(1, b'\\nafter\\n')"
+    )
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    peak = 0
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, resident())
+            await asyncio.sleep(0.002)
+
+    watcher = asyncio.ensure_future(watch())
+    logs = LogSpec(log_dir=str(tmp_path / "logs"), tee=1)
+    with file_console(tmp_path) as console:
+        await launch(LaunchSpec(script, logs=logs), console=console)
+    watcher.cancel()
+    shown_size = (tmp_path / "out").stat().st_size
+    assert shown_size == len("[default0]:") + size + 1 + len("[default0]:after\n")
+    with (tmp_path / "out").open("rb") as file:
+        assert file.read(12) == b"[default0]:x"
+        file.seek(-19, os.SEEK_END)
+        assert file.read() == b"x\n[default0]:after\n"
+    assert peak - before < 16 * 2**20
+
+
+async def test_output_of_a_grandchild(tmp_path: Path) -> None:
+    """What a grandchild writes after its parent's exit is shown as well."""
+    script = "(trap 'echo late; exit' TERM; : > $NOTES/ready; sleep 99 & wait) &"
+    script += ' until [ -e "$NOTES/ready" ]; do :; done; echo early'
+    out, _, _ = await shown(tmp_path, shell(script), tee=1)
+    assert out == b"[default0]:early\n[default0]:late\n"
+
+
+async def test_the_last_words_of_a_crashing_worker(tmp_path: Path) -> None:
+    """Everything that a worker wrote before it died is shown when the job is over."""
+    script = python(
+        "import os, signal\n"
+        "os.write(2, b''.join(b'line %d\\n' % n for n in range(20000)) + b'last words')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    _, err, result = await shown(tmp_path, script, tee=2)
+    lines = err.splitlines()
+    assert len(lines) == 20001
+    assert lines[-1] == b"[default0]:last words"
+    assert result.failures[0].stderr_tail[-2:] == ("line 19999", "last words")
+    assert len(result.failures[0].stderr_tail) <= 20
+
+
+async def test_much_output_of_many(tmp_path: Path) -> None:
+    """Nothing is lost when four workers write as fast as they can."""
+    script = shell('for ((i = 0; i < 5000; i++)); do echo "$RANK $i"; done')
+    out, _, _ = await shown(tmp_path, script, nproc=4, tee=1)
+    lines = out.decode().splitlines()
+    for rank in range(4):
+        prefix = f"[default{rank}]:"
+        assert [line.removeprefix(prefix) for line in lines if line.startswith(prefix)] == [
+            f"{rank} {i}" for i in range(5000)
+        ]
+
+
+async def test_a_closed_console_changes_nothing(tmp_path: Path) -> None:
+    """With a console that takes nothing the job ends as ever, and its files are complete."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    logs = LogSpec(log_dir=str(tmp_path / "logs"), tee=3)
+    spec = LaunchSpec(shell(BOTH), nproc_per_node=2, logs=logs)
+    console = Console(open_sink("stdout", writing), open_sink("stderr", writing))
+    try:
+        async with Agent(spec, console=console) as agent:
+            result = await agent.wait()
+            events = [event async for event in agent.events()]
+    finally:
+        console.close()
+        os.close(writing)
+    assert result.exit_code == 0
+    assert files(result)["attempt_0/0/stdout.log"] == b"out 0\n"
+    lost = [event for event in events if type(event).__name__ == "ConsoleLost"]
+    assert sorted(event.stream for event in lost) == ["stderr", "stdout"]  # type: ignore[attr-defined]  # ConsoleLost
+
+
+def in_use(path: Path) -> Callable[[], bool]:
+    """Return a condition: the file has some content."""
+    return lambda: path.exists() and path.stat().st_size > 0
+
+
+async def test_a_worker_that_truncates_its_own_log(tmp_path: Path) -> None:
+    """A log that starts over is followed from its new start."""
+    script = 'echo one; until [ -s "$NOTES/out" ]; do sleep 0.01; done;'
+    script += " : > /proc/$$/fd/1; echo 2; sleep 0.1"
+    out, _, _ = await shown(tmp_path, shell(script), tee=1)
+    assert out == b"[default0]:one\n[default0]:2\n"
+
+
+async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:
+    """Without redirects and tee a worker writes to our own open files."""
+    script = python(
+        "import os, sys\n"
+        "same = [os.fstat(n).st_ino == os.stat(f'/proc/{os.getppid()}/fd/{n}').st_ino"
+        " for n in (1, 2)]\n"
+        "sys.exit(same != [True, True])"
+    )
+    result = await launch(LaunchSpec(script))
+    assert result.exit_code == 0

@@ -1,0 +1,346 @@
+"""Whether, when and why a failed attempt is followed by another one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import (
+    Action,
+    Agent,
+    Backoff,
+    Event,
+    Failure,
+    JobFailed,
+    JobStopped,
+    LaunchResult,
+    LaunchSpec,
+    Restarting,
+    RestartPolicy,
+    SpecError,
+    WorkerStarted,
+    launch,
+)
+from elastic_aio.policy import Decide
+from tests.support.children import python, restart_count_exits, shell, until
+from tests.support.traces import alive
+
+
+async def failed(spec: LaunchSpec, events: list[Event] | None = None) -> LaunchResult:
+    """Run a job that must fail; return its result."""
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec, listeners=[] if events is None else [events.append])
+    return caught.value.result
+
+
+def job(code: int = 1, *, restarts: int = 3, **policy: Any) -> LaunchSpec:
+    """Return a job whose only worker always exits with `code`."""
+    return LaunchSpec(shell(f"exit {code}"), max_restarts=restarts, restart=RestartPolicy(**policy))
+
+
+def delays(events: list[Event]) -> list[float]:
+    """Return the delays of the restarts."""
+    return [event.delay for event in events if isinstance(event, Restarting)]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+async def test_max_restarts(restarts: int) -> None:
+    """A job that always fails has one attempt more than it has restarts."""
+    events: list[Event] = []
+    result = await failed(job(restarts=restarts), events)
+    assert (result.restarts, len(result.attempts)) == (restarts, restarts + 1)
+    assert "max_restarts" in result.reason
+    assert delays(events) == [0.0] * restarts
+    whys = [event.why for event in events if isinstance(event, Restarting)]
+    assert whys == [f"restart {n + 1} of {restarts} (max_restarts)" for n in range(restarts)]
+
+
+async def test_back_off_grows_to_its_cap() -> None:
+    """Delays grow by the factor up to the cap, and are really waited."""
+    events: list[Event] = []
+    backoff = Backoff(initial=0.02, factor=2, cap=0.05, jitter=False)
+    await failed(job(backoff=backoff), events)
+    assert delays(events) == pytest.approx([0.02, 0.04, 0.05])
+    for told, started in itertools.pairwise(events):
+        if isinstance(told, Restarting):
+            assert isinstance(started, WorkerStarted)
+            assert started.time - told.time >= told.delay - 0.005
+
+
+async def test_jitter_shortens_delays() -> None:
+    """With full jitter a delay is anything up to its ceiling."""
+    events: list[Event] = []
+    await failed(job(restarts=6, backoff=Backoff(initial=0.01, factor=1, cap=0.01)), events)
+    assert all(0 <= delay <= 0.01 for delay in delays(events))
+    assert len(set(delays(events))) > 1
+
+
+async def test_a_healthy_attempt_resets_the_back_off() -> None:
+    """An attempt that ran long enough is followed by the first delay again."""
+    events: list[Event] = []
+    spec = LaunchSpec(
+        shell("[ $TORCHELASTIC_RESTART_COUNT = 2 ] && sleep 0.3; exit 1"),
+        max_restarts=4,
+        restart=RestartPolicy(
+            backoff=Backoff(initial=0.01, factor=2, cap=1, jitter=False), healthy_after=0.25
+        ),
+    )
+    await failed(spec, events)
+    assert delays(events) == pytest.approx([0.01, 0.02, 0.01, 0.02])
+
+
+async def test_window() -> None:
+    """More failures than the window holds end the job before max_restarts does."""
+    result = await failed(job(restarts=9, window=(2, 60)))
+    assert (result.restarts, len(result.attempts)) == (2, 3)
+    assert "restart.window" in result.reason
+
+
+async def test_a_window_slides() -> None:
+    """Restarts older than the window do not count."""
+    spec = LaunchSpec(
+        shell("sleep 0.15; exit 1"), max_restarts=3, restart=RestartPolicy(window=(1, 0.1))
+    )
+    result = await failed(spec)
+    assert result.restarts == 3
+    assert "max_restarts" in result.reason
+
+
+async def test_never_on() -> None:
+    """An exit code that cannot be mended ends the job at once."""
+    result = await failed(job(4, never_on=frozenset({4})))
+    assert (result.restarts, result.reason) == (0, "exit code 4 is in restart.never_on")
+    assert result.exit_code == 4
+
+
+async def test_restart_on() -> None:
+    """Only the listed exit codes are worth a restart; signals count as 128 + n."""
+    spec = LaunchSpec(
+        restart_count_exits(75, 5, 0),
+        max_restarts=3,
+        restart=RestartPolicy(restart_on=frozenset({75, 137})),
+    )
+    result = await failed(spec)
+    assert (result.restarts, result.reason) == (1, "exit code 5 is not in restart.restart_on")
+    killed = LaunchSpec(
+        shell("kill -KILL $$"),
+        max_restarts=1,
+        restart=RestartPolicy(restart_on=frozenset({75, 137})),
+    )
+    assert (await failed(killed)).restarts == 1
+
+
+async def test_decide_is_asked_with_the_root_cause() -> None:
+    """The callback sees each failed attempt's root cause, and its word counts."""
+    asked: list[Failure] = []
+
+    def decide(failure: Failure) -> Action:
+        asked.append(failure)
+        return Action.RESTART if failure.status.code == 3 else Action.GIVE_UP
+
+    spec = LaunchSpec(
+        restart_count_exits(3, 3, 4), max_restarts=9, restart=RestartPolicy(decide=decide)
+    )
+    result = await failed(spec)
+    assert [failure.status.code for failure in asked] == [3, 3, 4]
+    assert (result.restarts, result.reason) == (2, "restart.decide said to give up")
+
+
+async def test_decide_may_be_a_coroutine() -> None:
+    """The callback may await, and the loop goes on meanwhile."""
+
+    async def decide(failure: Failure) -> Action:
+        await asyncio.sleep(0.01)
+        return Action.BY_POLICY
+
+    result = await failed(job(7, decide=decide, never_on=frozenset({7})))
+    assert result.reason == "exit code 7 is in restart.never_on"
+
+
+async def test_decide_passes_over_the_exit_code_rules_but_not_the_budget() -> None:
+    """RESTART restarts in spite of never_on, as long as restarts are left."""
+    result = await failed(
+        job(7, restarts=2, decide=lambda failure: Action.RESTART, never_on=frozenset({7}))
+    )
+    assert result.restarts == 2
+
+
+def decide_raising(failure: Failure) -> Action:
+    raise ZeroDivisionError("in decide")
+
+
+async def decide_raising_later(failure: Failure) -> Action:
+    await asyncio.sleep(0)
+    raise ZeroDivisionError("in decide")
+
+
+@pytest.mark.parametrize("decide", [decide_raising, decide_raising_later])
+async def test_decide_that_raises(decide: Decide) -> None:
+    """The callback's own exception reaches whoever waits, and the job is over."""
+    async with Agent(job(decide=decide)) as agent:
+        with pytest.raises(ZeroDivisionError, match="in decide"):
+            await agent.wait()
+        last = [event async for event in agent.events()][-1]
+    assert "ZeroDivisionError" in repr(last)
+
+
+async def test_decide_that_returns_nonsense() -> None:
+    """An answer that is no Action is named."""
+    with pytest.raises(TypeError, match=r"restart\.decide must return an Action, not True"):
+        await launch(job(decide=lambda failure: True))
+
+
+async def test_stop_while_the_callback_thinks() -> None:
+    """A callback that never answers does not hold up a stop."""
+    asked = asyncio.Event()
+
+    async def decide(failure: Failure) -> Action:
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+        return Action.RESTART
+
+    async with Agent(job(decide=decide)) as agent:
+        await asked.wait()
+        agent.stop()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+
+
+async def test_stop_during_the_back_off() -> None:
+    """A stop does not wait for a delay to pass."""
+    restarting = asyncio.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Restarting):
+            restarting.set()
+
+    spec = job(backoff=Backoff(initial=50, cap=50, jitter=False))
+    async with Agent(spec, listeners=[listen]) as agent:
+        await restarting.wait()
+        began = time.monotonic()
+        agent.stop()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"healthy_after": 3.0}, "restart.healthy_after"),
+        ({"restart_on": {1, 2}, "never_on": {2}}, "restart.never_on"),
+        ({"restart_on": set()}, "restart.restart_on"),
+        ({"window": (9, 60)}, "restart.window"),
+        ({"window": (2, 1), "backoff": Backoff(initial=5, jitter=False)}, "restart.window"),
+        ({"backoff": Backoff(initial=5, cap=1)}, "restart.backoff.cap"),
+        ({"never_on": {0}}, "restart.never_on"),
+        ({"decide": "no"}, "restart.decide"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], field: str) -> None:
+    """Settings that contradict each other never start a job; one line names the field."""
+    with pytest.raises(SpecError) as caught:
+        job(restarts=3, **settings)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"backoff": Backoff()}, {"restart_on": {1}}, {"decide": lambda failure: Action.RESTART}],
+)
+def test_a_policy_without_restarts_is_refused(settings: dict[str, Any]) -> None:
+    """A policy for restarts needs some restarts."""
+    with pytest.raises(SpecError, match="max_restarts"):
+        job(restarts=0, **settings)
+
+
+async def cannot_start(spec: LaunchSpec) -> tuple[int, str]:
+    """Run a job that cannot start; return its exit code and the message."""
+    spec = spec.replaced(max_restarts=5, nproc_per_node=3)
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    result = caught.value.result
+    assert (result.restarts, len(result.attempts)) == (0, 1)
+    assert "\n" not in str(caught.value)
+    return result.exit_code, str(caught.value)
+
+
+async def test_a_missing_command() -> None:
+    """A program that is not there fails at once with 127."""
+    code, message = await cannot_start(LaunchSpec(["no_such_program_here"]))
+    assert code == 127
+    assert message == "cannot run no_such_program_here: command not found"
+
+
+async def test_a_file_that_is_not_executable(tmp_path: Path) -> None:
+    """A program without the right to execute it fails at once with 126."""
+    path = tmp_path / "data"
+    path.write_text("")
+    code, message = await cannot_start(LaunchSpec([str(path)]))
+    assert code == 126
+    assert message == f"cannot run {path}: permission denied"
+
+
+async def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
+    """A script whose first line names nothing that exists is explained."""
+    path = tmp_path / "program"
+    path.write_text("#!/no/such/interpreter\n")
+    path.chmod(0o755)
+    code, message = await cannot_start(LaunchSpec([str(path)]))
+    assert code == 126
+    assert "interpreter" in message
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file"])
+async def test_a_bad_working_directory(kind: str, tmp_path: Path) -> None:
+    """A working directory that is none is named, not the program."""
+    place = tmp_path / "place"
+    if kind == "a file":
+        place.write_text("")
+    code, message = await cannot_start(LaunchSpec(["true"], cwd=place))
+    assert code == 126
+    assert str(place) in message
+    assert "working directory" in message
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "not readable"])
+async def test_a_script_that_python_could_not_run(kind: str, tmp_path: Path) -> None:
+    """A script that is missing or no script is refused before Python complains."""
+    script = tmp_path / "train.py"
+    if kind == "a folder":
+        script.mkdir()
+    elif kind == "not readable":
+        script.write_text("")
+        script.chmod(0)
+        if os.access(script, os.R_OK):
+            script.unlink()  # root reads everything: missing then
+            kind = "missing"
+    code, message = await cannot_start(LaunchSpec(str(script)))
+    assert code == (127 if kind == "missing" else 126)
+    assert str(script) in message
+
+
+async def test_a_script_relative_to_the_working_directory(tmp_path: Path) -> None:
+    """A script's path is looked up where its worker will run."""
+    (tmp_path / "train.py").write_text("")
+    result = await launch(LaunchSpec("train.py", cwd=tmp_path))
+    assert result.exit_code == 0
+
+
+async def test_workers_that_die_while_others_start() -> None:
+    """A failure during the start of a large group is a failure of that attempt."""
+    result = await failed(
+        LaunchSpec(python("import os; os._exit(3)"), nproc_per_node=16, max_restarts=1)
+    )
+    assert result.exit_code == 3
+    assert len(result.attempts) == 2
+    for attempt in result.attempts:
+        assert not attempt.failures[0].is_victim
+        await until(lambda attempt=attempt: not any(alive(one.pid) for one in attempt.workers))  # type: ignore[misc]  # bound now

@@ -1,0 +1,279 @@
+"""One stop plan on every path, bounded even for a worker that cannot be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import (
+    Agent,
+    Event,
+    JobFailed,
+    JobStopped,
+    LaunchSpec,
+    StopEscalated,
+    StopPlan,
+    StopRequested,
+    WorkerAbandoned,
+    WorkerExited,
+    launch,
+)
+from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
+from elastic_aio.process.command import command_spawner
+from tests.support.children import SIGNAL_LOGGER, deaf, noted, noting, shell, until
+from tests.support.traces import alive
+
+GRACE_S = 0.3
+
+
+def deaf_spec(folder: Path, script: str = "exec sleep 99", nproc: int = 1) -> LaunchSpec:
+    """Return a job of deaf workers with a short grace."""
+    return LaunchSpec(
+        deaf(script),
+        nproc_per_node=nproc,
+        env={"NOTES": str(folder)},
+        stop=StopPlan.within(GRACE_S),
+    )
+
+
+def check_plan_was_kept(events: list[Event], rank: int = 0) -> None:
+    """Assert that a deaf worker got its grace, and then SIGKILL, in the open."""
+    asked = next(event for event in events if isinstance(event, StopRequested))
+    (escalated,) = (event for event in events if isinstance(event, StopEscalated))
+    ended = next(e for e in events if isinstance(e, WorkerExited) and e.rank == rank)
+    assert escalated.signal == signal.SIGKILL
+    assert ended.pid in escalated.pids
+    assert ended.status.signal == signal.SIGKILL
+    assert ended.is_victim
+    assert GRACE_S - 0.02 <= escalated.time - asked.time < GRACE_S + 5
+    assert asked.plan == "SIGTERM 0.3 s, SIGKILL"
+
+
+async def test_after_a_failure(tmp_path: Path) -> None:
+    """A deaf peer of a worker that failed gets the grace and no more."""
+    events: list[Event] = []
+    script = '[ $RANK = 0 ] && exec sleep 99; until [ -e "$NOTES/0" ]; do :; done; exit 3'
+    with pytest.raises(JobFailed) as caught:
+        await launch(deaf_spec(tmp_path, script, 2), listeners=[events.append])
+    check_plan_was_kept(events)
+    assert caught.value.result.exit_code == 3
+
+
+async def test_before_a_restart(tmp_path: Path) -> None:
+    """The plan holds for a restart too."""
+    events: list[Event] = []
+    script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 0 ] && exec sleep 99;"
+    script += 'until [ -e "$NOTES/0" ]; do :; done; exit 3'
+    spec = deaf_spec(tmp_path, script, 2).replaced(max_restarts=1)
+    result = await launch(spec, listeners=[events.append])
+    check_plan_was_kept(events)
+    assert result.restarts == 1
+
+
+async def test_on_request(tmp_path: Path) -> None:
+    """The plan holds for `stop`."""
+    async with Agent(deaf_spec(tmp_path)) as agent:
+        await until(noted(tmp_path, 1))
+        await agent.stop()
+        check_plan_was_kept([event async for event in agent.events()])
+
+
+async def test_on_a_signal(tmp_path: Path) -> None:
+    """The plan holds for a signal, which takes the place of its first step."""
+    events: list[Event] = []
+    spec = deaf_spec(tmp_path)
+    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
+    await until(noted(tmp_path, 1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(JobStopped):
+        await task
+    check_plan_was_kept(events)
+
+
+async def test_on_cancellation(tmp_path: Path) -> None:
+    """The plan holds for a cancelled launch."""
+    events: list[Event] = []
+    task = asyncio.ensure_future(launch(deaf_spec(tmp_path), listeners=[events.append]))
+    await until(noted(tmp_path, 1))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    check_plan_was_kept(events)
+
+
+async def test_on_leaving_the_block(tmp_path: Path) -> None:
+    """The plan holds for an agent whose block is left early."""
+    events: list[Event] = []
+    async with Agent(deaf_spec(tmp_path), listeners=[events.append]):
+        await until(noted(tmp_path, 1))
+    check_plan_was_kept(events)
+
+
+async def test_for_what_finished_workers_left_behind(tmp_path: Path) -> None:
+    """The plan holds for a deaf leftover of workers that have succeeded."""
+    script = "sleep 99 & echo $! > $NOTES/left; exit 0"
+    events: list[Event] = []
+    result = await launch(deaf_spec(tmp_path, script), listeners=[events.append])
+    left = int((tmp_path / "left").read_text())
+    asked = next(event for event in events if isinstance(event, StopRequested))
+    (escalated,) = (event for event in events if isinstance(event, StopEscalated))
+    assert escalated.pids == (left,)
+    assert escalated.time - asked.time >= GRACE_S - 0.02
+    assert result.exit_code == 0
+    assert not alive(left)
+
+
+async def test_several_steps_in_order(tmp_path: Path) -> None:
+    """Each step sends its signal to everybody, once, after the grace of the one before."""
+    steps = (("SIGINT", 0.15), ("SIGQUIT", 0.15), ("SIGTERM", 0.15))
+    spec = LaunchSpec(SIGNAL_LOGGER, env={"NOTES": str(tmp_path)}, stop=StopPlan(steps))
+    async with Agent(spec) as agent:
+        await until(noted(tmp_path, 1))
+        await agent.stop()
+        events = [event async for event in agent.events()]
+    assert (tmp_path / "log").read_text().split() == ["SIGINT", "SIGQUIT", "SIGTERM"]
+    escalated = [event for event in events if isinstance(event, StopEscalated)]
+    assert [event.signal for event in escalated] == [signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL]
+    for before, after in itertools.pairwise(escalated):
+        assert after.time - before.time >= 0.13
+
+
+async def test_no_grace_at_all(tmp_path: Path) -> None:
+    """A plan without steps is SIGKILL at once."""
+    spec = deaf_spec(tmp_path).replaced(stop=StopPlan(steps=()))
+    async with Agent(spec) as agent:
+        await until(noted(tmp_path, 1))
+        await agent.stop()
+        events = [event async for event in agent.events()]
+    (ended,) = (event for event in events if isinstance(event, WorkerExited))
+    assert ended.status.signal == signal.SIGKILL
+
+
+async def test_a_quick_worker_is_not_made_to_wait(tmp_path: Path) -> None:
+    """The grace is an upper bound: the stop is over when the workers are."""
+    spec = LaunchSpec(noting(), env={"NOTES": str(tmp_path)}, stop=StopPlan.within(25))
+    async with Agent(spec) as agent:
+        await until(noted(tmp_path, 1))
+        began = time.monotonic()
+        await agent.stop()
+        assert time.monotonic() - began < 5
+
+
+async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
+    """An immediate stop does not wait for the rest of the grace."""
+    spec = deaf_spec(tmp_path, nproc=2).replaced(stop=StopPlan.within(25))
+    async with Agent(spec) as agent:
+        await until(noted(tmp_path, 2))
+        began = time.monotonic()
+        agent.stop()
+        await asyncio.sleep(0.05)
+        agent.kill()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+        assert time.monotonic() - began < 5
+
+
+async def test_kill_without_a_stop_before(tmp_path: Path) -> None:
+    """An immediate stop is SIGKILL for everybody."""
+    spec = deaf_spec(tmp_path, nproc=2).replaced(stop=StopPlan.within(25))
+    async with Agent(spec) as agent:
+        pids = await until(noted(tmp_path, 2))
+        agent.kill()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+    assert not any(map(alive, pids))
+
+
+async def test_a_stopped_worker_wakes_up_to_end(tmp_path: Path) -> None:
+    """A worker in state T gets the signal and the chance to act on it."""
+    script = noting("sleep 99 & wait", first="trap ': > $NOTES/stopped; exit' TERM")
+    spec = LaunchSpec(script, env={"NOTES": str(tmp_path)}, stop=StopPlan.within(20))
+    async with Agent(spec) as agent:
+        (pid,) = await until(noted(tmp_path, 1))
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T")
+        began = time.monotonic()
+        await agent.stop()
+        assert time.monotonic() - began < 10
+    assert (tmp_path / "stopped").exists()
+
+
+class Unkillable:
+    """A child that no signal reaches, as one in an uninterruptible system call."""
+
+    def __init__(self, real: Child) -> None:
+        self.real = real
+        self.pid = real.pid
+        self.exited: asyncio.Future[Exit] = real.exited
+
+    def has_ended(self) -> bool:
+        return self.real.has_ended()
+
+    def send_signal(self, number: int) -> bool:
+        return True
+
+
+@asynccontextmanager
+async def unkillable_spawner() -> AsyncIterator[tuple[Spawner, list[Unkillable]]]:
+    """Give a spawner whose workers cannot be killed; they are, when the block ends."""
+    spawn = command_spawner(asyncio.get_running_loop())
+    made: list[Unkillable] = []
+    threads = threading.active_count()
+
+    async def spawn_unkillable(plan: ChildPlan) -> Child:
+        child = await spawn(plan)
+        if plan.env.get("LOCAL_RANK") != "0":
+            return child
+        made.append(Unkillable(child))
+        return made[-1]
+
+    try:
+        yield spawn_unkillable, made
+    finally:
+        for one in made:
+            one.real.send_signal(signal.SIGKILL)
+        await asyncio.wait([one.exited for one in made])
+        # Python 3.11 waits for a child in a thread, which ends right after it has told.
+        await until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("path", ["stop", "failure"])
+async def test_a_worker_that_cannot_be_killed_is_reported(path: str, tmp_path: Path) -> None:
+    """The stop is bounded; what is left is named with its state, and the job has an end."""
+    plan = StopPlan(StopPlan.within(0.1).steps, reap_timeout=0.2)
+    script = noting(f"[ $RANK = 1 ] && [ {path} = failure ] && {{ "
+                    'until [ -e "$NOTES/0" ]; do :; done; exit 4; }; exec sleep 99')  # fmt: skip
+    spec = LaunchSpec(script, env={"NOTES": str(tmp_path)}, stop=plan, nproc_per_node=2)
+    async with unkillable_spawner() as (spawner, made):
+        async with Agent(spec, spawner=spawner) as agent:
+            if path == "stop":
+                await until(noted(tmp_path, 2))
+                agent.stop()
+            with pytest.raises(JobStopped if path == "stop" else JobFailed):
+                await agent.wait()
+            events = [event async for event in agent.events()]
+        abandoned = [event for event in events if isinstance(event, WorkerAbandoned)]
+        assert [event.pid for event in abandoned] == [made[0].pid]
+        assert abandoned[0].state[0] in "SR"
+        assert alive(made[0].pid)
+
+
+async def test_stop_during_the_start_of_many_workers(tmp_path: Path) -> None:
+    """A stop in the middle of spawning ends those that run and starts no more."""
+    spec = LaunchSpec(shell("exec sleep 99"), nproc_per_node=64)
+    events: list[Event] = []
+    async with Agent(spec, listeners=[events.append]) as agent:
+        await until(lambda: len(events) > 10)
+        await agent.stop()
+    started = [event for event in events if type(event).__name__ == "WorkerStarted"]
+    ended = [event for event in events if isinstance(event, WorkerExited)]
+    assert len(started) == len(ended) < 64

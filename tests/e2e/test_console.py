@@ -1,0 +1,327 @@
+"""The console: pipes, terminals, readers that stop or go away, disks that are full."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import AttemptFailed, WorkerExited, event_from_json
+from tests.support.children import python, shell
+from tests.support.cli import CLI, run_cli, run_program, running_cli
+
+BASH = ["--no-python", "bash", "-c"]
+ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def in_pipeline(reader: str, *args: object, redirect: str = "") -> list[str]:
+    """Return a shell that pipes a job into `reader` and then tells the job's exit code."""
+    script = f'"$@" {redirect} | {reader}; echo "code ${{PIPESTATUS[0]}}"'
+    return [*shell(script), "bash", *CLI, "run", *map(str, args)]
+
+
+@pytest.mark.parametrize("option", ["-t1", "-t3"])
+def test_a_console_that_is_closed_early(option: str, tmp_path: Path) -> None:
+    """With `| head -1` the workers write on, their files are complete, the code is theirs."""
+    worker = "for ((i = 0; i < 20000; i++)); do echo $i; done; exit 6"
+    ended = run_program(in_pipeline("head -1", option, "--log-dir", tmp_path, *BASH, worker))
+    assert ended.out == "[default0]:0\ncode 6\n"
+    (log,) = tmp_path.rglob("stdout.log")
+    assert log.read_text().splitlines() == [str(i) for i in range(20000)]
+    assert "stdout takes no more output (broken pipe)" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_both_streams_are_closed_early(tmp_path: Path) -> None:
+    """A launcher whose every stream is closed ends with the job's code, and quietly."""
+    worker = "for ((i = 0; i < 20000; i++)); do echo $i; done; exit 6"
+    ended = run_program(
+        in_pipeline("head -1", "-t3", "--log-dir", tmp_path, *BASH, worker, redirect="2>&1")
+    )
+    assert ended.out.splitlines()[-1] == "code 6"
+    assert ended.err == ""
+    (log,) = tmp_path.rglob("stdout.log")
+    assert log.read_text().splitlines()[-1] == "19999"
+
+
+@contextmanager
+def stalled_pipe() -> Iterator[tuple[int, int]]:
+    """Give a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Leave what a test enters, in reverse order."""
+    with ExitStack() as entered:
+        yield entered
+
+
+def test_a_stalled_console_holds_back_no_worker(tmp_path: Path, stack: ExitStack) -> None:
+    """A reader that stops neither stalls a tee'd worker nor delays the handling of a failure."""
+    worker = python(
+        """
+import os, sys, time
+notes, rank = os.environ["NOTES"], os.environ["RANK"]
+if rank == "0":
+    os.write(1, b"x" * 99 + b"\\n")
+    for _ in range(20):
+        os.write(1, (b"x" * 99 + b"\\n") * 1000)
+    open(notes + "/written", "w").close()
+    time.sleep(99)
+while not os.path.exists(notes + "/written"):
+    time.sleep(0.005)
+sys.exit(4)
+"""
+    )
+    story = tmp_path / "story"
+    with stalled_pipe() as (reading, writing):
+        job = stack.enter_context(
+            running_cli(
+                "--nproc-per-node", 2, "-t1", "--log-dir", tmp_path / "logs",
+                "--events", story, "--no-python", *worker,
+                env={"NOTES": str(tmp_path)}, stdout=writing,
+            )
+        )  # fmt: skip
+        job.wait_err("attempt 0 failed: rank 1 .* exit code 4")
+        os.dup2(reading, writing)  # the launcher alone holds the other end now
+        content = bytearray()
+        while chunk := os.read(reading, 65536):
+            content += chunk
+        assert job.wait() == 4
+    assert content.count(b"\n") == 20001
+    assert set(bytes(content).splitlines()) == {b"[default0]:" + b"x" * 99}
+    events = [event_from_json(line) for line in story.read_bytes().splitlines()]
+    exited = next(e for e in events if isinstance(e, WorkerExited) and e.rank == 1)
+    failed = next(e for e in events if isinstance(e, AttemptFailed))
+    assert failed.time - exited.time < 3
+
+
+def test_a_console_that_is_never_read(tmp_path: Path) -> None:
+    """A launcher gives up a blocked console after a while, and ends with the job's code."""
+    worker = python(
+        "import os, sys; os.write(1, (b'x' * 99 + b'\\n') * 5000);"
+        " os.write(2, (b'y' * 99 + b'\\n') * 5000); sys.exit(4)"
+    )
+    with (
+        stalled_pipe() as (_, one),
+        stalled_pipe() as (_, two),
+        running_cli("-t1", "--log-dir", tmp_path / "1", "--no-python", *worker,
+                    stdout=one) as only_stdout,
+        running_cli("-t3", "--log-dir", tmp_path / "2", "--no-python", *worker,
+                    stdout=two, stderr=two) as both,
+    ):  # fmt: skip
+        assert both.wait(60) == 4
+        assert only_stdout.wait(60) == 4
+        assert "stdout takes no more output" in only_stdout.err
+        assert "FAILED" in only_stdout.err
+    for log in tmp_path.rglob("stdout.log"):
+        assert log.stat().st_size == 500_000
+
+
+def test_last_words_come_before_the_report(tmp_path: Path) -> None:
+    """On a console of one stream the final lines of a crashing worker precede the report."""
+    worker = 'echo "last words" >&2; kill -SEGV $$'
+    ended = run_program(in_pipeline("cat", "-t3", *BASH, worker, redirect="2>&1"))
+    assert ended.out.index("[default0]:last words") < ended.out.index("bash FAILED")
+    assert ended.out.index("bash FAILED") < ended.out.index("(SIGSEGV)")
+    assert "    last words" in ended.out
+    assert ended.out.splitlines()[-1] == "code 139"
+
+
+def test_output_arrives_at_once(tmp_path: Path) -> None:
+    """A line into a pipe is there while its worker still runs."""
+    worker = 'echo first; until [ -e "$NOTES/go" ]; do sleep 0.01; done'
+    reading, writing = os.pipe()
+    try:
+        with running_cli("-t1", *BASH, worker, env={"NOTES": str(tmp_path)},
+                         stdout=writing) as job:  # fmt: skip
+            os.close(writing)
+            writing = -1
+            assert os.read(reading, 100) == b"[default0]:first\n"
+            (tmp_path / "go").touch()
+            assert job.wait() == 0
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+
+
+def test_progress_bars_into_a_pipe() -> None:
+    """A pipe gets few states of a progress bar, whole lines, and always the last one."""
+    worker = python(
+        "import os, time\n"
+        "for n in range(200): os.write(1, b'\\r%d/200' % n); time.sleep(0.002)\n"
+        "os.write(1, b'\\r200/200\\n')"
+    )
+    ended = run_program(in_pipeline("cat", "-t1", "--no-python", *worker))
+    *lines, code = ended.out.splitlines()
+    assert code == "code 0"
+    assert lines[-1] == "[default0]:200/200"
+    assert len(lines) <= 4
+    assert all(re.fullmatch(r"\[default0\]:\d+/200", line) for line in lines)
+    assert "\r" not in ended.out
+
+
+def test_progress_bars_on_a_terminal(tmp_path: Path) -> None:
+    """A terminal shows the states in place, under the prefix, and other lines above."""
+    worker = python(
+        """
+import os, time
+for n in range(5):
+    os.write(1, b"\\r%d/5" % n)
+    time.sleep(0.03)
+os.write(1, b"\\r5/5\\nnext\\n")
+"""
+    )
+    ended = run_program([sys.executable, "-c", ON_TERMINAL, *CLI, "run", "-t1", "--no-python",
+                         *worker])  # fmt: skip
+    assert ended.code == 0
+    assert "\r\x1b[K[default0]:0/5" in ended.out
+    assert ended.out.endswith("\r\x1b[K[default0]:5/5\r\n[default0]:next\r\n")
+    assert ended.out.count("\n") == 3
+
+
+def test_a_terminal_of_the_workers_own() -> None:
+    """Without redirects a worker sees the terminal itself."""
+    ended = run_program(
+        [sys.executable, "-c", ON_TERMINAL, *CLI, "run", *BASH, "test -t 1 -a -t 2"]
+    )
+    assert ended.code == 0
+
+
+def test_log_prefix_options() -> None:
+    """The prefix comes from the option or from torch's variable."""
+    variable = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> "}
+    assert run_cli("-t1", *BASH, "echo x", env=variable).out == "<default 0> x\n"
+    option = ["--log-prefix", "${local_rank}/${attempt}/${stream} "]
+    assert run_cli("-t1", *option, *BASH, "echo x", env=variable).out == "0/0/stdout x\n"
+
+
+def test_log_dir_dev_null_inherits_everything() -> None:
+    """`--log-dir /dev/null` leaves every stream alone, whatever else was asked for."""
+    ended = run_cli("--log-dir", "/dev/null", "-t3", "-r3", *BASH, "echo x; echo y >&2")
+    assert (ended.code, ended.out) == (0, "x\n")
+    assert "y" in ended.errors
+    assert "no log files" in ended.err
+
+
+def test_no_temporary_folder_is_left(tmp_path: Path) -> None:
+    """A run without logs leaves TMPDIR as it was, after success and after failure."""
+    for script in ("exit 0", "exit 1", "kill -KILL $$"):
+        run_cli("--max-restarts", 1, *BASH, script, env={"TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 128 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=128k", "none", str(place)]
+    mounted = subprocess.run(["mount", *options], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_log_disk(small_disk: Path) -> None:
+    """The worker gets the error, the report names disk and file, and what fitted is shown."""
+    worker = python(
+        """
+import os, sys
+try:
+    for n in range(100000):
+        os.write(1, b"line %d\\n" % n)
+except OSError as error:
+    sys.exit(20 + (error.errno == 28))
+"""
+    )
+    ended = run_cli("-t1", "-r2", "--log-dir", small_disk, "--no-python", *worker)
+    assert ended.code == 21
+    (log,) = small_disk.rglob("stdout.log")
+    assert f"full: {small_disk} ({log})" in ended.err
+    kept = log.read_text().splitlines()
+    assert len(kept) > 1000
+    assert ended.out.splitlines() == [f"[default0]:{line}" for line in kept]
+    assert "Traceback" not in ended.err
+
+
+def test_a_log_disk_that_is_full_from_the_start(small_disk: Path) -> None:
+    """A disk without room ends the job with one line that names it, or does not matter."""
+    filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(filler, b"x" * 512):
+            pass
+    except OSError:
+        pass
+    finally:
+        os.close(filler)
+    for options in (["-t3"], []):
+        ended = run_cli(*options, "--log-dir", small_disk, *BASH, "echo fine || exit 0")
+        assert "Traceback" not in ended.err
+        assert ended.code in (0, 1, 2)
+        if ended.code:
+            assert len(ended.errors) <= 2
+            assert "no space left" in ended.errors[-1]
+            assert str(small_disk) in ended.errors[-1]
+
+
+def test_the_layout_of_logs(tmp_path: Path) -> None:
+    """Folders and names are torchrun's, one per attempt and worker."""
+    ended = run_cli("--nproc-per-node", 2, "--max-restarts", 1, "-r3", "--log-dir", tmp_path,
+                    "--rdzv-id", "run/7", *BASH,
+                    "test $RANK = 0 && exec sleep 99; echo $TORCHELASTIC_RESTART_COUNT; exit 1",
+                    )  # fmt: skip
+    assert ended.code == 1
+    (folder,) = tmp_path.iterdir()
+    assert re.fullmatch(r"run_7_\w+", folder.name)
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+        f"attempt_{attempt}/{rank}/{name}.log"
+        for attempt in range(2)
+        for rank in range(2)
+        for name in ("stderr", "stdout")
+    ]
+    assert (folder / "attempt_1/1/stdout.log").read_text() == "1\n"
+    assert f"Logs: {folder}" in ended.err
+
+
+def test_a_busy_console_is_shared_fairly(tmp_path: Path) -> None:
+    """A worker that never stops writing does not keep another one's line from the console."""
+    worker = """
+    if [ $RANK = 0 ]; then
+        trap 'exit 0' TERM
+        while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done
+    fi
+    sleep 0.2; echo here; until [ -e $NOTES/go ]; do sleep 0.01; done; exit 3
+    """
+    with running_cli("--nproc-per-node", 2, "-t1", *BASH, worker,
+                     env={"NOTES": str(tmp_path)}) as job:  # fmt: skip
+        job.wait_out(r"^\[default1\]:here$")
+        (tmp_path / "go").touch()
+        assert job.wait() == 3
+
+
+def test_the_console_of_a_long_run_is_drained_in_time(tmp_path: Path) -> None:
+    """Many workers that all end at once are shown completely, without a wait for nothing."""
+    began = time.monotonic()
+    ended = run_cli("--nproc-per-node", 48, "-t3", *BASH, "echo $RANK; echo $RANK >&2")
+    assert time.monotonic() - began < 5
+    assert ended.code == 0
+    assert sorted(ended.out.splitlines()) == sorted(f"[default{n}]:{n}" for n in range(48))
+    assert sum(line.startswith("[default") for line in ended.errors) == 48

@@ -1,0 +1,306 @@
+"""Hostile surroundings: one clear line or plain success, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import JobFailed, LaunchSpec, SurroundingsError, launch
+from elastic_aio.cli import main
+from tests.support.children import shell, until_sync
+from tests.support.cli import (
+    CLI,
+    REPOSITORY,
+    Ended,
+    bare_environment,
+    run_cli,
+    run_in_shell,
+    run_program,
+)
+from tests.support.traces import strays
+
+BASH = ["--no-python", "bash", "-c"]
+is_root = os.geteuid() == 0
+
+
+def check_one_clear_line(ended: Ended, *codes: int) -> None:
+    """Assert that a job went well, or said in one line of its own why not."""
+    assert "Traceback" not in ended.err, ended.err
+    assert "Exception" not in ended.err, ended.err
+    assert ended.code in codes, ended
+    ours = [line for line in ended.errors if line.startswith("aio-elastic")]
+    if ended.code:
+        started = sum(": run " in line for line in ours)
+        assert len(ours) - started == 1, ended.err
+    until_sync(lambda: not strays(), "the end of everything")
+
+
+@pytest.mark.parametrize("limit", [6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32])
+def test_few_descriptors(limit: int) -> None:
+    """With hardly a descriptor a job runs, or says that there are too few."""
+    ended = run_in_shell(f"ulimit -n {limit}", "--nproc-per-node", 2, "-t3", *BASH, "exit 0")
+    check_one_clear_line(ended, 0, 1)
+    if ended.code:
+        assert re.search("too few descriptors|too many open files", ended.err.lower())
+
+
+def test_few_descriptors_for_many_workers() -> None:
+    """A job that is too large for the descriptors it may have ends with one line."""
+    ended = run_in_shell("ulimit -n 40", "--nproc-per-node", 40, "-t3", *BASH, "sleep 0.2")
+    check_one_clear_line(ended, 0, 1)
+
+
+@pytest.mark.skipif(not is_root, reason="needs the right to become another user")
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 6])
+def test_few_processes(limit: int) -> None:
+    """With hardly a process a job runs, or says that there are too few."""
+    user = str(60000 + os.getpid() % 5000)
+    # The right to read this interpreter stays, wherever it is installed.
+    capabilities = "-all,+dac_override,+dac_read_search"
+    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups",
+              f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}"]  # fmt: skip
+    argv = [*become, *shell(f'ulimit -u {limit}; exec "$@"'), "bash", *CLI]
+    probe = run_program([*become, *CLI, "--version"], cwd="/")
+    if probe.code:
+        pytest.skip("another user may not run this interpreter")
+    ended = run_program(
+        [*argv, "run", "--nproc-per-node", "3", "--no-python", "true"],
+        cwd="/",
+        env={"TMPDIR": "/tmp"},
+    )
+    check_one_clear_line(ended, 0, 1)
+    if ended.code:
+        assert "resource temporarily unavailable" in ended.err.lower()
+
+
+@pytest.mark.skipif(not is_root, reason="needs the right to mount")
+def test_read_only_disks() -> None:
+    """Where nothing can be written a job without logs runs, and one with logs says why not."""
+    before = "mount -o remount,bind,ro /; for d in /tmp /var/tmp /usr/tmp /dev/shm; do"
+    before += " mountpoint -q $d && mount -o remount,bind,ro $d; done; touch /tmp/probe && exit 77"
+    script = f'{before}; exec "$@"'
+    argv = ["unshare", "-m", *shell(script), "bash", *CLI, "run"]
+    plain = run_program([*argv, *BASH, "exit 0"], cwd="/", env={"TMPDIR": None})
+    if plain.code == 77 or "unshare" in plain.err or "mount:" in plain.err:
+        pytest.skip("the disk cannot be made read-only here")
+    check_one_clear_line(plain, 0)
+    failing = run_program([*argv, *BASH, "exit 5"], cwd="/", env={"TMPDIR": None})
+    assert failing.code == 5
+    logged = run_program([*argv, "-t3", *BASH, "exit 0"], cwd="/", env={"TMPDIR": None})
+    check_one_clear_line(logged, 1)
+    assert "temporary folder" in logged.err
+    chosen = run_program(
+        [*argv, "-t3", "--log-dir", "/tmp/logs here", *BASH, "exit 0"],
+        cwd="/",
+        env={"TMPDIR": None},
+    )
+    check_one_clear_line(chosen, 2)
+    assert "--log-dir" in chosen.err
+    assert "read-only" in chosen.err
+
+
+def test_no_home_and_no_tmpdir() -> None:
+    """A job needs neither HOME nor TMPDIR, nor anything else but the path."""
+    env = bare_environment(PYTHONPATH=str(REPOSITORY))
+    env["TMPDIR"] = None
+    ended = run_cli("-t1", "--log-dir", "/dev/null", *BASH, "echo fine", env=env, cwd="/")
+    check_one_clear_line(ended, 0)
+    assert ended.out == "fine\n"
+
+
+def test_a_tmpdir_that_is_not_there() -> None:
+    """A TMPDIR that does not exist is no reason to fail."""
+    ended = run_cli(*BASH, "exit 0", env={"TMPDIR": "/nowhere"})
+    check_one_clear_line(ended, 0)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("options", [[], ["-t3"], ["--stdin", "rank0"]], ids=["plain", "tee", "in"])
+def test_closed_streams(closed: str, options: list[str]) -> None:
+    """A launcher without streams gives its workers usable ones, and ends with their code."""
+    script = "for n in 0 1 2; do test -e /proc/$$/fd/$n || exit 9; done; "
+    script += "echo out || exit 8; echo err >&2 || exit 7; read -r _ && exit 6; exit 3"
+    ended = run_in_shell("", *options, *BASH, script, after=closed)
+    assert ended.code == 3
+    assert "Traceback" not in ended.err
+
+
+def test_a_usage_error_without_stderr() -> None:
+    """What cannot be said is still told by the exit code."""
+    ended = run_in_shell("", "--nnodes", "0", "x", after="2>&-")
+    assert (ended.code, ended.err) == (2, "")
+
+
+@pytest.mark.parametrize("option", [[], ["-t3"]])
+def test_a_full_console(option: list[str]) -> None:
+    """A console that takes nothing does not change the exit code."""
+    ended = run_in_shell("", *option, *BASH, "exit 3", after="> /dev/full 2> /dev/full")
+    assert ended.code == 3
+
+
+def test_the_working_directory_is_gone(tmp_path: Path) -> None:
+    """A job whose working directory was deleted runs; a relative script is not found."""
+    place = tmp_path / "place"
+    before = f'mkdir "{place}" && cd "{place}" && rmdir "{place}"'
+    check_one_clear_line(run_in_shell(before, "--no-python", "true"), 0)
+    check_one_clear_line(run_in_shell(before, "-t3", "--no-python", "true"), 0)
+    missing = run_in_shell(before, "train.py")
+    check_one_clear_line(missing, 127)
+    assert "train.py" in missing.err
+    logs = run_in_shell(before, "-t3", "--log-dir", "logs", "--no-python", "true")
+    check_one_clear_line(logs, 1, 2)
+    assert "no such file or directory" in logs.err.lower()
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_parent_that_ignores_sigchld(code: int) -> None:
+    """Exit codes are right under a parent that ignores SIGCHLD, and workers have the default."""
+    script = "bash -c 'exit 5'; test $? = 5 || exit 99; "
+    script += "grep -q '^SigIgn:.*0000[0-9a-f]\\{4\\}$' /proc/$$/status || exit 98; "
+    ended = run_in_shell("trap '' CHLD", "--nproc-per-node", 2, *BASH, f"{script} exit {code}")
+    assert ended.code == code
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN])
+async def test_an_embedding_program_that_ignores_sigchld(handler: Any) -> None:
+    """A program that throws exit statuses away is told so before anything starts."""
+    former = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with pytest.raises(SurroundingsError, match="SIGCHLD"):
+            await launch(LaunchSpec(["true"]))
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+
+
+@pytest.mark.parametrize("ignored", ["PIPE", "HUP INT QUIT TERM", "USR1 USR2 TSTP CONT"])
+def test_a_parent_that_ignores_signals(ignored: str) -> None:
+    """A job runs to its end whatever its parent ignores."""
+    ended = run_in_shell(f"trap '' {ignored}", "-t1", *BASH, "echo x; exit 3")
+    assert (ended.code, ended.out) == (3, "[default0]:x\n")
+
+
+async def test_an_argument_that_is_too_long() -> None:
+    """An argument list that the kernel refuses is one line that says so, and no restart."""
+    spec = LaunchSpec(["echo"], args=["x" * 300_000], max_restarts=3, nproc_per_node=2)
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    assert caught.value.result.exit_code == 126
+    assert caught.value.result.restarts == 0
+    assert "too long" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_argument_list_that_is_too_long(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command line says it in one line too, and exits with 126."""
+    code = main(["run", "--no-python", "echo", *["x" * 100_000] * 40])
+    out, err = capfd.readouterr()
+    assert (code, out) == (126, "")
+    assert "too long" in err
+    check_one_clear_line(Ended(code, out, err), 126)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """Arguments, names and variables that are not UTF-8 reach the worker unchanged."""
+    odd = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    ended = run_cli(
+        "-r1", "--log-dir", tmp_path, "--role", odd, *BASH, 'printf %s "$0$1$ODD"', odd, odd,
+        env={"ODD": odd},
+    )  # fmt: skip
+    assert ended.code == 0
+    assert "Traceback" not in ended.err
+    (log,) = tmp_path.rglob("stdout.log")
+    assert log.read_bytes() == b"\xff\xfe" * 3
+
+
+@pytest.mark.parametrize("run_id", ["../../up", "a/b", "..", ".", "\n", "x" * 500, "∞", "a b"])
+def test_odd_run_ids(run_id: str, tmp_path: Path) -> None:
+    """Any run id gives a folder inside of the chosen one."""
+    place = tmp_path / "logs"
+    ended = run_cli("--rdzv-id", run_id, "-r1", "--log-dir", place, *BASH, "echo x")
+    assert ended.code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert len(list(place.iterdir())) == 1
+
+
+def test_a_worker_that_closes_and_kills(tmp_path: Path) -> None:
+    """A worker that kills its own group and closes its streams is only a failed worker."""
+    ended = run_cli("-t3", "--log-dir", tmp_path, *BASH, "exec >&- 2>&-; kill -KILL 0")
+    assert ended.code == 137
+    assert "Traceback" not in ended.err
+
+
+def test_a_worker_that_removes_the_log_folder(tmp_path: Path) -> None:
+    """Logs that somebody deletes while the job runs change nothing but themselves."""
+    script = f'echo x; rm -rf "{tmp_path}/logs"; echo y; exit $((1 - TORCHELASTIC_RESTART_COUNT))'
+    ended = run_cli("--max-restarts", 1, "-t1", "--log-dir", tmp_path / "logs", *BASH, script)
+    assert "Traceback" not in ended.err
+    assert ended.code == 1
+    assert ended.out == "[default0]:x\n[default0]:y\n"
+
+
+def test_memory_is_short() -> None:
+    """A launcher that cannot have much memory runs all the same."""
+    ended = run_in_shell("ulimit -v 600000", "--nproc-per-node", 4, "-t1", *BASH, "echo x")
+    check_one_clear_line(ended, 0)
+    assert len(ended.out.splitlines()) == 4
+
+
+def run_many(commands: list[list[str]], at_once: int) -> list[Ended]:
+    """Run commands, some at a time; return what they left, in order."""
+
+    async def run_one(argv: list[str], turn: asyncio.Semaphore) -> Ended:
+        async with turn:
+            return await asyncio.to_thread(run_program, argv)
+
+    async def run_all() -> list[Ended]:
+        turn = asyncio.Semaphore(at_once)
+        return await asyncio.gather(*(run_one(argv, turn) for argv in commands))
+
+    with asyncio.Runner() as runner:
+        return runner.run(run_all())
+
+
+def test_many_jobs_never_collide(tmp_path: Path) -> None:
+    """Fifty jobs of one name with one log folder, a dozen at a time, all keep to themselves."""
+    jobs = 50
+    command = [*CLI, "run", "--standalone", "--nproc-per-node", "2", "--rdzv-id", "same", "-r1",
+               "--log-dir", str(tmp_path), *BASH]  # fmt: skip
+    ended = run_many(
+        [[*command, f"echo {job} $MASTER_PORT; exit $(( {job} % 3 ))"] for job in range(jobs)],
+        at_once=12,
+    )
+    assert [one.code for one in ended] == [job % 3 for job in range(jobs)]
+    assert not any("Traceback" in one.err for one in ended)
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == jobs
+    said = [
+        {path.read_text() for path in folder.rglob("stdout.log") if path.stat().st_size}
+        for folder in folders
+    ]
+    assert all(len(of_one) == 1 for of_one in said)
+    assert {int(text.split()[0]) for of_one in said for text in of_one} == set(range(jobs))
+
+
+def test_python_options_of_the_user(tmp_path: Path) -> None:
+    """Variables that change Python's behaviour do not break launcher or guardian."""
+    (tmp_path / "asyncio.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "sweep.py").write_text("raise SystemExit('shadowed')")
+    env = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "error", "PYTHONASYNCIODEBUG": "1",
+           "PYTHONDEVMODE": "1"}  # fmt: skip
+    ended = run_program(
+        [sys.executable, "-W", "error", "-m", "elastic_aio", "run", "-t3", *BASH, "echo x; exit 3"],
+        env=env,
+        cwd=tmp_path,
+    )
+    assert (ended.code, ended.out) == (3, "[default0]:x\n")
+    assert "Warning" not in ended.err
+    assert "Traceback" not in ended.err

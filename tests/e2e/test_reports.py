@@ -1,0 +1,268 @@
+"""Why a job failed, as told by real workers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import ExitStatus, JobFailed, LaunchSpec, LogSpec, launch
+from elastic_aio.agent import evidence
+from elastic_aio.agent.evidence import EndedWorker, gather_failures
+from elastic_aio.logs.paths import plan_logs
+from tests.support.children import shell
+from tests.support.cli import run_cli
+
+BASH = ["--no-python", "bash", "-c"]
+RECORDED = """
+import os, sys
+from elastic_aio.worker import record
+
+@record
+def main():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no data")
+    import time
+    time.sleep(99)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Make a script whose rank 1 records an exception."""
+    script = tmp_path / "train.py"
+    script.write_text(RECORDED)
+    return script
+
+
+def test_a_recorded_exception_is_the_report(recorded: Path, tmp_path: Path) -> None:
+    """The traceback of the culprit is shown, victims are marked, the code is the culprit's."""
+    ended = run_cli("--nproc-per-node", 3, "--log-dir", tmp_path / "logs", recorded)
+    assert ended.code == 1
+    report = ended.err[ended.err.index("\n=====") :]
+    others, root = report.split("Root Cause (first observed failure):")
+    assert f"{recorded} FAILED" in others
+    assert others.count("stopped   : by the supervisor, because of the root cause") == 2
+    assert others.count("(SIGTERM)") >= 2
+    assert "rank      : 1 (local_rank: 1)" in root
+    assert "exitcode  : 1 (pid: " in root
+    (error_file,) = (tmp_path / "logs").rglob("error.json")
+    assert f"error_file: {error_file}" in root
+    assert "traceback : Traceback (most recent call last):" in root
+    assert "ValueError: no data" in root
+    assert "attempt 0 failed: rank 1" in ended.err
+
+
+def test_the_launcher_passes_the_error_on(recorded: Path, tmp_path: Path) -> None:
+    """TORCHELASTIC_ERROR_FILE of the launcher gets the root cause, exit code included."""
+    target = tmp_path / "outer.json"
+    target.write_text("from before")
+    run_cli("--nproc-per-node", 2, recorded, env={"TORCHELASTIC_ERROR_FILE": str(target)})
+    said = json.loads(target.read_bytes())["message"]
+    assert said["message"] == "ValueError: no data"
+    assert said["errorCode"] == 1
+    assert "Traceback" in said["extraInfo"]["py_callstack"]
+    assert abs(int(said["extraInfo"]["timestamp"]) - time.time()) < 60
+
+
+def test_no_error_file_means_no_copy(tmp_path: Path) -> None:
+    """A culprit without an error file leaves the launcher's alone; workers never see it."""
+    target = tmp_path / "outer.json"
+    script = 'test "$TORCHELASTIC_ERROR_FILE" != "$OUTER" || exit 9; exit 5'
+    env = {"TORCHELASTIC_ERROR_FILE": str(target), "OUTER": str(target)}
+    assert run_cli(*BASH, script, env=env).code == 5
+    assert not target.exists()
+
+
+def test_an_error_file_that_cannot_be_passed_on(recorded: Path) -> None:
+    """A target that cannot be written is one more line, no traceback of ours."""
+    env = {"TORCHELASTIC_ERROR_FILE": "/nowhere/error.json"}
+    ended = run_cli("--nproc-per-node", 2, recorded, env=env)
+    assert ended.code == 1
+    assert "could not be passed on to /nowhere/error.json" in ended.err
+
+
+def test_stderr_is_shown_without_a_record() -> None:
+    """Where stderr is captured its last lines are in the report."""
+    script = (
+        "for i in {1..100}; do echo line $i >&2; done; printf '  10%%\\r 100%%\\nend' >&2; exit 3"
+    )
+    ended = run_cli("-r2", *BASH, script)
+    assert ended.code == 3
+    tail = ended.err[ended.err.index("stderr    : last lines of ") :].splitlines()
+    assert tail[-4:-2] == ["     100%", "    end"] or "    end" in tail
+    assert "    line 100" in tail
+    assert "    line 1" not in tail
+    assert "To enable traceback see" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(11, "SIGSEGV", 139), (9, "SIGKILL", 137), (6, "SIGABRT", 134)]
+)
+def test_signals_are_named(number: int, name: str, code: int) -> None:
+    """A worker killed by a signal is reported with its number and name."""
+    ended = run_cli(*BASH, f"kill -{number} $$")
+    assert ended.code == code
+    assert f"exitcode  : -{number} (pid: " in ended.err
+    assert f"({name})" in ended.err
+    assert f"Signal {number} ({name}) received by PID " in ended.err
+
+
+BROKEN = {
+    "empty": "",
+    "cut": '{"message": {"message": "ValueEr',
+    "list": "[]",
+    "number": "3",
+    "no message": "{}",
+    "null": '{"message": null}',
+    "number as message": '{"message": 3}',
+    "no text in message": '{"message": {"message": {}, "extraInfo": 3}}',
+    "binary": "\x00\x01\x02",
+    "deep": "[" * 100_000,
+    "huge": '{"message": "' + "x" * 9_000_000 + '"}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+async def test_a_broken_error_file_breaks_nothing(content: str, tmp_path: Path) -> None:
+    """Whatever stands in the file, the worker has simply failed, and restarts go on."""
+    (tmp_path / "content").write_text(content)
+    script = 'cp "$NOTES/content" "$TORCHELASTIC_ERROR_FILE"; exit 7'
+    spec = LaunchSpec(
+        shell(script), env={"NOTES": str(tmp_path)}, max_restarts=1,
+        logs=LogSpec(log_dir=str(tmp_path / "logs")),
+    )  # fmt: skip
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    assert (caught.value.result.exit_code, caught.value.result.restarts) == (7, 1)
+    assert caught.value.failures[0].error is None
+
+
+@pytest.mark.parametrize("make", ["mkdir", "mkfifo", "ln -s /nowhere", "ln -s /dev/zero"])
+async def test_an_error_file_that_is_no_file(make: str, tmp_path: Path) -> None:
+    """A folder, a pipe or a link in the file's place is read by nobody."""
+    spec = LaunchSpec(
+        shell(f'{make} "$TORCHELASTIC_ERROR_FILE"; exit 7'),
+        logs=LogSpec(log_dir=str(tmp_path / "logs")),
+    )
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    assert caught.value.result.exit_code == 7
+    assert caught.value.failures[0].error is None
+
+
+async def test_forms_of_the_error_file(tmp_path: Path) -> None:
+    """A plain message and torch's form with odd times are both read."""
+    forms: list[tuple[dict[str, Any], str, str | None]] = [
+        ({"message": "plain", "timestamp": 5}, "plain", None),
+        ({"message": {"message": "m", "extraInfo": {}}}, "m", None),
+        ({"message": {"message": "m", "extraInfo": {"timestamp": "soon"}}}, "m", None),
+        ({"message": {"message": "m", "extraInfo": {"py_callstack": "stack"}}}, "m", "stack"),
+    ]
+    for document, message, traceback in forms:
+        (tmp_path / "content").write_text(json.dumps(document))
+        script = 'cp "$NOTES/content" "$TORCHELASTIC_ERROR_FILE"; exit 7'
+        spec = LaunchSpec(
+            shell(script),
+            env={"NOTES": str(tmp_path)},
+            logs=LogSpec(log_dir=str(tmp_path / "logs")),
+        )
+        with pytest.raises(JobFailed) as caught:
+            await launch(spec)
+        error = caught.value.failures[0].error
+        assert error is not None
+        assert (error.message, error.traceback) == (message, traceback)
+        assert abs(error.timestamp - time.time()) < 60 or document.get("timestamp") == 5
+
+
+async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
+    """Who recorded an error first is the root cause, even if another one exited first."""
+    script = """
+    if [ $RANK = 1 ]; then
+        echo '{"message": {"message": "boom", "extraInfo": {}}}' > $TORCHELASTIC_ERROR_FILE
+        : > $NOTES/recorded; exec sleep 99
+    fi
+    until [ -e $NOTES/recorded ]; do :; done; sleep 0.02; exit 3
+    """
+    spec = LaunchSpec(
+        shell(script), nproc_per_node=2, env={"NOTES": str(tmp_path)},
+        logs=LogSpec(log_dir=str(tmp_path / "logs")),
+    )  # fmt: skip
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    root, other = caught.value.failures
+    assert (root.rank, root.is_victim) == (1, False)
+    assert root.error is not None
+    assert root.error.message == "boom"
+    assert (other.rank, other.is_victim) == (0, False)
+
+
+async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) -> None:
+    """A victim that records an exception while it is being stopped stays a victim."""
+    (tmp_path / "said").write_text('{"message": "interrupted"}')
+    script = """
+    if [ $RANK = 1 ]; then
+        trap 'sleep 0.05; cp $NOTES/said $TORCHELASTIC_ERROR_FILE; exit 1' TERM
+        : > $NOTES/ready; sleep 99 & wait
+    fi
+    until [ -e $NOTES/ready ]; do :; done; exit 3
+    """
+    spec = LaunchSpec(
+        shell(script), nproc_per_node=2, env={"NOTES": str(tmp_path)},
+        logs=LogSpec(log_dir=str(tmp_path / "logs")),
+    )  # fmt: skip
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    root, other = caught.value.failures
+    assert (root.rank, root.is_victim) == (0, False)
+    assert (other.rank, other.is_victim) == (1, True)
+    assert caught.value.result.exit_code == 3
+
+
+async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the kernel counts an OOM kill, a worker killed by a stranger gets the note."""
+    monkeypatch.setattr(evidence, "oom_kills", lambda: 3)
+
+    def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> EndedWorker:
+        logs = plan_logs(LogSpec(), None, 0, rank)
+        return EndedWorker(rank, rank, 100 + rank, "h", status, time.time(), rank, is_victim, logs)
+
+    workers = [
+        ended(0, ExitStatus(signal=9)),
+        ended(1, ExitStatus(signal=9), is_victim=True),
+        ended(2, ExitStatus(code=1)),
+    ]
+    found = await gather_failures(workers, stopped_at=time.time(), oom_kills_before=2)
+    notes = {failure.rank: failure.notes for failure in found}
+    assert "out of memory" in notes[0][0]
+    assert notes[1] == notes[2] == ()
+    for before in (3, None):
+        found = await gather_failures(workers, stopped_at=time.time(), oom_kills_before=before)
+        assert all(failure.notes == () for failure in found)
+
+
+def test_restarted_failures_are_told_as_well() -> None:
+    """Each failed attempt is one line with its rule; the report comes once, at the end."""
+    ended = run_cli("--max-restarts", 2, *BASH, "exit 4")
+    assert ended.code == 4
+    assert [line for line in ended.errors if "attempt" in line and "FAILED" not in line] == [
+        line for number in range(3) for line in ended.errors
+        if f"attempt {number} failed: rank 0" in line or f"restarting as attempt {number}:" in line
+    ]  # fmt: skip
+    assert ended.err.count("bash FAILED") == 1
+    assert "all 2 restarts are used up (max_restarts)" in ended.err
+
+
+def test_a_worker_that_prints_nothing_and_a_python_that_raises(tmp_path: Path) -> None:
+    """An exception without `record` is seen in the tail of stderr, when that is captured."""
+    script = tmp_path / "raises.py"
+    script.write_text("raise KeyError('lost')\n")
+    ended = run_cli("-r3", script)
+    assert ended.code == 1
+    assert "    KeyError: 'lost'" in ended.err

@@ -1,0 +1,250 @@
+"""What the command line does with the signals that it gets."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import Event, StopEscalated, StopRequested, event_from_json
+from tests.support.children import (
+    POLITE,
+    SIGNAL_LOGGER,
+    deaf,
+    none_alive,
+    noted,
+    noting,
+    until_sync,
+)
+from tests.support.cli import CLI, REPOSITORY, running, running_cli
+from tests.support.traces import alive, strays
+
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+
+
+def notes(folder: Path, **more: str) -> dict[str, str]:
+    """Return the environment of workers that leave notes."""
+    return {"NOTES": str(folder), **more}
+
+
+def state(pid: int) -> str:
+    """Return the state of a process in one letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def in_state(letter: str, *pids: int) -> Callable[[], bool]:
+    """Return a condition: all these processes are in a state."""
+    return lambda: {state(pid) for pid in pids} <= set(letter)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_stop_signal_is_passed_on_and_becomes_the_exit_code(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Workers get the very signal, once, and the launcher exits with 128 + n and one line."""
+    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 0.2, "--no-python",
+                     *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
+        until_sync(noted(tmp_path, 2))
+        job.send(number)
+        ended = job.ended()
+    assert ended.code == 128 + number
+    assert (tmp_path / "log").read_text().split() == [number.name] * 2
+    assert f"{number.name} was received" in ended.err
+    assert "FAILED" not in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    """A SIGHUP that was ignored when we were started stops nothing."""
+    script = 'trap "" HUP; exec "$@"'
+    argv = ["bash", "-c", script, "bash", *CLI, "run", "--no-python", *POLITE]
+    with running(argv, env=notes(tmp_path)) as job:
+        (pid,) = until_sync(noted(tmp_path, 1))
+        job.send(signal.SIGHUP)
+        job.send(signal.SIGTERM)
+        ended = job.ended()
+    assert ended.code == 143
+    assert "SIGHUP" not in ended.err
+    assert not alive(pid)
+
+
+def test_user_signals_go_to_each_leader_once(tmp_path: Path) -> None:
+    """SIGUSR1 and SIGUSR2 reach every worker once, and the same workers go on."""
+    with running_cli("--nproc-per-node", 3, "--shutdown-timeout", 0.1, "--no-python",
+                     *SIGNAL_LOGGER, env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
+        pids = until_sync(noted(tmp_path, 3))
+        log = tmp_path / "log"
+        for count, name in enumerate(["USR1", "USR2", "USR1"], start=1):
+            job.send(getattr(signal, f"SIG{name}"))
+            until_sync(lambda count=count: log.exists()  # type: ignore[misc]  # bound now
+                       and len(log.read_text().split()) == 3 * count)  # fmt: skip
+        assert log.read_text().split() == ["SIGUSR1"] * 3 + ["SIGUSR2"] * 3 + ["SIGUSR1"] * 3
+        assert all(map(alive, pids))
+        assert job.err.count("SIGUSR1 was passed on to 3 workers") == 2
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    """Whoever presses Ctrl-C twice does not wait for the grace."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *deaf(),
+                     env=notes(tmp_path)) as job:  # fmt: skip
+        pids = until_sync(noted(tmp_path, 2))
+        began = time.monotonic()
+        job.send(signal.SIGINT)
+        job.wait_err("SIGINT was received")
+        assert all(map(alive, pids))
+        job.send(signal.SIGINT)
+        assert job.wait() == 130
+        assert time.monotonic() - began < 10
+    assert not any(map(alive, pids))
+
+
+def test_many_signals_during_a_stop(tmp_path: Path) -> None:
+    """A third and a fourth signal break nothing."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *deaf(),
+                     env=notes(tmp_path)) as job:  # fmt: skip
+        pids = until_sync(noted(tmp_path, 2))
+        for number in [*STOPS, signal.SIGUSR1, *STOPS]:
+            job.send(number)
+        assert job.wait() in {128 + number for number in STOPS}
+        assert "Traceback" not in job.err
+    assert not any(map(alive, pids))
+
+
+def test_held_and_continued(tmp_path: Path) -> None:
+    """SIGTSTP holds the workers and then us; SIGCONT lets both go on."""
+    script = noting("until [ -e $NOTES/go ]; do sleep 0.01; done")
+    with running_cli("--nproc-per-node", 2, "--no-python", *script, env=notes(tmp_path)) as job:
+        pids = until_sync(noted(tmp_path, 2))
+        for _ in range(2):
+            job.send(signal.SIGTSTP)
+            until_sync(in_state("T", *pids, job.pid), "all held")
+            job.send(signal.SIGCONT)
+            until_sync(in_state("SRD", *pids, job.pid), "all going on")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0
+
+
+def test_no_deadline_passes_while_held(tmp_path: Path) -> None:
+    """The grace of a stop stands still while the job is held."""
+    story = tmp_path / "story"
+    grace, held = 0.6, 0.9
+    with running_cli("--shutdown-timeout", grace, "--events", story, "--no-python", *deaf(),
+                     env=notes(tmp_path)) as job:  # fmt: skip
+        (pid,) = until_sync(noted(tmp_path, 1))
+        job.send(signal.SIGTERM)
+        job.wait_err("SIGTERM was received")
+        job.send(signal.SIGTSTP)
+        until_sync(in_state("T", pid, job.pid), "all held")
+        time.sleep(held)  # longer than the grace: it would have passed
+        job.send(signal.SIGCONT)
+        assert job.wait() == 143
+    events: list[Event] = [event_from_json(line) for line in story.read_bytes().splitlines()]
+    asked = next(event for event in events if isinstance(event, StopRequested))
+    escalated = next(event for event in events if isinstance(event, StopEscalated))
+    assert escalated.time - asked.time >= grace + held - 0.1
+
+
+def test_a_held_job_can_be_killed(tmp_path: Path) -> None:
+    """SIGKILL of a held launcher leaves no held worker behind."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
+        pids = until_sync(noted(tmp_path, 2))
+        job.send(signal.SIGTSTP)
+        until_sync(in_state("T", *pids, job.pid), "all held")
+        job.send(signal.SIGKILL)
+        job.wait()
+        until_sync(none_alive(pids), "the end of the workers")
+    until_sync(lambda: not strays())
+
+
+def test_job_control_of_a_shell(tmp_path: Path) -> None:
+    """On a terminal Ctrl-Z holds the job, `fg` continues it, Ctrl-C stops it."""
+    terminal = [sys.executable, "-c", "import pty; pty.spawn(['bash', '--norc', '-i'])"]
+    env = notes(tmp_path, PS1="$ ", HISTFILE="/dev/null", PYTHONPATH=str(REPOSITORY))
+    with running(terminal, env=env, stdin_pipe=True) as shell:
+        typed = shell.process.stdin
+        assert typed is not None
+
+        def type_in(text: bytes) -> None:
+            typed.write(text)
+            typed.flush()
+
+        command = shlex.join([*CLI, "run", "--nproc-per-node", "2", "--no-python", *noting()])
+        (tmp_path / "command").write_text(command)
+        type_in(b". $NOTES/command\n")
+        pids = until_sync(noted(tmp_path, 2))
+        type_in(b"\x1a")
+        shell.wait_out("Stopped")
+        until_sync(in_state("T", *pids), "workers that are held")
+        type_in(b"fg\n")
+        until_sync(in_state("SRD", *pids), "all going on")
+        type_in(b"\x03")
+        type_in(b"echo code=$((0 + $?)).\n")
+        shell.wait_out(r"code=130\.")
+        type_in(b"exit\n")
+        shell.wait()
+    assert not any(map(alive, pids))
+
+
+def test_listed_user_signal_is_forwarded(tmp_path: Path) -> None:
+    """`--signals-to-handle` with SIGUSR1 forwards it and goes on; SIGTERM stops."""
+    with running_cli("--signals-to-handle", "SIGTERM,SIGUSR1", "--shutdown-timeout", 0.1,
+                     "--no-python", *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
+        (pid,) = until_sync(noted(tmp_path, 1))
+        job.send(signal.SIGUSR1)
+        log = tmp_path / "log"
+        until_sync(lambda: log.exists() and log.read_text() == "SIGUSR1\n")
+        assert alive(pid)
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_listed_other_signal_stops(tmp_path: Path) -> None:
+    """Any other listed signal stops the job by the plan."""
+    with running_cli("--signals-to-handle", "SIGALRM", "--shutdown-timeout", 0.2,
+                     "--no-python", *deaf(), env=notes(tmp_path)) as job:  # fmt: skip
+        (pid,) = until_sync(noted(tmp_path, 1))
+        job.send(signal.SIGALRM)
+        assert job.wait() == 128 + signal.SIGALRM
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_unlisted_stop_signal_orphans_nobody(number: signal.Signals, tmp_path: Path) -> None:
+    """A signal that is not handled ends the launcher, and the workers with it."""
+    with running_cli("--signals-to-handle", "SIGINT", "--nproc-per-node", 2, "--no-python",
+                     *noting(), env=notes(tmp_path)) as job:  # fmt: skip
+        pids = until_sync(noted(tmp_path, 2))
+        job.send(number)
+        assert job.wait() == 128 + number
+        until_sync(none_alive(pids), "the end of the workers", 2)
+    until_sync(lambda: not strays())
+
+
+def test_handled_before_the_first_worker_runs(tmp_path: Path) -> None:
+    """A stop during the start of many workers has the code and the line of any other."""
+    with running_cli("--nproc-per-node", 64, "--no-python", *noting(),
+                     env=notes(tmp_path)) as job:  # fmt: skip
+        job.wait_err("64 workers of bash")
+        job.send(signal.SIGTERM)
+        ended = job.ended()
+    assert ended.code == 143
+    assert "SIGTERM was received" in ended.err
+
+
+def test_the_former_shell_process_group_is_untouched(tmp_path: Path) -> None:
+    """Workers are stopped by us, not by the terminal: their groups are their own."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
+        pids = until_sync(noted(tmp_path, 2))
+        assert [os.getpgid(pid) for pid in pids] == pids
+        assert [os.getsid(pid) for pid in pids] == pids
+        assert os.getsid(job.pid) == os.getsid(0)
+        job.send(signal.SIGTERM)
+        job.wait()
