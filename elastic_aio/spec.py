@@ -36,7 +36,10 @@ __all__ = [
     "NodeRange",
     "RendezvousSpec",
     "Script",
+    "StartMethod",
 ]
+
+StartMethod = Literal["spawn", "fork", "forkserver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class LaunchSpec:
     run_id: str | None = None
     stdin: Literal["null", "rank0"] = "null"
     python: str | None = None
-    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
+    start_method: StartMethod = "spawn"
     preload: tuple[str, ...] = ()
     events_kept: int = 10_000
 
@@ -274,7 +277,7 @@ class LaunchSpec:
         run_id: str | None = None,
         stdin: Literal["null", "rank0"] = "null",
         python: str | PathLike | None = None,
-        start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
+        start_method: StartMethod = "spawn",
         preload: Iterable[str] = (),
         events_kept: int = 10_000,
     ) -> None:

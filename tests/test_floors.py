@@ -32,8 +32,8 @@ FLOORS: list[set[str]] = [
     {"process", "logs", "store"},
     {"rendezvous"},
     {"agent"},
-    {"launcher", "report", "torchrun", "metrics", "store_cli"},
-    {"cli"},
+    {"launcher", "processes", "report", "torchrun", "metrics", "store_cli"},
+    {"cli", "sync"},
     {"__init__", "__main__"},
 ]
 WORDS = FLOORS[0]

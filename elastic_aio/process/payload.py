@@ -84,7 +84,7 @@ def make_payload(
     Args:
         function: what workers call.
         args: its positional arguments.
-        is_quiet: print no traceback of an Exception; the result carries it anyway.
+        is_quiet: print no traceback, which the result carries anyway; drop values.
         is_daemon: mark the workers as daemons for multiprocessing.
         with_index: put the worker's index before the arguments.
 

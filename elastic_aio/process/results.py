@@ -30,6 +30,11 @@ class Told(Struct, frozen=True):
     error: WorkerError | None = None
     problem: str = ""
 
+    @property
+    def is_exception(self) -> bool:
+        """Whether an Exception ended the call, and not another BaseException."""
+        return self.kind == bootstrap.RAISED
+
 
 async def read_told(descriptor: int) -> Told:
     """Read a worker's result; never fails, and may be repeated.

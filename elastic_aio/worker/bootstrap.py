@@ -94,8 +94,8 @@ def format_call(header: Mapping[str, Any], body: bytes) -> list[bytes]:
 
     Args:
         header: `path` and `argv` for `sys`, and optionally `main` (name and path of
-            the main script), `mp` (what multiprocessing needs), `is_quiet` (print
-            no traceback), `is_daemon` and `with_index`.
+            the main script), `mp` (what multiprocessing needs), `is_quiet` (see
+            `perform`), `is_daemon` and `with_index`.
         body: the pickled pair of function and arguments.
     """
     pickle = _pickle_module()
@@ -193,7 +193,8 @@ def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
 def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) -> int:
     """Call what `prepare` returns, a pair of function and arguments; return the exit code.
 
-    Every way to end is written to `result`; whatever is raised ends here.
+    Every way to end is written to `result`; whatever is raised ends here.  A quiet
+    call prints no traceback of an Exception and drops its value.
     """
     _enable_faulthandler()
     try:
@@ -207,7 +208,7 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
     except BaseException as error:  # noqa: BLE001  # it is told, and ends the worker
         return _raised(error, result, is_quiet)
     try:
-        _write_result(result, VALUE, value)
+        _write_result(result, VALUE, None if is_quiet else value)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
         return _unpicklable(value, error, result)
     return 0

@@ -196,3 +196,65 @@ def note_and_sleep(folder: str) -> None:
         file.write(str(os.getpid()))
     os.rename(f"{folder}/.{rank()}", f"{folder}/{rank()}")
     time.sleep(99)
+
+
+def indexed(index: int, *args: Any) -> None:
+    """Note the index and the arguments."""
+    folder, *rest = args
+    with open(f"{folder}/{index}", "w") as file:
+        file.write(repr((index, rest)))
+
+
+def indexed_end(index: int, how: str, *args: Any) -> None:
+    """The process of index 1 ends somehow; the others wait."""
+    if index != 1:
+        time.sleep(99)
+    {
+        "raise": raise_error,
+        "exit": lambda: leave(3),
+        "text": lambda: leave("said"),
+        "signal": lambda: kill_self(signal.SIGTERM),
+        "unknown": lambda: kill_self(40),
+        "base": raise_base,
+    }[how]()
+
+
+def indexed_interrupt(index: int) -> None:
+    raise KeyboardInterrupt
+
+
+def indexed_generator(index: int) -> Any:
+    return give_generator()
+
+
+def indexed_deaf(index: int, folder: str, seconds: float) -> None:
+    """Ignore SIGTERM; the process of index 0 fails once the other is ready."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if index:
+        with open(f"{folder}/ready", "w"):
+            pass
+        time.sleep(seconds)
+        with open(f"{folder}/done", "w"):
+            pass
+        return
+    while not os.path.exists(f"{folder}/ready"):
+        time.sleep(0.01)
+    leave(2)
+
+
+def indexed_sleep(index: int, seconds: float) -> None:
+    time.sleep(seconds * index)
+
+
+def indexed_daemon(index: int, folder: str) -> None:
+    """Note whether multiprocessing takes us for a daemon."""
+    from multiprocessing import current_process
+
+    with open(f"{folder}/{index}", "w") as file:
+        file.write(str(current_process().daemon))
+
+
+def report(*args: Any) -> Any:
+    """Return what a member of a group finds."""
+    print("out", *args)
+    return args, os.environ.get("OWN"), os.environ.get("RANK")

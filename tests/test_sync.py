@@ -1,0 +1,92 @@
+"""The forms for scripts without a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import SpecError
+from elastic_aio.processes import ProcessExitedException, ProcessRaisedException
+from elastic_aio.sync import ProcessContext, spawn, start_context, start_processes
+from tests.support import functions
+from tests.support.traces import alive
+
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_group(method: Any) -> None:
+    """Started, waited for, and left."""
+    args = {0: (1,), 1: (2,)}
+    group = start_processes("g", functions.report, args, {0: {}, 1: {}}, start_method=method)
+    with group:
+        assert sorted(group.pids()) == [0, 1]
+        result = group.wait()
+    assert result is not None
+    assert dict(result.return_values) == {0: ((1,), None, None), 1: ((2,), None, None)}
+
+
+def test_a_group_that_is_closed() -> None:
+    """Waits may be short here too."""
+    with start_processes("g", ["sleep", "99"], {0: ()}, {0: {}}) as group:
+        assert group.wait(0.05) is None
+        group.close()
+        result = group.wait()
+    assert result is not None
+    assert result.failures[0].signal_name() == "SIGTERM"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
+    """At once, or step by step."""
+    start_context(functions.indexed, (str(tmp_path),), 2, start_method=method)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    context = start_context(functions.indexed_sleep, (0.1,), 2, join=False, start_method=method)
+    assert context is not None
+    joined(context)
+    assert context.join()
+    context.close()
+
+
+def joined(context: ProcessContext) -> None:
+    while not context.join():
+        pass
+
+
+def test_failures_are_raised() -> None:
+    """From both forms."""
+    with pytest.raises(ProcessRaisedException, match="boom"):
+        spawn(functions.indexed_end, ("raise",), 2)
+    context = spawn(functions.indexed_end, ("exit",), 2, join=False)
+    assert context is not None
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        joined(context)
+
+
+def test_a_context_that_is_left() -> None:
+    """What runs is stopped."""
+    context = spawn(functions.indexed_end, ("raise",), 1, join=False)
+    assert context is not None
+    with context:
+        (pid,) = context.pids()
+        assert context.join(0.05) is False
+        assert alive(pid)
+    assert not alive(pid)
+    assert spawn(functions.indexed_end, nprocs=0, join=False) is None
+
+
+def test_refusals_leave_no_thread() -> None:
+    """What cannot be started is said here, and nothing is left."""
+    lock: Any = (one for one in "")
+    with pytest.raises(SpecError, match="must be picklable"):
+        spawn(functions.indexed, (lock,), 1, join=False)
+    with pytest.raises(SpecError, match="must be picklable"):
+        start_processes("g", functions.give, {0: (lock,)}, {0: {}}).__enter__()
+
+
+async def test_in_a_loop_the_other_forms_are_right() -> None:
+    """A joined spawn would block the loop."""
+    with pytest.raises(RuntimeError, match="event loop is running"):
+        spawn(functions.indexed, ("x",), 1)
