@@ -10,16 +10,18 @@ spelling first, which also finds the script.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
+from elastic_aio.logspecs import ENTRY_POINTS
 from elastic_aio.policy import DEFAULT_GRACE, SignalSpec, StopPlan
 from elastic_aio.signames import signal_number
-from elastic_aio.spec import Command, LaunchSpec, LogSpec, Module, RendezvousSpec, Script
+from elastic_aio.spec import Command, Function, LaunchSpec, LogSpec, Module, RendezvousSpec, Script
 from elastic_aio.std import StdMap
+from elastic_aio.worker.scripts import run_script
 
 __all__ = ["RunRequest", "UsageError", "in_options", "parse_run"]
 
@@ -98,21 +100,38 @@ _OPTIONS = (
     ),
     _Option("stdin", "'null', or 'rank0': local rank 0 gets ours", metavar="WHO", has_pet=False),
     _Option("log-prefix", "template of the prefix of tee'd lines", metavar="T", has_pet=False),
+    _Option(
+        "logs-specs",
+        "name of the plug-in that lays out the logs (default 'default')",
+        metavar="NAME",
+        has_pet=False,
+    ),
+    _Option("run-path", "run the script as a function's worker, in this launcher's Python"),
+    _Option(
+        "start-method",
+        "how Python workers start: 'spawn' (default), 'fork' (only with --run-path)"
+        " or 'forkserver'",
+        metavar="NAME",
+    ),
+    _Option(
+        "preload",
+        "modules that a server imports once, to fork the workers of all attempts, as in"
+        " 'torch,numpy'",
+        metavar="MODULES",
+        has_pet=False,
+    ),
     _Option("events", "write every event to FILE as a line of JSON", metavar="FILE", has_pet=False),
 )
 # torchrun's, and not there yet; a value means that the option takes one.
 _NOT_YET = {
     "rdzv-conf": "KEY=VALUE",
-    "start-method": "NAME",
     "event-log-handler": "NAME",
-    "run-path": "",
     "duplicate-stdout-filters": "TEXT",
     "duplicate-stderr-filters": "TEXT",
     "node-rank": "N",
     "master-addr": "ADDR",
     "master-port": "PORT",
     "local-addr": "ADDR",
-    "logs-specs": "NAME",
     "numa-binding": "KIND",
     "virtual-local-rank": "",
 }
@@ -244,22 +263,28 @@ def _request(
         if not _is_positive(interval):
             raise UsageError(f"--monitor-interval: must be a number above 0, not {interval!r}")
         notices.append("--monitor-interval is accepted but unused: nothing is polled")
-    if values["module"] and values["no_python"]:
+    if values["module"] and values["no_python"] and not values["run_path"]:
         raise UsageError("-m/--module and --no-python exclude each other")
     script, *args = program
+    preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
+    is_function = bool(values["run_path"])
     spec = LaunchSpec(
-        Module(script)
+        Function(run_script, script)
+        if is_function
+        else Module(script)
         if values["module"]
         else Command((script,))
         if values["no_python"]
         else Script(script),
-        args=args,
+        args=[script, *args] if is_function else args,
+        start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
+        preload=preload,
         nproc_per_node=_nproc(values["nproc_per_node"]),
         nnodes=values["nnodes"] or "1",
         max_restarts=_whole("--max-restarts", values["max_restarts"] or "0"),
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
-        logs=LogSpec(
+        logs=_logs_specs(values["logs_specs"])(
             log_dir=values["log_dir"] or None,
             redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
             tee=StdMap.parse("logs.tee", values["tee"] or "0"),
@@ -274,6 +299,23 @@ def _request(
     if spec.nnodes.maximum > 1:
         raise UsageError(f"--nnodes: more than one node is not supported yet, not {spec.nnodes}")
     return RunRequest(spec, _signals(values["signals_to_handle"]), values["events"], tuple(notices))
+
+
+def _logs_specs(name: str | None) -> Callable[..., LogSpec]:
+    """Return what makes the job's `LogSpec`: the default, or a plug-in."""
+    if name in (None, "default"):
+        return LogSpec
+    from importlib.metadata import entry_points
+
+    found = entry_points(group=ENTRY_POINTS)
+    for entry in found.select(name=name):
+        try:
+            made: Callable[..., LogSpec] = entry.load()
+        except Exception as error:
+            raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
+        return made
+    known = ", ".join(sorted({"default", *found.names}))
+    raise UsageError(f"--logs-specs: must be one of {known}, not {name!r}")
 
 
 def _nproc(value: str | None) -> int:
@@ -367,6 +409,8 @@ _OPTION_OF_FIELD = {
     "signals.stop": "--signals-to-handle",
     "signals.forward": "--signals-to-handle",
     "entrypoint": "script",
+    "start_method": "--start-method",
+    "preload": "--preload",
     "python": "PYTHON_EXEC",
 }
 

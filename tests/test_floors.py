@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
         "outcome",
         "ranks",
         "spec",
+        "logspecs",
         "policy",
         "checks",
         "std",

@@ -9,9 +9,21 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import Command, LaunchSpec, Module, NodeRange, Script, Std, StdMap, StopPlan
+from elastic_aio import (
+    Command,
+    Function,
+    LaunchSpec,
+    LogSpec,
+    Module,
+    NodeRange,
+    Script,
+    Std,
+    StdMap,
+    StopPlan,
+)
 from elastic_aio.cli import main
 from elastic_aio.torchrun import RunRequest, UsageError, parse_run
+from elastic_aio.worker.scripts import run_script
 from tests.support.traces import own_children
 
 Reader = Callable[[RunRequest], Any]
@@ -56,24 +68,25 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("stdin", "", False, "rank0", of_spec("stdin"), "rank0"),
     ("log-prefix", "", False, "<${rank}>", of_spec("logs.prefix"), "<${rank}>"),
     ("events", "", False, "story", of_events, "story"),
+    ("start-method", "", True, "forkserver", of_spec("start_method"), "forkserver"),
+    ("preload", "", False, "json, wave", of_spec("preload"), ("json", "wave")),
+    ("logs-specs", "", False, "default", of_spec("logs"), LogSpec()),
 ]
 FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
     ("standalone", "", of_spec("rendezvous.backend"), "c10d", "c10d"),
     ("module", "-m", of_spec("entrypoint"), Module("train"), Script("train")),
+    ("run-path", "", of_spec("entrypoint"), Function(run_script, "train"), Script("train")),
     ("no-python", "", of_spec("entrypoint"), Command(("train",)), Script("train")),
 ]
 NOT_YET = {
     "rdzv-conf": "a=b",
-    "start-method": "spawn",
     "event-log-handler": "console",
-    "run-path": None,
     "duplicate-stdout-filters": "x",
     "duplicate-stderr-filters": "x",
     "node-rank": "1",
     "master-addr": "localhost",
     "master-port": "29500",
     "local-addr": "localhost",
-    "logs-specs": "default",
     "numa-binding": "node",
     "virtual-local-rank": None,
 }
@@ -248,6 +261,10 @@ def test_options_that_are_not_there_yet(name: str) -> None:
 # Options, variables, and what the one line must name: the option, the value, what is accepted.
 BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--nnodes", "0"], {}, ["--nnodes", "'0'", "MIN:MAX"]),
+    (["--start-method", "thread"], {}, ["--start-method", "'thread'", "'forkserver'"]),
+    (["--preload", "a-b"], {}, ["--preload", "'a-b'", "dotted name"]),
+    (["--preload", "a", "--start-method", "spawn"], {}, ["--preload", "'a'", "forkserver"]),
+    (["--logs-specs", "nobody"], {}, ["--logs-specs", "'nobody'", "default"]),
     (["--nnodes", "2:1"], {}, ["--nnodes", "'2:1'", "1 <= MIN <= MAX"]),
     (["--nnodes", "a"], {}, ["--nnodes", "'a'", "MIN:MAX"]),
     (["--nnodes", "1:"], {}, ["--nnodes", "'1:'", "MIN:MAX"]),
@@ -365,3 +382,17 @@ def test_no_gpu_is_said_before_anything_starts(
     assert "--nproc-per-node" in err
     assert "'gpu'" in err
     assert "'cpu'" in err
+
+
+def test_preloading_means_the_server() -> None:
+    """`--preload` alone chooses the start method that can."""
+    spec = parse_run(["--preload", "json,wave", "x"], {}).spec
+    assert (spec.start_method, spec.preload) == ("forkserver", ("json", "wave"))
+
+
+def test_run_path_goes_first() -> None:
+    """As in torchrun; the script and its arguments become the function's, named by the script."""
+    spec = parse_run(["--run-path", "--no-python", "-m", "x.py", "a"], {}).spec
+    assert spec.entrypoint == Function(run_script, "x.py")
+    assert spec.args == ("x.py", "a")
+    assert spec.name == "x.py"

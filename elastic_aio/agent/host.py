@@ -217,8 +217,16 @@ class Host:
         return None if self.folder.path is None else attempt_folder(self.folder.path, attempt)
 
     def logs_of(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Return where one worker's output goes."""
-        return plan_logs(self._spec.logs, self.folder.path, attempt, local_rank)
+        """Return where one worker's output goes.
+
+        Raises:
+            SpawnError: the plug-in that decides it has failed.
+        """
+        try:
+            return plan_logs(self._spec.logs, self.folder.path, attempt, local_rank)
+        except Exception as error:
+            said = f"the plan of the logs failed: {type(error).__name__}: {error}"
+            raise SpawnError(said, permanent=True, exit_code=1) from error
 
     @contextmanager
     def _plan(self, attempt: int, place: Place, restarts: int, port: int) -> Iterator[ChildPlan]:

@@ -104,6 +104,7 @@ class RunFolder:
                     return own if plan.target is StreamTarget.CONSOLE else nothing
                 # O_EXCL: nothing is ever overwritten.  O_APPEND: a worker that opens
                 # /dev/stdout anew, or a child that shares it, adds at the end.
+                os.makedirs(os.path.dirname(plan.path), exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
                 file = os.open(plan.path, flags, 0o644)
                 opened.callback(os.close, file)

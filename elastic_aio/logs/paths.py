@@ -12,6 +12,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from elastic_aio.logspecs import LogsSpecs, LogsWorker
 from elastic_aio.spec import LogSpec
 from elastic_aio.std import Std
 
@@ -77,6 +78,8 @@ def plan_logs(spec: LogSpec, run_folder: str | None, attempt: int, local_rank: i
         chosen = spec.tee.of(local_rank)
         redirected = spec.redirects.of(local_rank) | chosen
         folder = f"{attempt_folder(run_folder, attempt)}/{local_rank}"
+    if isinstance(spec, LogsSpecs):
+        return _plug_in_logs(spec, LogsWorker(local_rank, attempt, folder))
     listed = spec.is_off or not spec.local_ranks_filter or local_rank in spec.local_ranks_filter
 
     def stream(bit: Std, name: str) -> StreamPlan:
@@ -90,4 +93,22 @@ def plan_logs(spec: LogSpec, run_folder: str | None, attempt: int, local_rank: i
         stderr=stream(Std.ERR, "stderr"),
         folder=folder,
         error_file="" if folder is None else f"{folder}/error.json",
+    )
+
+
+def _plug_in_logs(specs: LogsSpecs, worker: LogsWorker) -> WorkerLogs:
+    chosen = specs.plan(worker)
+
+    def stream(name: str, path: str | None) -> StreamPlan:
+        if path is None:
+            return StreamPlan(StreamTarget.CONSOLE)
+        if path == "/dev/null":
+            return StreamPlan(StreamTarget.NOWHERE)
+        return StreamPlan(StreamTarget.FILE, path, name in chosen.shown)
+
+    return WorkerLogs(
+        stdout=stream("stdout", chosen.stdout),
+        stderr=stream("stderr", chosen.stderr),
+        folder=worker.folder,
+        error_file=chosen.error_file,
     )
