@@ -93,8 +93,12 @@ def make_payload(
         SurroundingsError: there is no descriptor left.
     """
     inherited: list[int] = []
-    with _spawning(inherited):
-        body = _pickled(function, tuple(args))
+    plain = _plain_call(function, tuple(args))
+    if plain is None:
+        with _spawning(inherited):
+            body = _pickled(function, tuple(args))
+    else:
+        body = b""
     header: dict[str, Any] = {
         "path": [one or os.getcwd() for one in sys.path],
         "argv": list(sys.argv),
@@ -109,12 +113,25 @@ def make_payload(
     descriptor = memory_file("call")
     try:
         with open(descriptor, "wb", closefd=False) as file:
-            for part in bootstrap.format_call(header, body):
+            for part in bootstrap.format_call(header, plain or body):
                 file.write(part)
     except OSError as error:
         os.close(descriptor)
         raise SurroundingsError(f"cannot keep a call in memory: {error.strerror}") from error
     return Payload(descriptor, tuple(dict.fromkeys(inherited)))
+
+
+def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return what needs no pickle: module, name and plain arguments; else None."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or not bootstrap.is_plain(args):
+        return None
+    if module in ("__main__", "__mp_main__"):
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name, args) if found is function else None
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

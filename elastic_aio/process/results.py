@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from typing import Any
 
@@ -50,9 +49,7 @@ def _read(descriptor: int) -> Told:
     # What workers define in the main script, they know by multiprocessing's name.
     sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     try:
-        kind, content = bootstrap.read_result(descriptor)
-        value = None if kind == bootstrap.NOTHING else pickle.loads(content)
-        return _told(kind, value)
+        return _told(*bootstrap.read_result(descriptor))
     except Exception as error:  # noqa: BLE001  # unpickling runs code of the user's
         name = type(error).__name__
         return Told(bootstrap.VALUE, problem=f"its value cannot be unpickled here: {name}: {error}")

@@ -1,6 +1,6 @@
 """First code of a function worker: learns what to call, calls it, and says how that ended.
 
-Run as `python -u bootstrap.py CALL RESULT INDEX`; the first two are descriptors of
+Run as `python -u bootstrap_main.py CALL RESULT INDEX`; the first two are descriptors of
 anonymous files in memory.  Forked workers enter at `perform` or `main`.
 
 Call and result travel in memory files and never in pipes: a worker does not wait
@@ -9,12 +9,16 @@ that a grandchild could hold back.  The header of a result is written last, so t
 one cut short by a kill cannot be taken for a whole one.
 
 Everything here counts against the start of every worker: nothing but `os`, `sys`
-and the C part of pickle is imported before there is a need.  The parent imports
-this module for the two formats, of which writer and reader stand here together.
+and `marshal` is imported before there is a need.  Even the C part of pickle costs a
+fifth of an interpreter's start, so a function of a module with plain arguments, and
+a plain value, do without: marshal takes exactly the types that `is_plain` names (it
+would turn anything else that holds bytes into bytes).  The parent imports this
+module for the two formats, of which writer and reader stand here together.
 """
 
 from __future__ import annotations
 
+import marshal
 import os
 import sys
 
@@ -38,6 +42,7 @@ __all__ = [
     "forget_parent",
     "format_call",
     "is_importing_main",
+    "is_plain",
     "leave",
     "main",
     "perform",
@@ -46,7 +51,7 @@ __all__ = [
     "take_streams",
 ]
 
-MAIN = os.path.abspath(__file__)
+MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
 
 # How a call can have ended, as the first byte of its result.
 NOTHING = 0  # the worker said nothing: a signal, os._exit, a crash
@@ -89,46 +94,78 @@ class InheritedDescriptor:
 # ------------------------------------------------------------------- the two formats
 
 
-def format_call(header: Mapping[str, Any], body: bytes) -> list[bytes]:
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def is_plain(value: object, depth: int = 4) -> bool:
+    """Tell whether marshal keeps a value as it is: scalars, and small tuples and lists."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items: Any = value
+        return depth > 0 and len(items) < 100 and all(is_plain(one, depth - 1) for one in items)
+    return kind in _SCALARS and (kind not in (bytes, str) or len(value) < 4096)  # type: ignore[arg-type]  # these have a length
+
+
+def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
     """Return the parts of a call: how to prepare the interpreter, then what to call.
 
     Args:
         header: `path` and `argv` for `sys`, and optionally `main` (name and path of
             the main script), `mp` (what multiprocessing needs), `is_quiet` (see
             `perform`), `is_daemon` and `with_index`.
-        body: the pickled pair of function and arguments.
+        body: the pickled pair of function and arguments; or a plain triple of a
+            module, the function's name there, and the arguments.
     """
-    pickle = _pickle_module()
-    head: bytes = pickle.dumps(dict(header), 4)
-    return [len(head).to_bytes(8, "little"), head, body]
+    rest = body if isinstance(body, bytes) else b""
+    pair: Any = (dict(header), None if rest else body)
+    head = marshal.dumps(pair, 4)
+    return [len(head).to_bytes(8, "little"), head, rest]
 
 
-def _read_call(descriptor: int) -> tuple[dict[str, Any], memoryview]:
+def _read_call(descriptor: int) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Return the header, and what makes the pair of function and arguments."""
     view = _mapped(descriptor)
     end = 8 + int.from_bytes(view[:8], "little")
-    header: dict[str, Any] = _pickle_module().loads(view[8:end])
-    return header, view[end:]
+    header, plain = marshal.loads(view[8:end])
+    if plain is None:
+        return header, lambda: _pickle_module().loads(view[end:])
+    return header, lambda: _find(*plain)
 
 
-def _write_result(descriptor: int, kind: int, content: object) -> None:
-    with open(descriptor, "wb", buffering=1 << 16, closefd=False) as file:
-        file.seek(_HEADER)
-        _dump(content, file)
-        end = file.tell()
-    header = bytes([kind]).ljust(8, b"\0") + (end - _HEADER).to_bytes(8, "little")
+def _find(module: str, name: str, args: tuple[Any, ...]) -> Any:
+    __import__(module)
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found, args
+
+
+def _write_result(descriptor: int, kind: int, content: Any) -> None:
+    if plain := is_plain(content):
+        end = _HEADER + os.pwrite(descriptor, marshal.dumps(content, 4), _HEADER)
+    else:
+        with open(descriptor, "wb", buffering=1 << 16, closefd=False) as file:
+            file.seek(_HEADER)
+            _dump(content, file)
+            end = file.tell()
+    header = bytes([kind, plain]).ljust(8, b"\0") + (end - _HEADER).to_bytes(8, "little")
     os.pwrite(descriptor, header, 0)
 
 
-def read_result(descriptor: int) -> tuple[int, memoryview]:
-    """Return the kind of a result and its pickled content.
+def read_result(descriptor: int) -> tuple[int, Any]:
+    """Return the kind of a result and its content.
 
     What was cut short says `NOTHING`.
+
+    Raises:
+        Exception: whatever unpickling a value raises.
     """
     view = _mapped(descriptor)
     length = int.from_bytes(view[8:_HEADER], "little")
     if len(view) < _HEADER or view[0] == NOTHING or len(view) < _HEADER + length:
-        return NOTHING, memoryview(b"")
-    return view[0], view[_HEADER : _HEADER + length]
+        return NOTHING, None
+    content = view[_HEADER : _HEADER + length]
+    return view[0], marshal.loads(content) if view[1] else _pickle_module().loads(content)
 
 
 def _mapped(descriptor: int) -> memoryview:
@@ -179,12 +216,12 @@ def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     call, result = descriptors
-    header, body = _read_call(call)
+    header, make = _read_call(call)
     os.close(call)
 
     def prepared() -> Any:
         _prepare(header)
-        function, args = _pickle_module().loads(body)
+        function, args = make()
         return function, (int(arguments[2]), *args) if header.get("with_index") else args
 
     return perform(prepared, result, is_quiet=bool(header.get("is_quiet")))
@@ -424,9 +461,3 @@ def leave(code: int) -> None:
         except (OSError, ValueError, AttributeError):
             continue  # closed, or nobody reads it
     os._exit(code)
-
-
-if __name__ == "__main__":
-    # What the parent pickled by our name is found here, not imported again.
-    sys.modules["elastic_aio.worker.bootstrap"] = sys.modules["__main__"]
-    sys.exit(main(sys.argv[1:4]))
