@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import failure, output, start
+from benchmarks import failure, functions, output, start
 from benchmarks.measure import Contender, describe_machine, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
 
@@ -29,6 +29,9 @@ _ROWS: dict[str, _Row] = {
     "idle": start.idle,
     "tee": output.tee,
     "latency": output.latency,
+    "spawn": functions.spawn,
+    "value": functions.value,
+    "preload": functions.preload,
 }
 _ROUNDS = 15
 _ROUNDS_QUICK = 3

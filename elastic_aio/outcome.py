@@ -151,7 +151,8 @@ class WorkerResult:
     usage: ResourceUsage | None = None
     stdout_path: str | None = None
     stderr_path: str | None = None
-    return_value: Any = None
+    # Not shown: it may have 100 MB, and asyncio looks at what its tasks return.
+    return_value: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class LaunchResult:
     duration: float
     restarts: int = 0
     attempts: tuple[AttemptResult, ...] = ()
-    return_values: Mapping[int, Any] = field(default_factory=dict)
+    return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     log_dir: str | None = None
 
     @property

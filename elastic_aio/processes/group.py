@@ -60,7 +60,8 @@ class RunProcsResult:
     `stderrs` are paths, empty where nothing was captured.
     """
 
-    return_values: Mapping[int, Any] = field(default_factory=dict)
+    # Not shown: see `LaunchResult`.
+    return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     stdouts: Mapping[int, str] = field(default_factory=dict)
     stderrs: Mapping[int, str] = field(default_factory=dict)
