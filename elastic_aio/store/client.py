@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -145,10 +146,9 @@ class RemoteStore(RequestStore):
 
     async def ping(self) -> float:
         """Return the seconds that a question and its answer take."""
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
+        begin = time.perf_counter()
         await self.call(wire.PING, b"", 1)
-        return loop.time() - begin
+        return time.perf_counter() - begin
 
     async def aclose(self) -> None:
         """Close the connection; leases end, operations under way raise StoreClosed.

@@ -132,6 +132,13 @@ class Link(asyncio.Protocol):
             self._timer = self._loop.call_later(seconds, self._look, self._heard, seconds)
 
 
+def _refuse(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        # Seen: whoever asked may have gone, and that is no mistake.
+        future.exception()
+
+
 class PlainLink(Link):
     """A connection in torch's own dialect."""
 
@@ -162,8 +169,7 @@ class PlainLink(Link):
 
     def _fail_all(self, error: LinkLost) -> None:
         for future in self._asked:
-            if not future.done():
-                future.set_exception(LinkLost(str(error)))
+            _refuse(future, LinkLost(str(error)))
         self._asked.clear()
         for link in [*self._idle, *self._waiting]:
             link.fail(str(error))
@@ -317,8 +323,7 @@ class TaggedLink(Link):
             self._owed -= 1
         if status == replies.REFUSED:
             self._listening.pop(tag, None)
-            if not future.done():
-                future.set_exception(StoreRefused(payload.decode(errors="replace")))
+            _refuse(future, StoreRefused(payload.decode(errors="replace")))
             return
         count = len(asked.argument) if op in _WITH_COUNT else 0
         result = replies.decode(op, count, payload)
@@ -347,8 +352,7 @@ class TaggedLink(Link):
         asked, self._asked = self._asked, {}
         self._listening.clear()
         for entry in asked.values():
-            if not entry.future.done():
-                entry.future.set_exception(LinkLost(str(error)))
+            _refuse(entry.future, LinkLost(str(error)))
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         """Carry out a request.

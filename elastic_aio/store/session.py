@@ -7,7 +7,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace, KeyspaceLimits, Refusal
@@ -103,8 +103,8 @@ class Session(Client, asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast("asyncio.Transport", transport)
         if not self._server.admit(self):
             self.drop("is one connection too many")
             return
