@@ -117,6 +117,7 @@ class Keyspace:
         self.leases = LeaseTable(self._expire_key, limits.leases)
         self._leased = self.leases.lease_of
         self.watches = WatchTable(limits.watches, limits.history, limits.history_size)
+        self._watched = self.watches.targets
         # The two tables of operations, by opcode; a method call is what one costs.
         self.simple: list[Callable[[bytes, Any], Any] | None] = [None] * 256
         self.for_client: list[Callable[[Client, Any, bytes, Any], Any] | None] = [None] * 256
@@ -169,7 +170,7 @@ class Keyspace:
 
     def set(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        if key in self._waiting or self._leased or self.watches.is_active:
+        if self._leased or self._watched or key in self._waiting:
             self._written(key, value)
 
     def get(self, key: bytes, _: None = None) -> bytes:
@@ -466,11 +467,11 @@ class Keyspace:
             self._wake(key)
 
     def _noted(self, key: bytes, value: bytes) -> None:
-        if self.watches.is_active:
+        if self._watched:
             self.watches.note(CHANGE_SET, key, value)
 
     def _deleted(self, key: bytes, kind: int) -> None:
         if self._leased:
             self.leases.unbind(key)
-        if self.watches.is_active:
+        if self._watched:
             self.watches.note(kind, key, b"")

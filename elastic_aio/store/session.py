@@ -207,8 +207,12 @@ class Session(Client, asyncio.Protocol):
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
         out, simple, size = self._out, self._server.simple, 0
+        keyspace_set = self._server.keyspace.set
         try:
             for op, key, argument, _ in requests:
+                if op == wire.SET:
+                    keyspace_set(key, argument)
+                    continue
                 call = simple[op]
                 if call is not None:
                     result = call(key, argument)

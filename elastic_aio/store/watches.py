@@ -56,7 +56,8 @@ class WatchTable:
         self._limit = limit
         self._history_limit = history
         self._size_limit = history_size
-        self._targets: dict[tuple[bytes, bool], _Target] = {}
+        self.targets: dict[tuple[bytes, bool], _Target] = {}
+        """What is watched; while it is empty, no change need be noted."""
         # How many watched prefixes there are of each length: a change is looked up
         # once per length instead of being compared with every prefix.
         self._lengths: dict[int, int] = {}
@@ -68,8 +69,6 @@ class WatchTable:
         self._forgotten = 0
         self._revision = 0
         self._count = 0
-        self.is_active = False
-        """Whether changes must be noted at all."""
 
     def begin(
         self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, seen: int
@@ -82,15 +81,14 @@ class WatchTable:
         """
         if self._count >= self._limit:
             return None
-        target = self._targets.get((key, is_prefix))
+        target = self.targets.get((key, is_prefix))
         if target is None:
-            target = self._targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
+            target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
             if is_prefix:
                 self._lengths[len(key)] = self._lengths.get(len(key), 0) + 1
         target.watchers[watcher, tag] = None
         watcher.watches[tag] = target
         self._count += 1
-        self.is_active = True
         if not max(target.since, self._forgotten) <= seen <= self._revision:
             return RawView(True, self._revision, ())
         return RawView(False, seen, ())
@@ -154,10 +152,10 @@ class WatchTable:
                 self._drop(target)
 
     def _covering(self, key: bytes) -> Iterator[_Target]:
-        if (target := self._targets.get((key, False))) is not None:
+        if (target := self.targets.get((key, False))) is not None:
             yield target
         for length in self._lengths:
-            target = self._targets.get((key[:length], True)) if length <= len(key) else None
+            target = self.targets.get((key[:length], True)) if length <= len(key) else None
             if target is not None:
                 yield target
 
@@ -166,14 +164,13 @@ class WatchTable:
         self._count -= 1
 
     def _drop(self, target: _Target) -> None:
-        del self._targets[target.key, target.is_prefix]
+        del self.targets[target.key, target.is_prefix]
         if target.is_prefix:
             length = len(target.key)
             self._lengths[length] -= 1
             if not self._lengths[length]:
                 del self._lengths[length]
-        if not self._targets:
+        if not self.targets:
             self._forgotten = self._revision
             self._history.clear()
             self._size = 0
-            self.is_active = False

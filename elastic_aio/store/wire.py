@@ -318,11 +318,9 @@ class RequestReader:
         append = requests.append
         tag, at = 0, position
         need = 0
-        while position < end:
-            if len(requests) >= most:
-                self.has_more = True
-                need = 1
-                break
+        for _ in range(most):
+            if position >= end:
+                return
             if shapes is _TAGGED:
                 at = position + 4
                 if at >= end:
@@ -334,6 +332,17 @@ class RequestReader:
             op = data[at]
             shape = shapes[op]
             body = at + 9
+            if shape == KEY_1 and body <= end:
+                # The shortest way for what comes most often and without a reply.
+                (size,) = u64(data, at + 1)
+                begin = body + size + 8
+                if begin <= end and size <= max_key:
+                    (size,) = u64(data, begin - 8)
+                    stop = begin + size
+                    if stop <= end and size <= max_value:
+                        append((op, data[body : begin - 8], data[begin:stop], tag))
+                        position = stop
+                        continue
             if shape == UNKNOWN:
                 raise WireError(f"sent an unknown opcode, 0x{op:02x}")
             if shape >= NOTHING:
@@ -405,7 +414,8 @@ class RequestReader:
                     break
                 append((op, key, values, tag))
             position = stop
-        if need:
+        if position < end:
+            self.has_more = not need
             self._hold(data, position, need)
 
     def _read_group(
