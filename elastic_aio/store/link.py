@@ -449,7 +449,11 @@ async def open_link(
         try:
             async with asyncio.timeout(reply_timeout):
                 link = await _open_plain(host, port, reply_timeout, silence)
-                await _greet(link)
+                try:
+                    await _greet(link)
+                except BaseException:
+                    link.fail("it was not opened to the end")
+                    raise
         except (OSError, StoreRefused) as error:
             raise LinkLost(str(error) or "no answer") from None
         return link
