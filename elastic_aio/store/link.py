@@ -32,6 +32,8 @@ __all__ = ["Link", "LinkLost", "PlainLink", "TaggedLink", "open_link"]
 _PINGED: Final = 0x0E1A5A10
 """Any number would do; a server sends it back."""
 
+_STRANGER: Final = "the peer does not answer like a TCPStore server"
+
 _WAITS: Final = frozenset({wire.WAIT, wire.GET_WHEN_SET, wire.POP_WHEN_PUSHED})
 _WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 
@@ -149,6 +151,8 @@ class PlainLink(Link):
         super().__init__(reply_timeout)
         self._reader = ReplyReader()
         self._asked: deque[asyncio.Future[Any]] = deque()
+        self.is_confused = False
+        """Whether the peer has sent what no store sends."""
         self._opener = opener
         self._idle: list[PlainLink] = []
         self._waiting: set[PlainLink] = set()
@@ -158,6 +162,7 @@ class PlainLink(Link):
         try:
             results = self._reader.read(data)
         except WireError as error:
+            self.is_confused = True
             self.fail(f"the peer {error}")
             return
         self._is_crowded = len(results) > 1
@@ -460,8 +465,10 @@ async def open_link(
 
     link = await _open_plain(host, port, reply_timeout, silence, another)
     try:
+        ping = link.ask(wire.PING, b"", _PINGED)
         known = link.ask(wire.CHECK, b"", (wire.RESERVED_KEY,))
-        await _greet(link)
+        if await ping != _PINGED:
+            raise StoreRefused(_STRANGER)
         if await known != replies.READY:
             if token is not None:
                 raise StoreRefused("a plain TCPStore server knows no token; leave it out")
@@ -474,8 +481,10 @@ async def open_link(
             raise StoreRefused(f"the store {does}")
         if token is not None:
             await tagged.call(wire.AUTH, token_code(token, greeting.nonce), None)
-    except BaseException:
+    except BaseException as error:
         link._transport.abort()
+        if isinstance(error, LinkLost) and link.is_confused:
+            raise StoreRefused(_STRANGER) from None
         raise
     return tagged
 
@@ -499,4 +508,4 @@ async def _open_plain(
 async def _greet(link: PlainLink) -> None:
     """Exchange the PING with which every torch client begins."""
     if await link.ask(wire.PING, b"", _PINGED) != _PINGED:
-        raise StoreRefused("the peer does not answer like a TCPStore server")
+        raise StoreRefused(_STRANGER)

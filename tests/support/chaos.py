@@ -106,6 +106,9 @@ class ChaosProxy:
             if client.transport is not None:
                 client.transport.abort()
             return
+        if client not in self.sides and server.transport is not None:
+            server.transport.abort()
+            return
         self.sides.add(server)
         for data in server.pending:
             server.send(data)
