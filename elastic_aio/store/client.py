@@ -18,9 +18,12 @@ from elastic_aio.backoff import Backoff
 from elastic_aio.checks import check_number
 from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import wire
-from elastic_aio.store.link import LinkLost, PlainLink, TaggedLink, open_link
+from elastic_aio.store.link import LinkLost
 from elastic_aio.store.listen import parse_endpoint
+from elastic_aio.store.opening import open_link
+from elastic_aio.store.plainlink import PlainLink
 from elastic_aio.store.requesting import HeldLease, RequestStore, WatchView, check_timeout
+from elastic_aio.store.taggedlink import TaggedLink
 
 __all__ = ["RemoteStore", "connect"]
 

@@ -247,12 +247,16 @@ class Keyspace:
 
     def wait(self, client: Client, tag: Any, _: bytes, keys: Sequence[bytes]) -> Any:
         """Return 0 when all keys are there, else PENDING; then `on_woken` follows."""
-        missing = [key for key in keys if key not in self._values and key not in self._queues]
-        if not missing:
+        values, queues = self._values, self._queues
+        for key in keys:
+            if key not in values and key not in queues:
+                break
+        else:
             # A client has one wait under one tag: a new one replaces the old.
             if tag in client.waits:
                 self.cancel(client, tag)
             return 0
+        missing = [key for key in keys if key not in values and key not in queues]
         return self._begin(Waiter(client, tag, _WOKEN, keys), missing)
 
     def get_when_set(self, client: Client, tag: Any, _: bytes, keys: Sequence[bytes]) -> Any:

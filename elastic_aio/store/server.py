@@ -25,7 +25,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.listen import bind_listeners, shown_endpoint
-from elastic_aio.store.session import Dropped, ServerLimits, Session, token_code
+from elastic_aio.store.session import Dropped, ServerLimits, Session
 
 __all__ = ["StoreServer"]
 
@@ -205,7 +205,7 @@ class StoreServer:
         """Tell, in constant time, whether `code` proves knowledge of the token."""
         if self._token is None or nonce is None:
             return False
-        return hmac.compare_digest(code, token_code(self._token, nonce))
+        return hmac.compare_digest(code, wire.token_code(self._token, nonce))
 
     def account(self, more: int) -> bool:
         """Count bytes of unfinished requests; tell whether there is room for them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from elastic_aio.store.listen import shown_endpoint
 from elastic_aio.store.replies import ENCODER_OF, Greeting, RawChange, tagged
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
-__all__ = ["Dropped", "ServerLimits", "Session", "token_code"]
+__all__ = ["Dropped", "ServerLimits", "Session"]
 
 _FLUSH_SIZE: Final = 1 << 20
 """Bytes of replies after which they are written before the next request is served."""
@@ -55,11 +54,6 @@ class Dropped:
 
     def __str__(self) -> str:
         return f"dropped {self.peer}: it {self.reason}"
-
-
-def token_code(token: str, nonce: bytes) -> bytes:
-    """Return the proof that one knows `token`, good for one connection."""
-    return hmac.digest(token.encode(), nonce, "sha256")
 
 
 class SessionServer(Protocol):
@@ -142,7 +136,7 @@ class Session(Client, asyncio.Protocol):
         self._mind_partial()
 
     def _cannot_go_on(self) -> bool:
-        return self._is_paused or self._is_gone
+        return self._is_paused or self._is_gone or self._transport.is_closing()
 
     def _mind_partial(self) -> None:
         """Allow an unfinished request only so much time."""
@@ -158,7 +152,7 @@ class Session(Client, asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_paused = True
-        if not self._is_gone:
+        if not self._is_gone and not self._transport.is_closing():
             self._transport.pause_reading()
             self._disarm()
             self._arm(self._server.limits.stall, "does not read its replies")
@@ -207,7 +201,7 @@ class Session(Client, asyncio.Protocol):
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
         out, simple, size = self._out, self._server.simple, 0
-        keyspace_set = self._server.keyspace.set
+        keyspace_set, wait = self._server.keyspace.set, self._server.keyspace.wait
         try:
             for op, key, argument, _ in requests:
                 if op == wire.SET:
@@ -226,6 +220,9 @@ class Session(Client, asyncio.Protocol):
                         if not self._flush():
                             self._backlog.extend(requests)
                             return
+                elif op == wire.WAIT:
+                    if wait(self, None, key, argument) is not PENDING:
+                        out.append(b"\0")
                 elif op == wire.HELLO:
                     self._greet(argument)
                     self._serve_tagged(requests)
@@ -360,14 +357,17 @@ class Session(Client, asyncio.Protocol):
 
     def _flush(self) -> bool:
         """Write what is to be said; tell whether the peer can take more."""
-        if self._out and not self._is_gone:
+        if self._transport.is_closing():
+            # uvloop raises RuntimeError where asyncio would drop it silently.
+            self._out.clear()
+        elif self._out:
             was_paused = self._is_paused
             data = self._out[0] if len(self._out) == 1 else b"".join(self._out)
             self._out.clear()
             self._transport.write(data)
             if was_paused and self._transport.get_write_buffer_size() > self._server.limits.unsent:
                 self.drop("does not read its news")
-        return not self._is_paused and not self._is_gone
+        return not self._cannot_go_on()
 
     flush = _flush
 

@@ -35,6 +35,7 @@ the others                         None; the key is empty
 
 from __future__ import annotations
 
+import hmac
 import struct
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,6 +48,7 @@ __all__ = [
     "WireError",
     "WireLimits",
     "encode",
+    "token_code",
 ]
 
 Request = tuple[int, bytes, Any, int]
@@ -205,6 +207,11 @@ def encode(op: int, key: bytes, argument: Any, tag: int | None = None) -> bytes:
 
 def _sized(data: bytes) -> bytes:
     return _U64.pack(len(data)) + data
+
+
+def token_code(token: str, nonce: bytes) -> bytes:
+    """Return the proof that one knows `token`, good for one connection."""
+    return hmac.digest(token.encode(), nonce, "sha256")
 
 
 class _Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ RESULTS: dict[int, st.SearchStrategy[Any]] = {
     ),
     replies.MAYBE: st.none() | values,
     replies.GREETING: st.builds(
-        Greeting, st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16), st.booleans()
+        Greeting,
+        st.binary(min_size=16, max_size=16),
+        st.binary(min_size=16, max_size=16),
+        st.booleans(),
     ),
 }
 
@@ -60,7 +64,7 @@ def count_of(op: int, result: Any) -> int:
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)] or [b""]
+    return [data[a:b] for a, b in itertools.pairwise(edges)] or [b""]
 
 
 @given(st.lists(a_reply(), max_size=8), st.lists(st.integers(0, 1000), max_size=10))
@@ -80,8 +84,7 @@ def test_plain_replies_come_back(sent: list[tuple[int, Any]], places: list[int])
 def test_tagged_replies_come_back(sent: list[tuple[int, Any]], places: list[int]) -> None:
     """Cut anywhere, replies carry their tags."""
     data = b"".join(
-        tagged(tag, replies.DONE, encode_reply(op, result))
-        for tag, (op, result) in enumerate(sent)
+        tagged(tag, replies.DONE, encode_reply(op, result)) for tag, (op, result) in enumerate(sent)
     )
     reader = TaggedReader()
     found = [reply for chunk in cut(data, places) for reply in reader.read(chunk)]
@@ -121,7 +124,7 @@ def test_the_vectors_are_read() -> None:
             assert encode_reply(op, result) == data
             checked += 1
     assert checked > 25
-    assert OPENING == bytes.fromhex("00cef7853c")
+    assert bytes.fromhex("00cef7853c") == OPENING
 
 
 @given(

@@ -118,18 +118,21 @@ async def test_an_opening_that_does_not_come_is_not_waited_for(dropped: list[Dro
 
 async def test_an_unfinished_request_is_not_waited_for(dropped: list[Dropped]) -> None:
     """A slow writer is closed; one that finishes its requests, however split, is not."""
-    async with limited(dropped, stall=0.15) as server, dialled(server) as slow:
-        async with dialled(server) as steady:
-            frame = encode(wire.ADD, b"/n", 1)
-            slow.send(frame[:5])
-            for turn in range(6):
-                steady.send(frame[4:] + frame[:4] if turn else frame + frame[:4])
-                assert await steady.receive(8) == struct.pack("<q", turn + 1)
-                await asyncio.sleep(0.05)  # the time that the server allows is real
-            assert await slow.ended() == b""
-            assert [drop.reason for drop in dropped] == ["left a request unfinished"]
-            steady.send(frame[4:])
-            await steady.receive(8)
+    async with (
+        limited(dropped, stall=0.15) as server,
+        dialled(server) as slow,
+        dialled(server) as steady,
+    ):
+        frame = encode(wire.ADD, b"/n", 1)
+        slow.send(frame[:5])
+        for turn in range(6):
+            steady.send(frame[4:] + frame[:4] if turn else frame + frame[:4])
+            assert await steady.receive(8) == struct.pack("<q", turn + 1)
+            await asyncio.sleep(0.05)  # the time that the server allows is real
+        assert await slow.ended() == b""
+        assert [drop.reason for drop in dropped] == ["left a request unfinished"]
+        steady.send(frame[4:])
+        await steady.receive(8)
 
 
 async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) -> None:
@@ -348,10 +351,10 @@ async def test_an_idle_server_does_nothing(server: StoreServer) -> None:
         await store.num_keys()
         timers = [handle for handle in _scheduled(server) if not handle.cancelled()]
         assert all("Session" not in repr(handle) for handle in timers)
-        assert server._timer is None
+        assert [server._timer] == [None]
         assert all(session._timer is None for session in server._sessions)
         async with store.lease(2):
-            assert server._timer is not None
+            assert [server._timer] != [None]
         for task in waits:
             task.cancel()
         await asyncio.wait(waits)
