@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -43,6 +43,28 @@ def requests_of(proxy: ChaosProxy) -> list[Request]:
     for data in proxy.sent:
         found += reader.read(data)
     return found
+
+
+@contextlib.asynccontextmanager
+async def pretended(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """Run a server that is none of ours; give its endpoint."""
+    ended: list[asyncio.Event] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.append(asyncio.Event())
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await talk(reader, writer)
+        finally:
+            writer.close()
+            ended[-1].set()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for event in ended:
+            await event.wait()
 
 
 async def until_connected(store: RemoteStore) -> None:
@@ -357,34 +379,27 @@ async def test_strangers_are_refused() -> None:
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
-        writer.close()
+        await reader.read()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as strange:
-        port = strange.sockets[0].getsockname()[1]
+    async with pretended(talk) as endpoint:
         with pytest.raises(StoreRefused, match="does not answer like a TCPStore server"):
-            await connect(f"127.0.0.1:{port}", timeout=5).__aenter__()
+            await connect(endpoint, timeout=5).__aenter__()
 
 
 async def test_a_server_that_breaks_the_protocol_is_left() -> None:
     """Absurd replies end the connection instead of filling the memory."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            opening = await reader.readexactly(len(OPENING) + 5)
-            await reader.readexactly(9 + 8 + len(wire.RESERVED_KEY))
-            writer.write(opening[-4:] + b"\1")
-            await reader.readexactly(9 + 2)
-            writer.write(struct.pack("<Q", 1 << 50))
-            await reader.read()
-        writer.close()
+        opening = await reader.readexactly(len(OPENING) + 5)
+        await reader.readexactly(9 + 8 + len(wire.RESERVED_KEY))
+        writer.write(opening[-4:] + b"\1")
+        await reader.readexactly(9 + 2)
+        writer.write(struct.pack("<Q", 1 << 50))
+        await reader.read()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as odd:
-        port = odd.sockets[0].getsockname()[1]
-        async with connect(f"127.0.0.1:{port}", reconnect_for=0) as store:
-            with pytest.raises(StoreLost, match="announced 1125899906842624 bytes"):
-                await store.compare_set("k", b"", b"")
+    async with pretended(talk) as endpoint, connect(endpoint, reconnect_for=0) as store:
+        with pytest.raises(StoreLost, match="announced 1125899906842624 bytes"):
+            await store.compare_set("k", b"", b"")
 
 
 async def test_tokens(dropped: list[Dropped]) -> None:
