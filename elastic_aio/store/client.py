@@ -201,25 +201,26 @@ class RemoteStore(RequestStore):
             await self.call(wire.RELEASE_LEASE, lease.name, None)
 
     async def open_watch(self, view: WatchView) -> None:
-        self._views[view] = None
-        try:
-            while True:
-                link = await self._tagged()
-                try:
-                    await link.watch(view)
-                    return
-                except LinkLost as error:
-                    if self._over is not None:
-                        raise self._over from error
-                    if self._link is link:
-                        self._link = None
-        except BaseException:
-            self.close_watch(view)
-            raise
+        while True:
+            link = await self._tagged()
+            try:
+                await link.watch(view)
+            except LinkLost as error:
+                if self._over is not None:
+                    raise self._over from error
+                if self._link is link:
+                    self._link = None
+            except BaseException:
+                link.unwatch(view)
+                raise
+            else:
+                # Only now: the keeper takes over what is listed here.
+                self._views[view] = None
+                return
 
     def close_watch(self, view: WatchView) -> None:
         self._views.pop(view, None)
-        if isinstance(self._link, TaggedLink) and not self._link.ended.done():
+        if isinstance(self._link, TaggedLink):
             self._link.unwatch(view)
 
     async def _tagged(self) -> TaggedLink:
@@ -312,7 +313,10 @@ class RemoteStore(RequestStore):
                 continue
             if not is_same:
                 view.revision = -1
-            await link.watch(view)
+            try:
+                await link.watch(view)
+            except StoreRefused as error:
+                view.fail(error)
 
     async def _open(self, timeout: float) -> PlainLink | TaggedLink:
         """Try to connect until it succeeds.

@@ -6,7 +6,7 @@ A link does not reconnect; its owner does.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from elastic_aio.store import wire
 
@@ -37,16 +37,16 @@ class Link(asyncio.Protocol):
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """Done when the connection has ended, with the reason."""
 
-    def take(self, transport: asyncio.Transport) -> None:
-        """Use an open connection from now on."""
-        self._transport = transport
-        transport.set_protocol(self)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast("asyncio.Transport", transport)
 
     def hand_over(self, other: Link) -> None:
         """Let `other` use the connection from now on."""
         if self._timer is not None:
             self._timer.cancel()
-        other.take(self._transport)
+        self._transport.set_protocol(other)
+        other.connection_made(self._transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(str(error) if error else "the peer closed the connection")

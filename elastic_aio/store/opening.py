@@ -87,7 +87,6 @@ async def _open_plain(
     loop = asyncio.get_running_loop()
     link = PlainLink(reply_timeout, opener)
     transport, _ = await loop.create_connection(lambda: link, host, port)
-    link.take(transport)
     keep_alive(transport.get_extra_info("socket"), silence)
     transport.write(wire.OPENING)
     return link

@@ -8,9 +8,10 @@ connection of its own, which is kept for the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
@@ -19,6 +20,9 @@ from elastic_aio.store.replies import KIND_OF, ReplyReader
 from elastic_aio.store.wire import WireError, encode
 
 __all__ = ["PlainLink"]
+
+_MOST_IDLE: Final = 8
+"""Connections kept for further waits."""
 
 
 class PlainLink(Link):
@@ -30,7 +34,8 @@ class PlainLink(Link):
         """Prepare; `opener` makes the further connections on which to wait."""
         super().__init__(reply_timeout)
         self._reader = ReplyReader()
-        self._asked: deque[asyncio.Future[Any]] = deque()
+        # Each with whether its reply is due by itself; that of a WAIT is not.
+        self._asked: deque[tuple[asyncio.Future[Any], bool]] = deque()
         self.is_confused = False
         """Whether the peer has sent what no store sends."""
         self._opener = opener
@@ -47,13 +52,13 @@ class PlainLink(Link):
             return
         self._is_crowded = len(results) > 1
         for result in results:
-            future = self._asked.popleft()
-            self._owed -= 1
+            future, is_due = self._asked.popleft()
+            self._owed -= is_due
             if not future.done():
                 future.set_result(result)
 
     def _fail_all(self, error: LinkLost) -> None:
-        for future in self._asked:
+        for future, _ in self._asked:
             refuse(future, LinkLost(str(error)))
         self._asked.clear()
         for link in [*self._idle, *self._waiting]:
@@ -101,10 +106,9 @@ class PlainLink(Link):
         self._send(encode(op, key, argument))
         self._reader.expect(op, len(argument) if op in WITH_COUNT else 0)
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._asked.append(future)
-        if op == wire.WAIT:
-            self._owed += 1
-        else:
+        is_due = op != wire.WAIT
+        self._asked.append((future, is_due))
+        if is_due:
             self._owe()
         return future
 
@@ -141,7 +145,10 @@ class PlainLink(Link):
             raise
         finally:
             self._waiting.discard(link)
-        self._idle.append(link)
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(link)
+        else:
+            link.close()
         return 0
 
     async def _pop(self, key: bytes) -> tuple[int, bytes]:
@@ -158,4 +165,6 @@ class PlainLink(Link):
             return
         length, item = popped.result()
         if length:
-            self._send(encode(wire.QUEUE_PUSH, key, item))
+            # Lost with the connection, if that is about to end: its taker is gone too.
+            with contextlib.suppress(LinkLost):
+                self._send(encode(wire.QUEUE_PUSH, key, item))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from typing import Any, Final
 
@@ -111,13 +112,11 @@ class TaggedLink(Link):
         try:
             return await future
         except asyncio.CancelledError:
-            if self.ended.done():
-                pass
-            elif not future.cancelled():
+            if not future.cancelled():
                 if future.exception() is None:
                     self._put_back(op, key, future.result())
             elif op in _WAITS:
-                self._ask(wire.CANCEL, b"", tag)
+                self._tell(wire.CANCEL, b"", tag)
             raise
 
     async def watch(self, view: WatchView) -> None:
@@ -131,7 +130,7 @@ class TaggedLink(Link):
         """Stop feeding `view`."""
         tag = self._tag_of.pop(view, None)
         if tag is not None and self._listening.pop(tag, None) is not None:
-            self._ask(wire.CANCEL, b"", tag)
+            self._tell(wire.CANCEL, b"", tag)
 
     async def lease(self, op: int, lease: HeldLease) -> Any:
         """Have `lease` granted or resumed, whichever `op` says; raises like `call`."""
@@ -149,7 +148,7 @@ class TaggedLink(Link):
 
     def heartbeat(self) -> None:
         """Show that we are alive."""
-        if not self.ended.done():
+        with contextlib.suppress(LinkLost):
             self._send(encode(wire.HEARTBEAT, b"", None, 0))
 
     def _ask(self, op: int, key: bytes, argument: Any) -> tuple[int, asyncio.Future[Any]]:
@@ -163,6 +162,11 @@ class TaggedLink(Link):
             self._owe()
         return tag, future
 
+    def _tell(self, op: int, key: bytes, argument: Any) -> None:
+        """Send a request whose answer nobody awaits; without a connection it is moot."""
+        with contextlib.suppress(LinkLost):
+            self._ask(op, key, argument)
+
     def _put_back(self, op: int, key: bytes, result: Any) -> None:
         """Return an item that nobody has taken any more to the front of its queue."""
         item = None
@@ -170,5 +174,5 @@ class TaggedLink(Link):
             item = result
         elif op == wire.QUEUE_POP and result[0]:
             item = result[1]
-        if item is not None and not self.ended.done():
-            self._ask(wire.QUEUE_UNPOP, key, item)
+        if item is not None:
+            self._tell(wire.QUEUE_UNPOP, key, item)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect
+from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
 
 
 def pytest_asyncio_loop_factories(
@@ -80,9 +80,15 @@ class Pair:
 _KINDS = [
     "memory",
     "ours",
+    "plain",
     pytest.param("libuv", marks=pytest.mark.torch),
     pytest.param("legacy", marks=pytest.mark.torch),
 ]
+
+
+def hide_extensions(server: StoreServer) -> None:
+    """Let our server pass for one of torch's: the reserved key is like any other."""
+    server.simple[wire.CHECK] = server.keyspace.check
 
 
 @pytest.fixture(params=_KINDS)
@@ -95,8 +101,10 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             other = await stack.enter_async_context(memory.another())
             yield Pair(memory, other, True, True, True)
             return
-        if kind == "ours":
+        if kind in ("ours", "plain"):
             server = await stack.enter_async_context(StoreServer("127.0.0.1"))
+            if kind == "plain":
+                hide_extensions(server)
             endpoint = server.endpoint
         else:
             start: Any = request.getfixturevalue("torch_server")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from elastic_aio.store import (
 )
 from elastic_aio.store.keyspace import KeyspaceLimits
 from elastic_aio.store.wire import OPENING, Request, RequestReader, WireLimits
+from tests.store.conftest import hide_extensions
 from tests.support.chaos import ChaosProxy
 
 
@@ -400,6 +402,58 @@ async def test_a_server_that_breaks_the_protocol_is_left() -> None:
     async with pretended(talk) as endpoint, connect(endpoint, reconnect_for=0) as store:
         with pytest.raises(StoreLost, match="announced 1125899906842624 bytes"):
             await store.compare_set("k", b"", b"")
+
+
+async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreServer) -> None:
+    """Only replies that are due are missed; many waits leave few connections behind."""
+    hide_extensions(server)
+    async with (
+        connect(server.endpoint, reply_timeout=0.15) as plain,
+        connect(server.endpoint) as other,
+    ):
+        waits = [asyncio.ensure_future(plain.get(f"k{number}")) for number in range(20)]
+        await asyncio.sleep(0.4)  # longer than replies may take
+        assert not any(task.done() for task in waits)
+        assert server.connection_count == 22
+        await other.multi_set({f"k{number}": b"" for number in range(20)})
+        assert await asyncio.gather(*waits) == [b""] * 20
+        assert await plain.get("k1") == b""
+        with pytest.raises(StoreTimeout):
+            await plain.get("never", timeout=0.05)
+        while server.connection_count > 10:
+            await asyncio.sleep(0.001)  # until the server has seen the others leave
+
+
+async def test_a_broken_wait_on_a_plain_server_is_taken_up_again(
+    server: StoreServer, proxy: ChaosProxy, store: RemoteStore
+) -> None:
+    """The wait's own connection breaks, or all of them: it is asked again."""
+    hide_extensions(server)
+    async with connect(proxy.endpoint) as plain:
+        waiting = asyncio.ensure_future(plain.get("k"))
+        for _ in range(3):
+            while not server.keyspace.wait_count:
+                await asyncio.sleep(0.001)  # until the wait has reached the server
+            proxy.cut()
+            while server.keyspace.wait_count:
+                await asyncio.sleep(0.001)
+        await until_connected(plain)
+        await store.set("k", b"v")
+        assert await waiting == b"v"
+
+
+async def test_a_silent_kernel_is_noticed(server: StoreServer, store: RemoteStore) -> None:
+    """Both ends ask the kernel to watch the other: nothing else sees a cut cable."""
+    assert store._link is not None
+    ends = [store._link._transport, *(session._transport for session in server._sessions)]
+    for transport, silence in zip(ends, (10, 60), strict=True):
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == silence * 1000
+        idle = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle + interval * count <= silence * 1.3
 
 
 async def test_tokens(dropped: list[Dropped]) -> None:
