@@ -28,7 +28,7 @@ class ServerLimits:
         wire: of one request.
         keyspace: of all clients together.
         connections: at a time; never more than the process may open files.
-        opening: seconds to begin like a client.
+        opening: seconds to begin like a client, and to show the token if there is one.
         stall: seconds to finish a request once begun, and to read replies.
         silence: seconds without a sign of the peer's kernel.
         unsent: bytes of news for a peer that does not read.
@@ -90,6 +90,7 @@ class Session(Client, asyncio.Protocol):
         self._nonce: bytes | None = None
         self._is_tagged = False
         self._is_trusted = not server.needs_token
+        self._is_opening = True
         self._is_paused = False
         self._is_gone = False
         self._served = 0
@@ -102,7 +103,7 @@ class Session(Client, asyncio.Protocol):
         if not self._server.admit(self):
             self.drop("is one connection too many")
             return
-        self._arm(self._server.limits.opening, "did not begin like a TCPStore client in time")
+        self._arm(self._server.limits.opening, "did not begin like a client in time")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_gone = True
@@ -142,11 +143,14 @@ class Session(Client, asyncio.Protocol):
         """Allow an unfinished request only so much time."""
         if self._cannot_go_on():
             return
+        if self._is_opening and self._is_trusted and self._reader.is_opened:
+            self._is_opening = False
+            self._disarm()
         if self._reader.is_partial:
             self._hold(self._reader.partial)
             if self._timer is None:
                 self._arm(self._server.limits.stall, "left a request unfinished")
-        elif self._timer is not None and self._reader.is_opened:
+        elif self._timer is not None and not self._is_opening:
             self._disarm()
             self._hold(0)
 
@@ -388,7 +392,7 @@ class Session(Client, asyncio.Protocol):
             self._timer = None
 
     def _overdue(self, seconds: float, reason: str, served: int) -> None:
-        if self._served != served and not self._is_paused:
+        if self._served != served and not self._is_paused and not self._is_opening:
             # Another request than the one for which the time was set is unfinished.
             self._arm(seconds, reason)
         else:

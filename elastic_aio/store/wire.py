@@ -273,7 +273,7 @@ class RequestReader:
         """Whether the peer has sent its opening."""
         return self._opened
 
-    def read(self, data: bytes, most: int = 1024) -> list[Request]:
+    def read(self, data: bytes, most: int = 512) -> list[Request]:
         """Take bytes in; return the requests that are whole now, `most` at most.
 
         A HELLO switches to the tagged dialect by itself.

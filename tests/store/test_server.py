@@ -111,9 +111,20 @@ async def test_an_opening_that_does_not_come_is_not_waited_for(dropped: list[Dro
         await one.ended()
         await two.ended()
         await three.settled()
-        assert [drop.reason for drop in dropped] == [
-            "did not begin like a TCPStore client in time"
-        ] * 2
+        assert [drop.reason for drop in dropped] == ["did not begin like a client in time"] * 2
+
+
+async def test_a_stranger_is_not_served_for_long(dropped: list[Dropped]) -> None:
+    """Without the token, talking on does not keep the connection."""
+    server = StoreServer(
+        "127.0.0.1", token="t", limits=ServerLimits(opening=0.2), on_drop=dropped.append
+    )
+    async with server, dialled(server) as peer:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                await peer.settled()
+                await asyncio.sleep(0.02)  # the time that the server allows is real
+        assert [drop.reason for drop in dropped] == ["did not begin like a client in time"]
 
 
 async def test_an_unfinished_request_is_not_waited_for(dropped: list[Dropped]) -> None:
