@@ -429,14 +429,15 @@ async def test_a_broken_wait_on_a_plain_server_is_taken_up_again(
 ) -> None:
     """The wait's own connection breaks, or all of them: it is asked again."""
     hide_extensions(server)
-    async with connect(proxy.endpoint) as plain:
+    async with connect(proxy.endpoint) as plain, asyncio.timeout(20):
         waiting = asyncio.ensure_future(plain.get("k"))
         for _ in range(3):
             while not server.keyspace.wait_count:
                 await asyncio.sleep(0.001)  # until the wait has reached the server
+            seen = proxy.connections
             proxy.cut()
-            while server.keyspace.wait_count:
-                await asyncio.sleep(0.001)
+            while proxy.connections < seen + 2:
+                await asyncio.sleep(0.001)  # one to ask, one to wait
         await until_connected(plain)
         await store.set("k", b"v")
         assert await waiting == b"v"
