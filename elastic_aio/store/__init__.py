@@ -2,9 +2,9 @@
 
 from elastic_aio.store.base import Change, ChangeKind, Lease, Store, Watch
 from elastic_aio.store.client import RemoteStore, connect
+from elastic_aio.store.connection import Dropped, ServerLimits
 from elastic_aio.store.memory import MemoryStore
 from elastic_aio.store.server import StoreServer
-from elastic_aio.store.session import Dropped, ServerLimits
 
 __all__ = [
     "Change",

@@ -23,9 +23,9 @@ from typing import Any, Final, Self
 from elastic_aio.aio import see_through
 from elastic_aio.errors import SpecError
 from elastic_aio.store import replies, wire
+from elastic_aio.store.connection import Connection, Dropped, ServerLimits
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.listen import bind_listeners, shown_endpoint
-from elastic_aio.store.session import Dropped, ServerLimits, Session
 
 __all__ = ["StoreServer"]
 
@@ -75,9 +75,9 @@ class StoreServer:
         self.keyspace = Keyspace(limits.keyspace)
         self.simple = list(self.keyspace.simple)
         self.simple[wire.CHECK] = self._check
-        self.touched: list[Session] = []
+        self.touched: list[Connection] = []
         self._partial = 0
-        self._sessions: set[Session] = set()
+        self._connections: set[Connection] = set()
         self._sockets: list[socket.socket] = []
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -87,7 +87,7 @@ class StoreServer:
 
     def __repr__(self) -> str:
         state = f"on {self.endpoint}" if self._sockets else "not listening"
-        return f"<StoreServer {state}, {len(self._sessions)} connections, {self.keyspace!r}>"
+        return f"<StoreServer {state}, {len(self._connections)} connections, {self.keyspace!r}>"
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -121,7 +121,7 @@ class StoreServer:
     @property
     def connection_count(self) -> int:
         """How many connections are open."""
-        return len(self._sessions)
+        return len(self._connections)
 
     async def start(self) -> None:
         """Bind the port and serve it; on return clients can connect.
@@ -138,7 +138,7 @@ class StoreServer:
         try:
             for sock in self._sockets:
                 server = await self.loop.create_server(
-                    lambda: Session(self), sock=sock, backlog=socket.SOMAXCONN
+                    lambda: Connection(self), sock=sock, backlog=socket.SOMAXCONN
                 )
                 self._servers.append(server)
         except BaseException:
@@ -157,16 +157,16 @@ class StoreServer:
         self._stop_listening()
         if self._timer is not None:
             self._timer.cancel()
-        if not self._sessions:
+        if not self._connections:
             return
         self._all_gone = asyncio.Event()
-        for session in list(self._sessions):
-            session.close()
+        for connection in list(self._connections):
+            connection.close()
         try:
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
         except TimeoutError:
-            for session in list(self._sessions):
-                session.abort()
+            for connection in list(self._connections):
+                connection.abort()
             # The transports tell it in the next turn of the loop.
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
 
@@ -184,21 +184,21 @@ class StoreServer:
         """Return the time by which leases are measured."""
         return self.loop.time()
 
-    def admit(self, session: Session) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Count a new connection; tell whether it may stay."""
-        is_room = len(self._sessions) < self._most
-        self._sessions.add(session)
+        is_room = len(self._connections) < self._most
+        self._connections.add(connection)
         return is_room and self._all_gone is None
 
-    def forget(self, session: Session) -> None:
+    def forget(self, connection: Connection) -> None:
         """A connection has ended."""
-        self._sessions.discard(session)
-        had_times = bool(session.leases or session.watches)
-        self.keyspace.forget(session, self.now())
+        self._connections.discard(connection)
+        had_times = bool(connection.leases or connection.watches)
+        self.keyspace.forget(connection, self.now())
         self.flush()
         if had_times:
             self.rearm()
-        if self._all_gone is not None and not self._sessions:
+        if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
     def accepts(self, code: bytes, nonce: bytes | None) -> bool:
@@ -223,8 +223,8 @@ class StoreServer:
         """Write what the last operation had to tell other connections."""
         if self.touched:
             touched, self.touched = self.touched, []
-            for session in touched:
-                session.flush()
+            for connection in touched:
+                connection.flush()
 
     def rearm(self) -> None:
         """Set the timer to what ends next: a lease, or the memory of a watch."""

@@ -446,7 +446,7 @@ async def test_a_broken_wait_on_a_plain_server_is_taken_up_again(
 async def test_a_silent_kernel_is_noticed(server: StoreServer, store: RemoteStore) -> None:
     """Both ends ask the kernel to watch the other: nothing else sees a cut cable."""
     assert store._link is not None
-    ends = [store._link._transport, *(session._transport for session in server._sessions)]
+    ends = [store._link._transport, *(connection._transport for connection in server._connections)]
     for transport, silence in zip(ends, (10, 60), strict=True):
         sock = transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

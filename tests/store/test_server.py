@@ -13,8 +13,8 @@ import pytest
 
 from elastic_aio.errors import SpecError, StoreLost, SurroundingsError
 from elastic_aio.store import Dropped, RemoteStore, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.keyspace import KeyspaceLimits
-from elastic_aio.store.session import Session
 from elastic_aio.store.wire import OPENING, WireLimits, encode
 
 
@@ -175,9 +175,9 @@ async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Droppe
         request = encode(wire.GET, b"/k", None)
         peer.send(request * 100_000)
         while not dropped:
-            sessions = list(server._sessions)
-            for session in sessions:
-                assert session._transport.get_write_buffer_size() < 12 << 20
+            connections = list(server._connections)
+            for connection in connections:
+                assert connection._transport.get_write_buffer_size() < 12 << 20
             await asyncio.sleep(0.01)
         assert [drop.reason for drop in dropped] == ["does not read its replies"]
 
@@ -270,7 +270,7 @@ async def test_a_wait_ends_with_its_connection(server: StoreServer) -> None:
 async def test_dropped_connections_leave_nothing(
     server: StoreServer, dropped: list[Dropped]
 ) -> None:
-    """Sessions, timers and held bytes are all gone."""
+    """Connections, timers and held bytes are all gone."""
     for _ in range(20):
         async with dialled(server) as peer:
             peer.send(encode(wire.SET, b"/k", bytes(100_000))[:50_000] + b"")
@@ -283,8 +283,8 @@ async def test_dropped_connections_leave_nothing(
     assert len(dropped) == 1
     await asyncio.sleep(0)  # the transport lets go of its protocol after telling it
     gc.collect()
-    sessions = [thing for thing in gc.get_objects() if type(thing) is Session]
-    assert [session for session in sessions if session._server is server] == []
+    connections = [thing for thing in gc.get_objects() if type(thing) is Connection]
+    assert [connection for connection in connections if connection._server is server] == []
 
 
 async def test_it_is_bound_before_it_is_announced() -> None:
@@ -329,7 +329,7 @@ async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> N
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
         peer.send(encode(wire.SET, b"/k", bytes(8 << 20)))
         peer.send(encode(wire.GET, b"/k", None) * 20)
-        while not any(session._is_paused for session in server._sessions):
+        while not any(connection._is_paused for connection in server._connections):
             await asyncio.sleep(0.01)  # until its replies have filled the socket
         async with asyncio.timeout(5):
             await server.aclose()
@@ -361,9 +361,9 @@ async def test_an_idle_server_does_nothing(server: StoreServer) -> None:
         waits = [asyncio.ensure_future(store.wait([f"k{number}"])) for number in range(50)]
         await store.num_keys()
         timers = [handle for handle in _scheduled(server) if not handle.cancelled()]
-        assert all("Session" not in repr(handle) for handle in timers)
+        assert all("Connection" not in repr(handle) for handle in timers)
         assert [server._timer] == [None]
-        assert all(session._timer is None for session in server._sessions)
+        assert all(connection._timer is None for connection in server._connections)
         async with store.lease(2):
             assert [server._timer] != [None]
         for task in waits:

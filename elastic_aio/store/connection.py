@@ -14,7 +14,7 @@ from elastic_aio.store.listen import shown_endpoint
 from elastic_aio.store.replies import ENCODER_OF, Greeting, RawChange, tagged
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
-__all__ = ["Dropped", "ServerLimits", "Session"]
+__all__ = ["Connection", "Dropped", "ServerLimits"]
 
 _FLUSH_SIZE: Final = 1 << 20
 """Bytes of replies after which they are written before the next request is served."""
@@ -56,21 +56,21 @@ class Dropped:
         return f"dropped {self.peer}: it {self.reason}"
 
 
-class SessionServer(Protocol):
-    """The server as its sessions see it."""
+class ConnectionServer(Protocol):
+    """The server as its connections see it."""
 
     loop: asyncio.AbstractEventLoop
     limits: ServerLimits
     keyspace: Keyspace
     instance: bytes
     simple: list[Callable[[bytes, Any], Any] | None]
-    touched: list[Session]
+    touched: list[Connection]
 
     @property
     def needs_token(self) -> bool: ...
     def now(self) -> float: ...
-    def admit(self, session: Session) -> bool: ...
-    def forget(self, session: Session) -> None: ...
+    def admit(self, connection: Connection) -> bool: ...
+    def forget(self, connection: Connection) -> None: ...
     def accepts(self, code: bytes, nonce: bytes | None) -> bool: ...
     def account(self, more: int) -> bool: ...
     def report(self, dropped: Dropped) -> None: ...
@@ -78,10 +78,10 @@ class SessionServer(Protocol):
     def rearm(self) -> None: ...
 
 
-class Session(Client, asyncio.Protocol):
+class Connection(Client, asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, server: SessionServer) -> None:
+    def __init__(self, server: ConnectionServer) -> None:
         super().__init__()
         self._server = server
         self._reader = RequestReader(server.limits.wire)
