@@ -48,7 +48,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         # asyncio's own on Python 3.11, one for each child: done when its child was.
-        if thread.name.startswith("waitpid-"):
+        if thread.name.startswith(("waitpid-", "asyncio-waitpid-")):
             thread.join(timeout=5)
     leaks: dict[str, Any] = {
         "processes": strays(),
