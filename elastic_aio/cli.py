@@ -37,9 +37,11 @@ __all__ = ["entry", "main"]
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
+       aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+       aio-elastic store ping ENDPOINT
        aio-elastic --version
 
-`aio-elastic run --help` lists the options; they are torchrun's.
+`aio-elastic run --help` lists the options of a run; they are torchrun's.
 """
 # Seconds without progress after which a blocked console is left alone.
 _PATIENCE_S = 5.0
@@ -69,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     match arguments:
         case ["run", *rest]:
             return _main_run(rest)
+        case ["store", *rest]:
+            from elastic_aio.store_cli import main_store  # only this command needs it
+
+            return main_store(rest)
         case ["--version" | "-V"]:
             print(f"aio-elastic {__version__}")
             return 0
@@ -77,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return _complain("", "a command is required: aio-elastic run [options] script", 2)
-    return _complain("", f"unknown command {arguments[0]!r}: must be 'run'", 2)
+    return _complain("", f"unknown command {arguments[0]!r}: must be 'run' or 'store'", 2)
 
 
 def _main_run(argv: list[str]) -> int:

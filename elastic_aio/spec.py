@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from elastic_aio.checks import (
     PathLike,
@@ -204,6 +204,10 @@ class LaunchSpec:
         stop: how workers are stopped, on every path.
         rendezvous: how nodes meet.
         run_id: name of the run; None makes one.
+        master_port: TCP port at which the workers meet; None takes a free one for
+            each attempt.
+        hosts_store: whether the agent itself serves torch's store at that port, a
+            fresh one for each attempt; otherwise worker 0 has to.
         stdin: "null" (the default) or "rank0", which hands ours to local rank 0.
         python: interpreter of scripts and modules; None is the running one.
         events_kept: how many past events late readers can still see.
@@ -225,6 +229,8 @@ class LaunchSpec:
     stop: StopPlan = StopPlan()
     rendezvous: RendezvousSpec = RendezvousSpec()
     run_id: str | None = None
+    master_port: int | None = None
+    hosts_store: bool = True
     stdin: Literal["null", "rank0"] = "null"
     python: str | None = None
     events_kept: int = 10_000
@@ -245,6 +251,8 @@ class LaunchSpec:
         stop: StopPlan | None = None,
         rendezvous: RendezvousSpec | None = None,
         run_id: str | None = None,
+        master_port: int | None = None,
+        hosts_store: bool = True,
         stdin: Literal["null", "rank0"] = "null",
         python: str | PathLike | None = None,
         events_kept: int = 10_000,
@@ -265,6 +273,8 @@ class LaunchSpec:
             stop=checked_part("stop", stop, StopPlan),
             rendezvous=checked_part("rendezvous", rendezvous, RendezvousSpec),
             run_id=None if run_id is None else checked_text("run_id", run_id),
+            master_port=None if master_port is None else _port(master_port),
+            hosts_store=checked_part("hosts_store", hosts_store, bool),
             stdin=stdin,
             python=None if python is None else checked_path("python", python),
             events_kept=checked_integer("events_kept", events_kept, at_least=1),
@@ -321,6 +331,12 @@ def _argv(value: Sequence[object]) -> tuple[str, ...]:
     if not argv or not argv[0]:
         raise SpecError("entrypoint", list(value), "an argv list must start with a program")
     return argv
+
+
+def _port(value: object) -> int:
+    if checked_integer("master_port", value, at_least=1) > 65535:
+        raise SpecError("master_port", value, "must be a port from 1 to 65535")
+    return cast("int", value)
 
 
 def _nproc(value: object) -> int | str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from elastic_aio.agent.surroundings import check_runnable, command_of, free_port
+from elastic_aio.agent.workerstore import MASTER_ADDR, WorkerStore
 from elastic_aio.aio import Pausable, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
@@ -91,6 +92,7 @@ class Host:
         self._tee_tokens: list[int] = []
         self._group: WorkerGroup | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._store: WorkerStore | None = None
 
     @property
     def tree(self) -> ProcessTree:
@@ -129,7 +131,7 @@ class Host:
             SpawnError: one could not be spawned; those before it may run.
         """
         check_runnable(self._spec)
-        port = free_port()
+        port = self._open_store()
         self._group = WorkerGroup(
             self._spawner,
             self.tree,
@@ -161,17 +163,24 @@ class Host:
             self._group.abandon()
             await asyncio.wait([self._starting])
 
-    def finish_logs(self) -> None:
-        """Say that no worker of the attempt writes any more."""
+    async def end_attempt(self) -> None:
+        """Take note that no worker of the attempt is left: finish its logs, close its store.
+
+        May be started over.
+        """
         if self._tee is not None:
             self._tee.finish(self._tee_tokens)
         self._tee_tokens = []
+        if self._store is not None:
+            await self._store.aclose()
+            self._store = None
 
     async def close(self) -> bool:
         """Show what is left to show, end the guardian, tidy up.
 
         Returns whether a log folder remains.  May be started over.
         """
+        await self.end_attempt()
         if self._tee is not None:
             for sink in await self._tee.drain(_PATIENCE_S):
                 self._tell.console_lost(sink, "nobody has read it since the workers ended")
@@ -218,6 +227,20 @@ class Host:
         except OSError as error:
             raise _log_error(error) from error
 
+    def _open_store(self) -> int:
+        """Return the port at which the workers of the next attempt meet.
+
+        A store of ours listens there, unless the workers shall host it themselves
+        (torch's TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+        Raises:
+            SurroundingsError: the port cannot be had.
+        """
+        if self._spec.hosts_store:
+            self._store = WorkerStore(self._spec.master_port or 0)
+            return self._store.port
+        return self._spec.master_port or free_port()
+
     def _environment(
         self, place: Place, restarts: int, port: int, error_file: str
     ) -> dict[str, str]:
@@ -225,10 +248,11 @@ class Host:
             place=place,
             role=self._spec.role,
             run_id=self._run_id,
-            master_addr="127.0.0.1",
+            master_addr=MASTER_ADDR,
             master_port=port,
             restart_count=restarts,
             max_restarts=self._spec.max_restarts,
+            use_agent_store=self._store is not None,
             error_file=error_file,
         )
         defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -290,7 +290,7 @@ class Shell:
             self._chronicle.tell(
                 WorkerAbandoned(attempt=effect.attempt, pid=one.pid, state=one.state)
             )
-        self._host.finish_logs()
+        await self._host.end_attempt()
         failures = await self._gather_failures()
         self._ledger.end_attempt(failures, time.monotonic())
         return GroupGone(effect.attempt, self.clock.now(), failures)

@@ -159,7 +159,7 @@ class RemoteStore(RequestStore):
         It takes a second at most; a cancellation is raised afterwards.
         """
         if self._keeper is not None and not isinstance(self._over, StoreClosed):
-            await see_through(self._close())
+            await see_through(self._close)
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         instance: bytes | None = None

@@ -205,7 +205,7 @@ class _LeaseBlock(AbstractAsyncContextManager[Lease]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await see_through(self._release())
+        await see_through(self._release)
 
     async def _release(self) -> None:
         lease = self._lease

@@ -16,7 +16,7 @@ import hmac
 import resource
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -51,6 +51,7 @@ class StoreServer:
         token: str | None = None,
         limits: ServerLimits | None = None,
         on_drop: Callable[[Dropped], None] | None = None,
+        listening: Sequence[socket.socket] = (),
     ) -> None:
         """Choose where to listen; nothing is bound yet.
 
@@ -61,6 +62,8 @@ class StoreServer:
             token: serve only our own clients, and only those that know it.
             limits: what peers may do; None: the defaults.
             on_drop: called with each connection that is closed for what it did.
+            listening: sockets that are bound already, in place of `host` and `port`;
+                they are the server's from now on.
         """
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
             raise SpecError("port", port, "must be a whole number from 0 to 65535")
@@ -78,6 +81,7 @@ class StoreServer:
         self.touched: list[Connection] = []
         self._partial = 0
         self._connections: set[Connection] = set()
+        self._given = list(listening)
         self._sockets: list[socket.socket] = []
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -134,7 +138,7 @@ class StoreServer:
         # Some files are left for the rest of the program.
         most = files - 64 if files != resource.RLIM_INFINITY else self.limits.connections
         self._most = min(self.limits.connections, max(1, most))
-        self._sockets = bind_listeners(self._host, self._port, self.limits.silence)
+        self._sockets = self._given or bind_listeners(self._host, self._port, self.limits.silence)
         try:
             for sock in self._sockets:
                 server = await self.loop.create_server(
@@ -151,7 +155,7 @@ class StoreServer:
         It takes about a second at most; a cancellation is raised afterwards.
         """
         if self._sockets:
-            await see_through(self._close())
+            await see_through(self._close)
 
     async def _close(self) -> None:
         self._stop_listening()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import uvloop
 
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
-
-
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each test on both loops."""
-    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
-
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
