@@ -196,7 +196,8 @@ class LaunchSpec:
         nproc_per_node: workers per node: a number, "cpu", "gpu" or "auto".
         nnodes: nodes of the job: N, "MIN:MAX" or a pair.
         max_restarts: how often the group may be restarted after failures.
-        env: variables set in every worker, over the inherited environment.
+        env: variables set in every worker, over the inherited environment; the
+            launcher's own (RANK, MASTER_PORT, ...) cannot be replaced.
         cwd: working directory of the workers; None inherits.
         role: name of these workers, used in prefixes and `ROLE_NAME`.
         logs: where their output goes.

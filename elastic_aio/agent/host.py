@@ -23,7 +23,7 @@ from elastic_aio.policy import StopPlan
 from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
 from elastic_aio.process.group import WorkerGroup
 from elastic_aio.process.guardian import Guardian, open_roster
-from elastic_aio.process.limits import raise_descriptor_limit, with_descriptor_limit
+from elastic_aio.process.limits import limit, with_descriptor_limit
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import Place
 from elastic_aio.spec import LaunchSpec
@@ -83,7 +83,7 @@ class Host:
         self._clock = clock
         self._tell = tell
         self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-        self._limit: int | None = None
+        self._holds_limit = False
         self._roster = -1
         self._nothing = -1
         self._tree: ProcessTree | None = None
@@ -108,7 +108,8 @@ class Host:
             SurroundingsError: the machine lacks something.
         """
         try:
-            self._limit = raise_descriptor_limit(self._nproc)
+            limit.acquire(self._nproc)
+            self._holds_limit = True
             self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SurroundingsError(f"cannot start a job here: {error}") from error
@@ -197,6 +198,9 @@ class Host:
             if descriptor >= 0:
                 os.close(descriptor)
         self._roster = self._nothing = -1
+        if self._holds_limit:
+            self._holds_limit = False
+            limit.release()
         return self.folder.tidy()
 
     def attempt_folder(self, attempt: int) -> str | None:
@@ -223,7 +227,8 @@ class Host:
                     stdout=out,
                     stderr=err,
                 )
-                yield plan if self._limit is None else with_descriptor_limit(plan, self._limit)
+                soft = limit.original
+                yield plan if soft is None else with_descriptor_limit(plan, soft)
         except OSError as error:
             raise _log_error(error) from error
 
@@ -267,19 +272,24 @@ class Host:
         }
 
     def _follow(self, logs: WorkerLogs, attempt: int, place: Place) -> None:
-        for name, stream in (("out", logs.stdout), ("err", logs.stderr)):
+        for stream in (logs.stdout, logs.stderr):
             if stream.is_shown and stream.path is not None:
-                self._follow_one(stream.path, name, attempt, place)
+                self._follow_one(stream.path, stream is logs.stdout, attempt, place)
 
-    def _follow_one(self, path: str, name: str, attempt: int, place: Place) -> None:
+    def _follow_one(self, path: str, is_stdout: bool, attempt: int, place: Place) -> None:
         if self._tee is None:
             self._tee = Tee(self._tell.console_lost)
             if self._console is None:
                 self._console = self._own_console = open_console()
         assert self._console is not None
-        sink: Sink = getattr(self._console, name)
+        sink = self._console.out if is_stdout else self._console.err
         origin = LineOrigin(
-            self._spec.role, place.rank, place.local_rank, attempt, self._name, sink.name
+            self._spec.role,
+            place.rank,
+            place.local_rank,
+            attempt,
+            self._name,
+            "stdout" if is_stdout else "stderr",
         )
         prefix = make_prefix(self._spec.logs.prefix, origin, _timestamp)
         self._tee_tokens.append(self._tee.follow(path, sink, prefix))

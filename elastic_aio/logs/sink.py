@@ -125,8 +125,19 @@ class Console(Struct, frozen=True):
 
 
 def open_console() -> Console:
-    """Return sinks for descriptors 1 and 2."""
-    return Console(open_sink("stdout", 1), open_sink("stderr", 2))
+    """Return sinks for descriptors 1 and 2, one and the same where both are one file.
+
+    With `2>&1`, or on a terminal, two writers would split each other's lines.
+    """
+    out = open_sink("stdout", 1)
+    return Console(out, out if _is_same_file(1, 2) else open_sink("stderr", 2))
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False
 
 
 def open_sink(name: str, descriptor: int) -> Sink:

@@ -26,8 +26,10 @@ from elastic_aio.process.roster import format_roster
 
 __all__ = ["ProcessTree", "Survivor"]
 
-# How long one look at /proc may hold the loop before others get a turn, in seconds.
+# How long we may hold the loop before others get a turn, in seconds.
 _SLICE_S = 0.004
+# How many descendants are watched at a time, a descriptor each.
+_WATCHES_MAX = 64
 # Seconds between two looks when what was found could not be watched, and how many
 # looks may fail for a lack of descriptors before that is an error.
 _RETRY_S = 0.005
@@ -86,7 +88,10 @@ class ProcessTree:
         self._leaders[leader.pid] = leader
         self._sessions[leader.pid] = session
         self._write_roster()
-        leader.exited.add_done_callback(lambda _: self._close(session))
+        if leader.exited.done():
+            self._close(session)
+        else:
+            leader.exited.add_done_callback(lambda _: self._close(session))
 
     def kill_now(self) -> None:
         """Shorten every stop, the one that runs and those to come, to SIGKILL."""
@@ -111,16 +116,14 @@ class ProcessTree:
         looking = sweep.find_descendants(
             self._marker, self._since, self._sessions, self._offspring, self._elders
         )
-        slice_end = time.perf_counter() + _SLICE_S
+        turn = _Turn()
         while True:
             try:
                 next(looking)
             except StopIteration as done:
                 found: list[sweep.Process] = done.value
                 return found
-            if time.perf_counter() > slice_end:
-                await asyncio.sleep(0)  # others' turn; we go on at once
-                slice_end = time.perf_counter() + _SLICE_S
+            await turn.others()
 
     async def settle(self) -> bool:
         """Forget the leaders that have ended if two looks find nobody else; tell whether so."""
@@ -168,13 +171,19 @@ class ProcessTree:
             if gone:
                 break
         survivors = [] if gone else [_survivor(one) for one in await self.descendants()]
+        seen = {one.pid for one in survivors}
+        survivors += [
+            Survivor(pid, "not reaped yet")
+            for pid, leader in self._leaders.items()
+            if not leader.exited.done() and pid not in seen
+        ]
         self._forget_ended()
         return survivors
 
     async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
         """Send a signal to all, latecomers included; tell whether all ended in time."""
         end = self._clock.now() + step.grace
-        self._note_offspring()
+        await self._note_offspring()
         with _Watches() as watches:
             for leader in self._leaders.values():
                 # At once and without a look at /proc: peers should hear of a
@@ -187,8 +196,10 @@ class ProcessTree:
             clean_looks = 0
             while clean_looks < 2:
                 alive = await self.descendants()
+                turn = _Turn()
                 for process in alive:
                     self._signal_and_watch(process, step.signal, watches)
+                    await turn.others()
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *self._running()]
                 if not alive and not pending:
                     clean_looks += 1
@@ -208,8 +219,7 @@ class ProcessTree:
     def _signal_and_watch(self, process: sweep.Process, number: int, watches: _Watches) -> None:
         leader = self._leaders.get(process.pid)
         if leader is None or leader.exited.done():
-            if process.identity not in watches.known:
-                watches.add(process, number)
+            watches.take_in(process, number)
         elif process.pid not in watches.signalled:
             watches.signalled.add(process.pid)
             self._signal_leader(leader, number)
@@ -222,19 +232,22 @@ class ProcessTree:
         if number not in (signal.SIGKILL, signal.SIGSTOP) and _is_held(leader.pid):
             leader.send_signal(signal.SIGCONT)
 
-    def _note_offspring(self) -> None:
+    async def _note_offspring(self) -> None:
         """Remember who descends from the leaders, while their death has not yet hidden it.
 
         A child in a session of its own, and with an empty environment, is known by
         its parent only.
         """
-        for leader in self._leaders.values():
-            if not leader.exited.done():
-                try:
-                    offspring = sweep.offspring(leader.pid)
-                except OSError:
-                    return  # no descriptor left; the look at /proc will wait for one
-                self._offspring.update((one.pid, one.start) for one in offspring)
+        turn = _Turn()
+        for leader in list(self._leaders.values()):
+            if leader.exited.done():
+                continue
+            try:
+                for one in sweep.offspring(leader.pid):
+                    self._offspring[one.pid] = one.start
+                    await turn.others()
+            except OSError:
+                return  # no descriptor left; the look at /proc will wait for one
 
     def _running(self) -> list[asyncio.Future[Exit]]:
         return [leader.exited for leader in self._leaders.values() if not leader.exited.done()]
@@ -272,7 +285,8 @@ class _Watches:
 
     def __init__(self) -> None:
         self.signalled: set[int] = set()  # pids of leaders: ours until reaped
-        self.known: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._heard: set[tuple[int, int]] = set()
+        self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[ExitWatch] = []
 
     def __enter__(self) -> _Watches:
@@ -283,19 +297,46 @@ class _Watches:
             watch.close()
 
     def exits(self) -> list[asyncio.Future[None]]:
-        return [future for future in self.known.values() if not future.done()]
+        return [future for future in self._watched.values() if not future.done()]
 
-    def add(self, process: sweep.Process, number: int) -> None:
+    def take_in(self, process: sweep.Process, number: int) -> None:
+        """Signal a process once, and watch it if not too many are watched already.
+
+        The program around us needs descriptors too.  Those that are not watched are
+        found again by the look that follows when the watched ones have ended.
+        """
+        identity = process.identity
+        has_room = len(self.exits()) < _WATCHES_MAX
+        if identity in self._watched or (identity in self._heard and not has_room):
+            return
         try:
             descriptor = sweep.open_pidfd(process)
         except OSError:
             return  # no descriptor left; the next look tries again
         if descriptor is None:
             return
-        _send_and_wake(descriptor, process.state, number)
-        ended = asyncio.get_running_loop().create_future()
-        self.known[process.identity] = ended
-        self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+        if identity not in self._heard:
+            self._heard.add(identity)
+            _send_and_wake(descriptor, process.state, number)
+        if has_room:
+            ended = asyncio.get_running_loop().create_future()
+            self._watched[identity] = ended
+            self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+        else:
+            os.close(descriptor)
+
+
+class _Turn:
+    """Lets others have their turn of the loop while we work through a long list."""
+
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + _SLICE_S
+
+    async def others(self) -> None:
+        """Yield to the loop if our slice is over."""
+        if time.perf_counter() > self._end:
+            await asyncio.sleep(0)  # we go on at once
+            self._end = time.perf_counter() + _SLICE_S
 
 
 async def _let_exits_be_told() -> None:
