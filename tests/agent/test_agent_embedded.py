@@ -186,7 +186,7 @@ async def test_many_descendants_do_not_hold_the_loop() -> None:
         (worker,) = [event.pid async for event in workers(agent)]
         children = Path(f"/proc/{worker}/task/{worker}/children")
         async with asyncio.timeout(GUARD):
-            while len(children.read_text().split()) < 300:  # noqa: ASYNC110  # nothing tells
+            while len(children.read_text().split()) < 300:  # nothing tells
                 await asyncio.sleep(0)
         agent.stop()
         async for event in agent.events():
