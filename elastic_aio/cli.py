@@ -25,7 +25,7 @@ from elastic_aio.events import (
     WorkerStarted,
     event_to_json,
 )
-from elastic_aio.launcher import launch, run_coroutine
+from elastic_aio.launcher import launch, no_thread_per_child, run_coroutine
 from elastic_aio.logs.sink import Console, open_console, open_sink
 from elastic_aio.logs.writer import LineWriter
 from elastic_aio.report import Level, describe, format_failure
@@ -45,7 +45,16 @@ usage: aio-elastic run [options] script [arguments of the script]
 """
 # Seconds without progress after which a blocked console is left alone.
 _PATIENCE_S = 5.0
-_LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50}
+_LEVELS = {
+    "NOTSET": 0,
+    "DEBUG": 10,
+    "INFO": 20,
+    "WARNING": 30,
+    "WARN": 30,
+    "ERROR": 40,
+    "CRITICAL": 50,
+    "FATAL": 50,
+}
 
 
 def entry() -> int:
@@ -94,7 +103,8 @@ def _main_run(argv: list[str]) -> int:
     except UsageError as error:
         return _complain("run", str(error), 2)
     try:
-        with _put_back_handlers(request.signals.stop | request.signals.forward):
+        signals = request.signals.stop | request.signals.forward
+        with no_thread_per_child(), _put_back_handlers(signals):
             return run_coroutine(lambda: _run(request, events, level))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # before our own handler was there: nothing had started

@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+# More than any machine runs, and little enough to write down.
+_NPROC_MAX = 65_536
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """A Python script, run as `python -u path args...`."""
@@ -343,10 +347,11 @@ def _port(value: object) -> int:
 def _nproc(value: object) -> int | str:
     if isinstance(value, str) and value in ("cpu", "gpu", "auto"):
         return value
-    accepted = "must be a number of at least 1, 'cpu', 'gpu' or 'auto'"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    accepted = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu' or 'auto'"
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or not 1 <= value <= _NPROC_MAX:  # type: ignore[operator]  # is_number
         raise SpecError("nproc_per_node", value, accepted)
-    return value
+    return cast("int", value)
 
 
 def _environment(value: object) -> dict[str, str]:

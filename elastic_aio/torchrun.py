@@ -288,7 +288,7 @@ def _nproc(value: str | None) -> int:
         return 1
     if value in ("cpu", "gpu", "auto"):
         return value  # type: ignore[return-value]  # one of the three words
-    if value.isdecimal() and int(value) >= 1:
+    if value.isdecimal() and len(value) < 10 and int(value) >= 1:
         return int(value)
     raise UsageError(
         f"--nproc-per-node: must be a number of at least 1, 'cpu', 'gpu' or 'auto', not {value!r}"

@@ -203,6 +203,7 @@ class Shell:
             case Publish(event):
                 self._chronicle.tell(event)
             case StartGroup():
+                self._begin_attempt(effect.attempt)
                 self._run(effect, self._start_group(effect))
             case StopGroup():
                 self._stopped_at = time.time()
@@ -266,8 +267,7 @@ class Shell:
 
     # --------------------------------------------------------------- effects
 
-    async def _start_group(self, effect: StartGroup) -> Happening:
-        attempt = effect.attempt
+    def _begin_attempt(self, attempt: int) -> None:
         self._start_failed = None
         self._ledger.begin_attempt(
             attempt,
@@ -276,6 +276,9 @@ class Shell:
             unix=time.time(),
             oom_kills=oom_kills(),
         )
+
+    async def _start_group(self, effect: StartGroup) -> Happening:
+        attempt = effect.attempt
         try:
             await self._host.start(attempt, self._places, effect.restarts)
         except SpawnError as error:

@@ -27,7 +27,7 @@ from elastic_aio.process.roster import format_roster
 __all__ = ["ProcessTree", "Survivor"]
 
 # How long we may hold the loop before others get a turn, in seconds.
-_SLICE_S = 0.004
+_SLICE_S = 0.002
 # How many descendants are watched at a time, a descriptor each.
 _WATCHES_MAX = 64
 # Seconds between two looks when what was found could not be watched, and how many
@@ -66,6 +66,7 @@ class ProcessTree:
         self._asked: set[int] = set()
         self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
         self._elders = sweep.Elders()
+        self._is_roster_due = False
         self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -184,19 +185,20 @@ class ProcessTree:
         """Send a signal to all, latecomers included; tell whether all ended in time."""
         end = self._clock.now() + step.grace
         await self._note_offspring()
+        turn = _Turn()
         with _Watches() as watches:
-            for leader in self._leaders.values():
+            for leader in list(self._leaders.values()):
                 # At once and without a look at /proc: peers should hear of a
                 # failure within a millisecond.
                 if not leader.exited.done():
                     self._signal_leader(leader, step.signal)
                     watches.signalled.add(leader.pid)
+                    await turn.others()
             # They wake up behind us on our processor, and a look takes a while.
             os.sched_yield()
             clean_looks = 0
             while clean_looks < 2:
                 alive = await self.descendants()
-                turn = _Turn()
                 for process in alive:
                     self._signal_and_watch(process, step.signal, watches)
                     await turn.others()
@@ -264,14 +266,17 @@ class ProcessTree:
 
     def _close(self, session: sweep.Session) -> None:
         session.closed = sweep.ticks_now()
-        if session.number in self._sessions:
-            self._write_roster()
+        if session.number in self._sessions and not self._is_roster_due:
+            # Once for all that end in the same turn of the loop.
+            self._is_roster_due = True
+            asyncio.get_running_loop().call_soon(self._write_roster)
 
     def close(self) -> None:
         """Write to the roster no more: it is about to be closed."""
         self._roster = -1
 
     def _write_roster(self) -> None:
+        self._is_roster_due = False
         if self._roster < 0:
             return  # a process that could not be killed has ended after all
         content = format_roster(self._sessions.values())
