@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from elastic_aio.errors import JobStopped as JobStopped
     from elastic_aio.errors import SpawnError as SpawnError
     from elastic_aio.errors import SpecError as SpecError
+    from elastic_aio.errors import StoreClosed as StoreClosed
+    from elastic_aio.errors import StoreError as StoreError
+    from elastic_aio.errors import StoreLost as StoreLost
+    from elastic_aio.errors import StoreRefused as StoreRefused
+    from elastic_aio.errors import StoreTimeout as StoreTimeout
     from elastic_aio.errors import SurroundingsError as SurroundingsError
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
@@ -77,6 +82,11 @@ _HOMES = {
         "JobStopped",
         "SpawnError",
         "SpecError",
+        "StoreClosed",
+        "StoreError",
+        "StoreLost",
+        "StoreRefused",
+        "StoreTimeout",
         "SurroundingsError",
     ],
     "events": [

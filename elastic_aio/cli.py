@@ -25,7 +25,7 @@ from elastic_aio.events import (
     WorkerStarted,
     event_to_json,
 )
-from elastic_aio.launcher import launch, run_coroutine
+from elastic_aio.launcher import launch, no_thread_per_child, run_coroutine
 from elastic_aio.logs.sink import Console, open_console, open_sink
 from elastic_aio.logs.writer import LineWriter
 from elastic_aio.report import Level, describe, format_failure
@@ -37,13 +37,24 @@ __all__ = ["entry", "main"]
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
+       aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+       aio-elastic store ping ENDPOINT
        aio-elastic --version
 
-`aio-elastic run --help` lists the options; they are torchrun's.
+`aio-elastic run --help` lists the options of a run; they are torchrun's.
 """
 # Seconds without progress after which a blocked console is left alone.
 _PATIENCE_S = 5.0
-_LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50}
+_LEVELS = {
+    "NOTSET": 0,
+    "DEBUG": 10,
+    "INFO": 20,
+    "WARNING": 30,
+    "WARN": 30,
+    "ERROR": 40,
+    "CRITICAL": 50,
+    "FATAL": 50,
+}
 
 
 def entry() -> int:
@@ -69,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     match arguments:
         case ["run", *rest]:
             return _main_run(rest)
+        case ["store", *rest]:
+            from elastic_aio.store_cli import main_store  # only this command needs it
+
+            return main_store(rest)
         case ["--version" | "-V"]:
             print(f"aio-elastic {__version__}")
             return 0
@@ -77,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return _complain("", "a command is required: aio-elastic run [options] script", 2)
-    return _complain("", f"unknown command {arguments[0]!r}: must be 'run'", 2)
+    return _complain("", f"unknown command {arguments[0]!r}: must be 'run' or 'store'", 2)
 
 
 def _main_run(argv: list[str]) -> int:
@@ -88,7 +103,8 @@ def _main_run(argv: list[str]) -> int:
     except UsageError as error:
         return _complain("run", str(error), 2)
     try:
-        with _put_back_handlers(request.signals.stop | request.signals.forward):
+        signals = request.signals.stop | request.signals.forward
+        with no_thread_per_child(), _put_back_handlers(signals):
             return run_coroutine(lambda: _run(request, events, level))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # before our own handler was there: nothing had started

@@ -6,6 +6,11 @@
     ├── SpecError (ValueError)      the caller: a setting that cannot be accepted
     ├── SurroundingsError           the machine: something a job needs is not there
     ├── SpawnError                  the machine: one worker could not be started
+    ├── StoreError                  the store that nodes and workers meet at
+    │   ├── StoreClosed             ... we closed it ourselves
+    │   ├── StoreLost               ... the connection broke, or the server has gone
+    │   ├── StoreTimeout            ... what was waited for has not come in time
+    │   └── StoreRefused            ... the peer will not do it, and said why
     ├── JobEnded                    the job ended without success; `.result` tells all
     │   ├── JobFailed               ... because its workers failed
     │   └── JobStopped              ... because a signal or `Agent.stop()` ended it
@@ -28,6 +33,11 @@ __all__ = [
     "JobStopped",
     "SpawnError",
     "SpecError",
+    "StoreClosed",
+    "StoreError",
+    "StoreLost",
+    "StoreRefused",
+    "StoreTimeout",
     "SurroundingsError",
 ]
 
@@ -86,6 +96,30 @@ class SpawnError(ElasticAioError):
             local_rank=self.local_rank,
         )
         return again, self.args
+
+
+class StoreError(ElasticAioError):
+    """An operation on the store could not be carried out."""
+
+
+class StoreClosed(StoreError):
+    """This program has closed the store; nothing is wrong with the world."""
+
+
+class StoreLost(StoreError):
+    """The connection broke before the answer came, or the store is gone.
+
+    Only operations that change something fail at once when the connection breaks:
+    they may have been carried out or not.  Questions are asked again.
+    """
+
+
+class StoreTimeout(StoreError):
+    """What was waited for has not come within the time allowed."""
+
+
+class StoreRefused(StoreError):
+    """The peer will not do what was asked; asking again does not help."""
 
 
 class JobEnded(ElasticAioError):

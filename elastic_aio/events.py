@@ -7,7 +7,7 @@ and the rest are its fields.  Readers must ignore fields that they do not know.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -53,8 +53,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
     run_id: str = ""
     attempt: int = 0
     node: str = ""
-
-    is_last: ClassVar[bool] = False
 
 
 class JobStarted(Event, frozen=True, kw_only=True):
@@ -174,8 +172,6 @@ class JobFinished(Event, frozen=True, kw_only=True):
     exit_code: int
     duration: float
     restarts: int
-
-    is_last: ClassVar[bool] = True
 
 
 AnyEvent: TypeAlias = (

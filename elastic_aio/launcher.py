@@ -19,7 +19,7 @@ from elastic_aio.policy import SignalSpec
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec import LaunchSpec
 
-__all__ = ["launch", "run", "run_coroutine"]
+__all__ = ["launch", "no_thread_per_child", "run", "run_coroutine"]
 
 T = TypeVar("T")
 
@@ -76,7 +76,10 @@ async def _heed(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> 
     was_asked_to_stop = False
     async for number in received:
         if number == signal.SIGTSTP:
-            await agent.pause_while(_hold_this_process, signal.SIGSTOP, signal.SIGCONT)
+            try:
+                await agent.pause_while(_hold_this_process, signal.SIGSTOP, signal.SIGCONT)
+            except OSError:
+                continue  # no descriptor left to find the workers by: the job goes on
         elif number in chosen.forward:
             agent.forward_signal(number)
         elif was_asked_to_stop:
@@ -110,7 +113,7 @@ def run(
 
 
 def run_coroutine(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run what `make` returns on a new loop in a process that we own.
+    """Run what `make` returns on a new loop.
 
     Raises:
         RuntimeError: an event loop runs in this thread.
@@ -121,7 +124,7 @@ def run_coroutine(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         pass  # none: as it should be
     else:
         raise RuntimeError("an event loop is running in this thread: use `await launch(spec)`")
-    with no_thread_per_child(), asyncio.Runner() as runner:
+    with asyncio.Runner() as runner:
         return runner.run(make())
 
 
@@ -130,7 +133,8 @@ def no_thread_per_child() -> Iterator[None]:
     """Let asyncio wait for children by pidfd on Python 3.11, as later versions do.
 
     Its default there is a thread per child, which can even signal a recycled pid.
-    The watcher belongs to the process, so only a process that we own may change it.
+    The watcher belongs to the process, so only one that we own may change it: the
+    command line.
     """
     if sys.version_info >= (3, 12):
         yield

@@ -86,6 +86,8 @@ class StopPlan:
 
     def starting_with(self, signal: int) -> StopPlan:
         """Return this plan with its first signal replaced by the one received."""
+        if signal == SIGKILL:
+            return StopPlan((), self.reap_timeout)
         if not self.steps:
             return self
         first, *rest = self.steps

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from elastic_aio.checks import (
     PathLike,
@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
+
+
+# More than any machine runs, and little enough to write down.
+_NPROC_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,8 @@ class LaunchSpec:
         nproc_per_node: workers per node: a number, "cpu", "gpu" or "auto".
         nnodes: nodes of the job: N, "MIN:MAX" or a pair.
         max_restarts: how often the group may be restarted after failures.
-        env: variables set in every worker, over the inherited environment.
+        env: variables set in every worker, over the inherited environment; the
+            launcher's own (RANK, MASTER_PORT, ...) cannot be replaced.
         cwd: working directory of the workers; None inherits.
         role: name of these workers, used in prefixes and `ROLE_NAME`.
         logs: where their output goes.
@@ -221,6 +226,10 @@ class LaunchSpec:
         stop: how workers are stopped, on every path.
         rendezvous: how nodes meet.
         run_id: name of the run; None makes one.
+        master_port: TCP port at which the workers meet; None takes a free one for
+            each attempt.
+        hosts_store: whether the agent itself serves torch's store at that port, a
+            fresh one for each attempt; otherwise worker 0 has to.
         stdin: "null" (the default) or "rank0", which hands ours to local rank 0.
         python: interpreter of scripts and modules; None is the running one.
         start_method: how Python workers start: "spawn" in a new interpreter, "fork"
@@ -246,6 +255,8 @@ class LaunchSpec:
     stop: StopPlan = StopPlan()
     rendezvous: RendezvousSpec = RendezvousSpec()
     run_id: str | None = None
+    master_port: int | None = None
+    hosts_store: bool = True
     stdin: Literal["null", "rank0"] = "null"
     python: str | None = None
     start_method: StartMethod = "spawn"
@@ -275,6 +286,8 @@ class LaunchSpec:
         stop: StopPlan | None = None,
         rendezvous: RendezvousSpec | None = None,
         run_id: str | None = None,
+        master_port: int | None = None,
+        hosts_store: bool = True,
         stdin: Literal["null", "rank0"] = "null",
         python: str | PathLike | None = None,
         start_method: StartMethod = "spawn",
@@ -298,6 +311,8 @@ class LaunchSpec:
             stop=checked_part("stop", stop, StopPlan),
             rendezvous=checked_part("rendezvous", rendezvous, RendezvousSpec),
             run_id=None if run_id is None else checked_text("run_id", run_id),
+            master_port=None if master_port is None else _port(master_port),
+            hosts_store=checked_part("hosts_store", hosts_store, bool),
             stdin=stdin,
             python=None if python is None else checked_path("python", python),
             start_method=start_method,
@@ -379,13 +394,20 @@ def _argv(value: Sequence[object]) -> tuple[str, ...]:
     return argv
 
 
+def _port(value: object) -> int:
+    if checked_integer("master_port", value, at_least=1) > 65535:
+        raise SpecError("master_port", value, "must be a port from 1 to 65535")
+    return cast("int", value)
+
+
 def _nproc(value: object) -> int | str:
     if isinstance(value, str) and value in ("cpu", "gpu", "auto"):
         return value
-    accepted = "must be a number of at least 1, 'cpu', 'gpu' or 'auto'"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    accepted = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu' or 'auto'"
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or not 1 <= value <= _NPROC_MAX:  # type: ignore[operator]  # is_number
         raise SpecError("nproc_per_node", value, accepted)
-    return value
+    return cast("int", value)
 
 
 def _environment(value: object) -> dict[str, str]:

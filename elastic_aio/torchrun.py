@@ -88,6 +88,11 @@ _OPTIONS = (
     _Option("rdzv-endpoint", "where nodes meet: 'localhost:0' for one node", metavar="HOST:PORT"),
     _Option("rdzv-id", "name of the run (default: a random one)", metavar="ID"),
     _Option(
+        "master-port",
+        "TCP port at which the workers meet (default: a free one for each attempt)",
+        metavar="PORT",
+    ),
+    _Option(
         "signals-to-handle",
         "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
         " SIGUSR1 and SIGUSR2 are passed on to the workers, listed or not",
@@ -130,12 +135,12 @@ _NOT_YET = {
     "duplicate-stderr-filters": "TEXT",
     "node-rank": "N",
     "master-addr": "ADDR",
-    "master-port": "PORT",
     "local-addr": "ADDR",
     "numa-binding": "KIND",
     "virtual-local-rank": "",
 }
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+_NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -284,6 +289,8 @@ def _request(
         max_restarts=_whole("--max-restarts", values["max_restarts"] or "0"),
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
+        master_port=_master_port(values["master_port"]),
+        hosts_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         logs=_logs_specs(values["logs_specs"])(
             log_dir=values["log_dir"] or None,
             redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
@@ -323,11 +330,19 @@ def _nproc(value: str | None) -> int:
         return 1
     if value in ("cpu", "gpu", "auto"):
         return value  # type: ignore[return-value]  # one of the three words
-    if value.isdecimal() and int(value) >= 1:
+    if value.isdecimal() and len(value) < 10 and int(value) >= 1:
         return int(value)
     raise UsageError(
         f"--nproc-per-node: must be a number of at least 1, 'cpu', 'gpu' or 'auto', not {value!r}"
     )
+
+
+def _master_port(value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and len(value) < 6 and 1 <= int(value) <= 65535):
+        raise UsageError(f"--master-port: must be a port from 1 to 65535, not {value!r}")
+    return int(value)
 
 
 def _whole(option: str, value: str) -> int:

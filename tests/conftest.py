@@ -45,13 +45,14 @@ def pytest_asyncio_loop_factories(
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor or a thread."""
     descriptors, threads, children = open_descriptors(), threading.active_count(), own_children()
+    before = strays().keys()  # a fixture of a wider scope may keep a process
     yield
     for thread in threading.enumerate():
         # asyncio's own on Python 3.11, one for each child: done when its child was.
         if thread.name.startswith(("waitpid-", "asyncio-waitpid-")):
             thread.join(timeout=5)
     leaks: dict[str, Any] = {
-        "processes": strays(),
+        "processes": {pid: what for pid, what in strays().items() if pid not in before},
         "children": own_children() - children,
         "descriptors": {
             fd: target for fd, target in open_descriptors().items() if fd not in descriptors

@@ -207,11 +207,6 @@ def test_the_last_event_of_a_job_has_this_form() -> None:
     }
 
 
-def test_only_the_end_is_last() -> None:
-    """JobFinished, and nothing else, ends an iteration."""
-    assert [kind for kind in STRATEGIES if kind.is_last] == [JobFinished]
-
-
 @pytest.mark.parametrize("schema", [SCHEMA + 1, 999])
 def test_a_newer_form_is_refused(schema: int) -> None:
     """A reader does not guess at fields whose meaning has changed."""

@@ -24,6 +24,7 @@ from elastic_aio.logs.sink import Console
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
+from elastic_aio.signames import signal_number
 from elastic_aio.spec import LaunchSpec
 
 __all__ = ["Agent"]
@@ -60,6 +61,8 @@ class Agent:
             spawner: starts processes; None chooses by the running loop.
             listeners: called with every event as it happens; they must not block.
         """
+        if not isinstance(spec, LaunchSpec):
+            raise SpecError("spec", spec, "must be a LaunchSpec")
         self.spec = spec
         self.run_id = spec.run_id or os.urandom(8).hex()
         self._node = node_name()
@@ -96,8 +99,12 @@ class Agent:
             spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
             chronicle=self._chronicle,
         )
-        await shell.open()
         self._shell = shell
+        try:
+            await shell.open()
+        except BaseException:
+            self._chronicle.close()  # nothing more will be told
+            raise
         return self
 
     async def __aexit__(
@@ -148,19 +155,23 @@ class Agent:
         return result
 
     def stop(
-        self, *, signal: int | None = None, reason: str = "a stop was requested"
+        self, *, signal: int | str | None = None, reason: str = "a stop was requested"
     ) -> Awaitable[None]:
         """Ask the job to end by its stop plan; `wait` then raises `JobStopped`.
 
         Args:
-            signal: replaces the first signal of the plan.
+            signal: replaces the first signal of the plan; SIGKILL ends the job at once.
             reason: told in the events and the result.
 
         Returns:
             An awaitable that is done when nothing of the job is left; the request
             is made whether or not it is awaited.
+
+        Raises:
+            SpecError: there is no such signal.
         """
-        self._running.ask_to_stop(reason, signal)
+        number = None if signal is None else signal_number("signal", signal)
+        self._running.ask_to_stop(reason, number)
         return asyncio.shield(self._running.done)
 
     def kill(self) -> None:

@@ -189,7 +189,7 @@ class CrewRun:
         host = self._open_host
         if len(self.ended()) < len(self.ranks) or not await host.tree.settle():
             await host.stop(plan, lambda signal, pids: None)
-        host.finish_logs()
+        await host.end_attempt()
 
     async def told(self) -> dict[int, Told]:
         """Return how the calls of functions have ended, by local rank."""

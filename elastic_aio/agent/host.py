@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from elastic_aio.agent.surroundings import check_runnable, free_port
 from elastic_aio.agent.work import Crew, Work
+from elastic_aio.agent.workerstore import MASTER_ADDR, WorkerStore
 from elastic_aio.aio import Pausable, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
@@ -23,7 +24,7 @@ from elastic_aio.policy import StopPlan
 from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
 from elastic_aio.process.group import WorkerGroup
 from elastic_aio.process.guardian import Guardian, open_roster
-from elastic_aio.process.limits import raise_descriptor_limit, with_descriptor_limit
+from elastic_aio.process.limits import limit, with_descriptor_limit
 from elastic_aio.process.results import Told
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import Place
@@ -88,7 +89,7 @@ class Host:
         self._crew = crew
         self._work = Work(spec, spawner, crew)
         self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-        self._limit: int | None = None
+        self._holds_limit = False
         self._roster = -1
         self._nothing = -1
         self._tree: ProcessTree | None = None
@@ -97,6 +98,7 @@ class Host:
         self._tee_tokens: list[int] = []
         self._group: WorkerGroup | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._store: WorkerStore | None = None
 
     @property
     def tree(self) -> ProcessTree:
@@ -113,7 +115,8 @@ class Host:
         """
         self._work.check()
         try:
-            self._limit = raise_descriptor_limit(self._nproc, self._work.descriptors_each)
+            limit.acquire(self._nproc, self._work.descriptors_each)
+            self._holds_limit = True
             self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SurroundingsError(f"cannot start a job here: {error}") from error
@@ -134,7 +137,7 @@ class Host:
         env = {**_defaults(self._nproc), **os.environ, **self._spec.env, self._marker: "1"}
         streams = (self._nothing, self._ours(1), self._ours(2))
         try:
-            await self._work.start(env, streams, self._limited, self.tree.spare)
+            await self._work.start(env, streams, _limited, self.tree.spare)
         except SpawnError as error:
             raise SurroundingsError(f"cannot start the server that forks: {error}") from error
 
@@ -145,7 +148,7 @@ class Host:
             SpawnError: one could not be spawned; those before it may run.
         """
         check_runnable(self._spec)
-        port = free_port()
+        port = self._open_store()
         self._work.forget_results()
         self._group = WorkerGroup(
             self._work.spawner,
@@ -182,17 +185,24 @@ class Host:
         """Return, by local rank, how the functions of the attempt have ended."""
         return await self._work.told()
 
-    def finish_logs(self) -> None:
-        """Say that no worker of the attempt writes any more."""
+    async def end_attempt(self) -> None:
+        """Take note that no worker of the attempt is left: finish its logs, close its store.
+
+        May be started over.
+        """
         if self._tee is not None:
             self._tee.finish(self._tee_tokens)
         self._tee_tokens = []
+        if self._store is not None:
+            await self._store.aclose()
+            self._store = None
 
     async def close(self) -> bool:
         """Show what is left to show, end the guardian, tidy up.
 
         Returns whether a log folder remains.  May be started over.
         """
+        await self.end_attempt()
         if self._tee is not None:
             for sink in await self._tee.drain(_PATIENCE_S):
                 self._tell.console_lost(sink, "nobody has read it since the workers ended")
@@ -210,6 +220,9 @@ class Host:
             if descriptor >= 0:
                 os.close(descriptor)
         self._roster = self._nothing = -1
+        if self._holds_limit:
+            self._holds_limit = False
+            limit.release()
         return self.folder.tidy()
 
     def attempt_folder(self, attempt: int) -> str | None:
@@ -247,13 +260,25 @@ class Host:
                     pass_fds=task.pass_fds,
                     call=task.call,
                 )
-                yield plan if self._work.is_served else self._limited(plan)
+                yield plan if self._work.is_served else _limited(plan)
         except OSError as error:
             raise _log_error(error) from error
 
-    def _limited(self, plan: ChildPlan) -> ChildPlan:
-        """Give a plan the limits that this process had before it raised them."""
-        return plan if self._limit is None else with_descriptor_limit(plan, self._limit)
+    def _open_store(self) -> int:
+        """Return the port at which the workers of the next attempt meet.
+
+        A store of ours listens there, unless the workers shall host it themselves
+        (torch's TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).  A bare group meets nowhere.
+
+        Raises:
+            SurroundingsError: the port cannot be had.
+        """
+        if self._crew is not None:
+            return 0
+        if self._spec.hosts_store:
+            self._store = WorkerStore(self._spec.master_port or 0)
+            return self._store.port
+        return self._spec.master_port or free_port()
 
     def _environment(
         self, place: Place, restarts: int, port: int, error_file: str
@@ -266,10 +291,11 @@ class Host:
             place=place,
             role=self._spec.role,
             run_id=self._run_id,
-            master_addr="127.0.0.1",
+            master_addr=MASTER_ADDR,
             master_port=port,
             restart_count=restarts,
             max_restarts=self._spec.max_restarts,
+            use_agent_store=self._store is not None,
             error_file=error_file,
         )
         return {
@@ -281,19 +307,24 @@ class Host:
         }
 
     def _follow(self, logs: WorkerLogs, attempt: int, place: Place) -> None:
-        for name, stream in (("out", logs.stdout), ("err", logs.stderr)):
+        for stream in (logs.stdout, logs.stderr):
             if stream.is_shown and stream.path is not None:
-                self._follow_one(stream.path, name, attempt, place)
+                self._follow_one(stream.path, stream is logs.stdout, attempt, place)
 
-    def _follow_one(self, path: str, name: str, attempt: int, place: Place) -> None:
+    def _follow_one(self, path: str, is_stdout: bool, attempt: int, place: Place) -> None:
         if self._tee is None:
             self._tee = Tee(self._tell.console_lost)
             if self._console is None:
                 self._console = self._own_console = open_console()
         assert self._console is not None
-        sink: Sink = getattr(self._console, name)
+        sink = self._console.out if is_stdout else self._console.err
         origin = LineOrigin(
-            self._spec.role, place.rank, place.local_rank, attempt, self._name, sink.name
+            self._spec.role,
+            place.rank,
+            place.local_rank,
+            attempt,
+            self._name,
+            "stdout" if is_stdout else "stderr",
         )
         prefix = make_prefix(self._spec.logs.prefix, origin, _timestamp)
         self._tee_tokens.append(self._tee.follow(path, sink, prefix))
@@ -305,6 +336,12 @@ class Host:
         except OSError:
             return self._nothing
         return descriptor
+
+
+def _limited(plan: ChildPlan) -> ChildPlan:
+    """Give a plan the limits that this process had before it raised them."""
+    soft = limit.original
+    return plan if soft is None else with_descriptor_limit(plan, soft)
 
 
 def _defaults(nproc: int) -> dict[str, str]:

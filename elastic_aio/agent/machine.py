@@ -8,6 +8,7 @@ Rules
   workers leave processes behind, and the attempt is over when nothing is left.
 * A failed attempt is followed by another one if the restart policy grants it,
   after its delay.  A failure that no attempt can mend ends the job.
+* What could not be killed is left behind, and then there is no further attempt.
 * A stop ends the job wherever it is.  Asked for while a failed attempt is being
   stopped, it takes the place of the restart; when there would have been none, the
   job has failed.  Workers that had all succeeded stay a success.
@@ -210,6 +211,9 @@ class Machine:
         self._failures = gone.failures
         root = gone.failures[0]
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=gone.failures)
+        if gone.has_survivors:
+            # It holds what the next attempt would need: memory, devices, ports.
+            return [Publish(failed), *self._give_up("a process could not be killed")]
         return [Publish(failed), *self._after_failure(root)]
 
     def _finish_without_failure(self) -> list[Effect]:

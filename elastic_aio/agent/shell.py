@@ -47,7 +47,7 @@ from elastic_aio.agent.vocabulary import (
     WorkerEnded,
 )
 from elastic_aio.aio import Pausable, owned_task, see_through
-from elastic_aio.errors import SpawnError, SurroundingsError
+from elastic_aio.errors import InternalError, SpawnError, SurroundingsError
 from elastic_aio.events import (
     ConsoleLost,
     GuardianReplaced,
@@ -189,7 +189,12 @@ class Shell:
         self._is_handling = True
         try:
             while self._pending:
-                for effect in self._machine.handle(self._pending.popleft()):
+                try:
+                    effects = self._machine.handle(self._pending.popleft())
+                except InternalError as error:
+                    self._break_off(error)
+                    return
+                for effect in effects:
                     self._perform(effect)
         finally:
             self._is_handling = False
@@ -199,6 +204,7 @@ class Shell:
             case Publish(event):
                 self._chronicle.tell(event)
             case StartGroup():
+                self._begin_attempt(effect.attempt)
                 self._run(effect, self._start_group(effect))
             case StopGroup():
                 self._stopped_at = time.time()
@@ -248,19 +254,21 @@ class Shell:
         if isinstance(effect, Finish):
             self.error = self.error or error
             self._settle()
-            return
-        finish = Finish(JobState.FAILED, f"internal error: {error!r}", 1, 0, error)
-        self._run(finish, self._break_off(finish))
+        else:
+            self._break_off(error)
 
-    async def _break_off(self, finish: Finish) -> None:
+    def _break_off(self, error: BaseException) -> None:
+        finish = Finish(JobState.FAILED, f"internal error: {error!r}", 1, 0, error)
+        self._run(finish, self._kill_and_finish(finish))
+
+    async def _kill_and_finish(self, finish: Finish) -> None:
         self._host.tree.kill_now()
         await self._host.stop(self._spec.stop, self._on_escalated)
         await self._finish(finish)
 
     # --------------------------------------------------------------- effects
 
-    async def _start_group(self, effect: StartGroup) -> Happening:
-        attempt = effect.attempt
+    def _begin_attempt(self, attempt: int) -> None:
         self._start_failed = None
         self._ledger.begin_attempt(
             attempt,
@@ -269,6 +277,9 @@ class Shell:
             unix=time.time(),
             oom_kills=oom_kills(),
         )
+
+    async def _start_group(self, effect: StartGroup) -> Happening:
+        attempt = effect.attempt
         try:
             await self._host.start(attempt, self._places, effect.restarts)
         except SpawnError as error:
@@ -291,11 +302,11 @@ class Shell:
             self._chronicle.tell(
                 WorkerAbandoned(attempt=effect.attempt, pid=one.pid, state=one.state)
             )
-        self._host.finish_logs()
+        await self._host.end_attempt()
         told = await self._host.told()
         failures = await self._gather_failures(told)
         self._ledger.end_attempt(failures, time.monotonic(), told)
-        return GroupGone(effect.attempt, self.clock.now(), failures)
+        return GroupGone(effect.attempt, self.clock.now(), failures, bool(survivors))
 
     async def _gather_failures(self, told: Mapping[int, Told]) -> tuple[Failure, ...]:
         """Return why the attempt failed; nothing if all that ended badly were victims."""
@@ -328,6 +339,11 @@ class Shell:
             action = await answer if inspect.isawaitable(answer) else answer
             if not isinstance(action, Action):
                 raise TypeError(f"restart.decide must return an Action, not {action!r}")
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return DecideRaised(effect.attempt, error)  # the callback's own
         except Exception as error:  # noqa: BLE001  # the user's code: handed to the user
             return DecideRaised(effect.attempt, error)
         return Decided(effect.attempt, action)
@@ -391,7 +407,7 @@ class Shell:
         )
 
     def _on_exited(self, attempt: int, local_rank: int, child: Child, ended: Exit) -> None:
-        if self.done.done():
+        if self.done.done() or attempt != self._machine.attempt:
             return  # one that could not be killed has gone at last
         is_victim = self._host.tree.was_asked(child.pid)
         duration = self._ledger.worker_exited(

@@ -42,11 +42,15 @@ class WorkerEnded(Struct, frozen=True):
 
 
 class GroupGone(Struct, frozen=True):
-    """Nothing of an attempt is left; its failures are known, the root cause first."""
+    """Nothing of an attempt is left; its failures are known, the root cause first.
+
+    With `has_survivors` something is left after all, which could not be killed.
+    """
 
     attempt: int
     at: float
     failures: tuple[Failure, ...]
+    has_survivors: bool = False
 
 
 class Decided(Struct, frozen=True):

@@ -67,18 +67,16 @@ class RunFolder:
         """The folder to tell users about; None while only error files would be there."""
         return self.path if self._has_logs else None
 
-    def make_attempt(self, attempt: int) -> str | None:
-        """Make the folder of an attempt; return it.
+    def make_attempt(self, attempt: int) -> None:
+        """Make the folder of an attempt.
 
         Raises:
             OSError: it cannot be made.
         """
-        if self.path is None:
-            return None
-        folder = attempt_folder(self.path, attempt)
-        os.mkdir(folder)
-        self._made.append(folder)
-        return folder
+        if self.path is not None:
+            folder = attempt_folder(self.path, attempt)
+            os.mkdir(folder)
+            self._made.append(folder)
 
     @contextmanager
     def open_streams(

@@ -38,6 +38,8 @@ class Sink:
         self.lock = asyncio.Lock()
         self.is_terminal = write is not None and os.isatty(descriptor)
         self.written = 0
+        self.users = 0
+        self.on_closed: Callable[[], object] = bool
         self.lost: str | None = None if write else "it is closed"
         self._descriptor = descriptor
         self._write = write
@@ -92,7 +94,11 @@ class Sink:
         self._shows_frame = True
 
     def close(self) -> None:
-        """Close our copy of the stream; the stream itself stays open."""
+        """Close our copy of the stream with its last user; the stream itself stays open."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        self.on_closed()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -129,12 +135,30 @@ def open_console() -> Console:
     return Console(open_sink("stdout", 1), open_sink("stderr", 2))
 
 
+# The sinks in use: two writers to one file would split each other's lines.  Files are
+# one for several descriptors with `2>&1` or on a terminal, and for several agents.
+_sinks: dict[tuple[int, int, int], Sink] = {}
+
+
 def open_sink(name: str, descriptor: int) -> Sink:
-    """Return a sink that writes where `descriptor` does; never fails."""
+    """Return a sink that writes where `descriptor` does; never fails.
+
+    One file has one sink per event loop: each call must be followed by a `close`.
+    """
     try:
-        mode = os.fstat(descriptor).st_mode
+        file = os.fstat(descriptor)
     except OSError:
         return Sink(name, -1, None)
+    key = id(asyncio.get_running_loop()), file.st_dev, file.st_ino
+    sink = _sinks.get(key)
+    if sink is None:
+        sink = _sinks[key] = _make_sink(name, descriptor, file.st_mode)
+        sink.on_closed = lambda: _sinks.pop(key, None)
+    sink.users += 1
+    return sink
+
+
+def _make_sink(name: str, descriptor: int, mode: int) -> Sink:
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:

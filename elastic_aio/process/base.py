@@ -109,6 +109,11 @@ def check_program(plan: ChildPlan) -> None:
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
     if os.path.isdir(found) or not os.access(found, os.X_OK):
         raise spawn_error(PermissionError(errno.EACCES, "not executable"), plan)
+    with open(found, "rb") as file:
+        first = file.read(256).partition(b"\n")[0]
+    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
+    if interpreter and not os.path.exists(interpreter[0]):
+        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
 
 
 def spawn_error(error: OSError, plan: ChildPlan) -> SpawnError:

@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 from elastic_aio.aio import outlast, owned_task
@@ -69,6 +70,8 @@ class Guardian:
         self._child: Child | None = None
         self._replacing: asyncio.Task[None] | None = None
         self._closed = False
+        self._started_at = time.monotonic()
+        self._has_replaced = False
 
     def __repr__(self) -> str:
         return f"<Guardian {self._child}>"
@@ -132,9 +135,15 @@ class Guardian:
 
     def _on_exit(self, exited: asyncio.Future[Exit]) -> None:
         if not self._closed:
-            self._replacing = owned_task(self._replace(), name="replace the guardian")
+            # One that dies young would die again: then not at once.
+            is_young = time.monotonic() - self._started_at < _RETRY_S
+            delay = _RETRY_S if is_young and self._has_replaced else 0.0
+            self._replacing = owned_task(self._replace(delay), name="replace the guardian")
 
-    async def _replace(self) -> None:
+    async def _replace(self, delay: float) -> None:
+        await asyncio.sleep(delay)  # what makes it die, no event tells
+        self._has_replaced = True
+        self._started_at = time.monotonic()
         while True:
             try:
                 self._child = await self._spawn()

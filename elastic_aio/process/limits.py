@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from elastic_aio.errors import SurroundingsError
 from elastic_aio.process.base import ChildPlan, check_program
 
-__all__ = ["raise_descriptor_limit", "with_descriptor_limit"]
+__all__ = ["DescriptorLimit", "limit", "with_descriptor_limit"]
 
 # What one worker takes: asyncio's pidfd and ours, and two logs that are followed.
 _PER_WORKER = 4
@@ -29,38 +29,70 @@ _BASE = 16
 _SPARE = 64
 
 
-def raise_descriptor_limit(workers: int, each: int = _PER_WORKER) -> int | None:
-    """Make room for `workers` more; return the former soft limit, None if it sufficed.
+class DescriptorLimit:
+    """This process's soft limit, raised while a job needs it.
 
-    Args:
-        workers: how many there will be.
-        each: descriptors that one of them takes.
-
-    Raises:
-        SurroundingsError: the hard limit is too low.  A supervisor that runs out of
-            descriptors half-way could not even see what it has to stop.
+    There is one limit for all jobs of a process, hence one instance: `limit`.  While
+    any job has it raised, the workers of every job get the original one.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def __init__(self) -> None:
+        """Leave the limit as it is."""
+        self._original: int | None = None
+        self._jobs = 0
+
+    @property
+    def original(self) -> int | None:
+        """The soft limit that the workers shall get; None: the one in force."""
+        return self._original
+
+    def acquire(self, workers: int, each: int = _PER_WORKER) -> None:
+        """Make room for a job of `workers`; `release` must follow.
+
+        Args:
+            workers: how many there will be.
+            each: descriptors that one of them takes.
+
+        Raises:
+            SurroundingsError: the hard limit is too low.  A supervisor that runs out
+                of descriptors half-way could not even see what it has to stop.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _wanted(workers * each, soft, hard)
+        self._jobs += 1
+        if wanted > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            if self._original is None:
+                self._original = soft
+
+    def release(self) -> None:
+        """End a job's need; the last one puts the original limit back."""
+        self._jobs -= 1
+        if not self._jobs and self._original is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._original, hard))
+            self._original = None
+
+
+limit = DescriptorLimit()
+
+
+def _wanted(descriptors: int, soft: int, hard: int) -> int:
+    """Return the soft limit that workers with so many descriptors call for."""
     if soft == resource.RLIM_INFINITY:
-        return None
+        return soft
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = soft  # not even one is left
-    needed = used + workers * each + _BASE
-    if needed + _SPARE <= soft:
-        return None
+    needed = used + descriptors + _BASE
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise SurroundingsError(
             f"too few descriptors: this job takes about {needed} and the limit is {hard}"
             " (raise it with ulimit -n)"
         )
     wanted = needed + _SPARE
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if wanted <= soft:
-        return None
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return soft
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def with_descriptor_limit(plan: ChildPlan, soft: int) -> ChildPlan:

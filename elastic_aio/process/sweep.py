@@ -25,7 +25,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
 _LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -235,13 +235,12 @@ def find_descendants(
     return list(ours.values())
 
 
-def offspring(pid: int) -> list[Process]:
-    """Return the descendants of a process, as far as main threads have started them.
+def offspring(pid: int) -> Iterator[Process]:
+    """Give the descendants of a process, as far as main threads have started them.
 
     One small read for each, where the kernel lists children; nothing where it does
     not (CONFIG_PROC_CHILDREN).
     """
-    found: list[Process] = []
     parents = [pid]
     while parents:
         parent = parents.pop()
@@ -251,9 +250,8 @@ def offspring(pid: int) -> list[Process]:
             continue  # gone, or a kernel that does not tell: /proc as a whole still does
         for child in map(int, children):
             if process := read_process(child):
-                found.append(process)
+                yield process
                 parents.append(child)
-    return found
 
 
 def open_pidfd(process: Process) -> int | None:
@@ -267,7 +265,11 @@ def open_pidfd(process: Process) -> int | None:
     except ProcessLookupError:
         return None
     # The pid may have been used again before the descriptor was opened: look now.
-    found = read_process(process.pid)
+    try:
+        found = read_process(process.pid)
+    except OSError:
+        os.close(descriptor)
+        raise
     if found is None or found.start != process.start:
         os.close(descriptor)
         return None

@@ -26,8 +26,10 @@ from elastic_aio.process.roster import format_roster
 
 __all__ = ["ProcessTree", "Survivor"]
 
-# How long one look at /proc may hold the loop before others get a turn, in seconds.
-_SLICE_S = 0.004
+# How long we may hold the loop before others get a turn, in seconds.
+_SLICE_S = 0.002
+# How many descendants are watched at a time, a descriptor each.
+_WATCHES_MAX = 64
 # Seconds between two looks when what was found could not be watched, and how many
 # looks may fail for a lack of descriptors before that is an error.
 _RETRY_S = 0.005
@@ -65,6 +67,7 @@ class ProcessTree:
         self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
         self._spared: tuple[int, int] | None = None
         self._elders = sweep.Elders()
+        self._is_roster_due = False
         self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -87,7 +90,10 @@ class ProcessTree:
         self._leaders[leader.pid] = leader
         self._sessions[leader.pid] = session
         self._write_roster()
-        leader.exited.add_done_callback(lambda _: self._close(session))
+        if leader.exited.done():
+            self._close(session)
+        else:
+            leader.exited.add_done_callback(lambda _: self._close(session))
 
     def spare(self, pid: int) -> None:
         """Leave a process and the session that it leads alone: it serves all attempts.
@@ -123,16 +129,14 @@ class ProcessTree:
         looking = sweep.find_descendants(
             self._marker, self._since, self._sessions, self._offspring, self._elders
         )
-        slice_end = time.perf_counter() + _SLICE_S
+        turn = _Turn()
         while True:
             try:
                 next(looking)
             except StopIteration as done:
                 found: list[sweep.Process] = done.value
                 return [one for one in found if not self._is_spared(one)]
-            if time.perf_counter() > slice_end:
-                await asyncio.sleep(0)  # others' turn; we go on at once
-                slice_end = time.perf_counter() + _SLICE_S
+            await turn.others()
 
     def _is_spared(self, process: sweep.Process) -> bool:
         if self._spared is None:
@@ -190,20 +194,28 @@ class ProcessTree:
             if gone:
                 break
         survivors = [] if gone else [_survivor(one) for one in await self.descendants()]
+        seen = {one.pid for one in survivors}
+        survivors += [
+            Survivor(pid, "not reaped yet")
+            for pid, leader in self._leaders.items()
+            if not leader.exited.done() and pid not in seen
+        ]
         self._forget_ended()
         return survivors
 
     async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
         """Send a signal to all, latecomers included; tell whether all ended in time."""
         end = self._clock.now() + step.grace
-        self._note_offspring()
+        await self._note_offspring()
+        turn = _Turn()
         with _Watches() as watches:
-            for leader in self._leaders.values():
+            for leader in list(self._leaders.values()):
                 # At once and without a look at /proc: peers should hear of a
                 # failure within a millisecond.
                 if not leader.exited.done():
                     self._signal_leader(leader, step.signal)
                     watches.signalled.add(leader.pid)
+                    await turn.others()
             # They wake up behind us on our processor, and a look takes a while.
             os.sched_yield()
             clean_looks = 0
@@ -211,6 +223,7 @@ class ProcessTree:
                 alive = await self.descendants()
                 for process in alive:
                     self._signal_and_watch(process, step.signal, watches)
+                    await turn.others()
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *self._running()]
                 if not alive and not pending:
                     clean_looks += 1
@@ -230,8 +243,7 @@ class ProcessTree:
     def _signal_and_watch(self, process: sweep.Process, number: int, watches: _Watches) -> None:
         leader = self._leaders.get(process.pid)
         if leader is None or leader.exited.done():
-            if process.identity not in watches.known:
-                watches.add(process, number)
+            watches.take_in(process, number)
         elif process.pid not in watches.signalled:
             watches.signalled.add(process.pid)
             self._signal_leader(leader, number)
@@ -244,19 +256,22 @@ class ProcessTree:
         if number not in (signal.SIGKILL, signal.SIGSTOP) and _is_held(leader.pid):
             leader.send_signal(signal.SIGCONT)
 
-    def _note_offspring(self) -> None:
+    async def _note_offspring(self) -> None:
         """Remember who descends from the leaders, while their death has not yet hidden it.
 
         A child in a session of its own, and with an empty environment, is known by
         its parent only.
         """
-        for leader in self._leaders.values():
-            if not leader.exited.done():
-                try:
-                    offspring = sweep.offspring(leader.pid)
-                except OSError:
-                    return  # no descriptor left; the look at /proc will wait for one
-                self._offspring.update((one.pid, one.start) for one in offspring)
+        turn = _Turn()
+        for leader in list(self._leaders.values()):
+            if leader.exited.done():
+                continue
+            try:
+                for one in sweep.offspring(leader.pid):
+                    self._offspring[one.pid] = one.start
+                    await turn.others()
+            except OSError:
+                return  # no descriptor left; the look at /proc will wait for one
 
     def _running(self) -> list[asyncio.Future[Exit]]:
         return [leader.exited for leader in self._leaders.values() if not leader.exited.done()]
@@ -273,14 +288,17 @@ class ProcessTree:
 
     def _close(self, session: sweep.Session) -> None:
         session.closed = sweep.ticks_now()
-        if session.number in self._sessions:
-            self._write_roster()
+        if session.number in self._sessions and not self._is_roster_due:
+            # Once for all that end in the same turn of the loop.
+            self._is_roster_due = True
+            asyncio.get_running_loop().call_soon(self._write_roster)
 
     def close(self) -> None:
         """Write to the roster no more: it is about to be closed."""
         self._roster = -1
 
     def _write_roster(self) -> None:
+        self._is_roster_due = False
         if self._roster < 0:
             return  # a process that could not be killed has ended after all
         content = format_roster(self._sessions.values())
@@ -294,7 +312,8 @@ class _Watches:
 
     def __init__(self) -> None:
         self.signalled: set[int] = set()  # pids of leaders: ours until reaped
-        self.known: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._heard: set[tuple[int, int]] = set()
+        self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[ExitWatch] = []
 
     def __enter__(self) -> _Watches:
@@ -305,19 +324,46 @@ class _Watches:
             watch.close()
 
     def exits(self) -> list[asyncio.Future[None]]:
-        return [future for future in self.known.values() if not future.done()]
+        return [future for future in self._watched.values() if not future.done()]
 
-    def add(self, process: sweep.Process, number: int) -> None:
+    def take_in(self, process: sweep.Process, number: int) -> None:
+        """Signal a process once, and watch it if not too many are watched already.
+
+        The program around us needs descriptors too.  Those that are not watched are
+        found again by the look that follows when the watched ones have ended.
+        """
+        identity = process.identity
+        has_room = len(self.exits()) < _WATCHES_MAX
+        if identity in self._watched or (identity in self._heard and not has_room):
+            return
         try:
             descriptor = sweep.open_pidfd(process)
         except OSError:
             return  # no descriptor left; the next look tries again
         if descriptor is None:
             return
-        _send_and_wake(descriptor, process.state, number)
-        ended = asyncio.get_running_loop().create_future()
-        self.known[process.identity] = ended
-        self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+        if identity not in self._heard:
+            self._heard.add(identity)
+            _send_and_wake(descriptor, process.state, number)
+        if has_room:
+            ended = asyncio.get_running_loop().create_future()
+            self._watched[identity] = ended
+            self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+        else:
+            os.close(descriptor)
+
+
+class _Turn:
+    """Lets others have their turn of the loop while we work through a long list."""
+
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + _SLICE_S
+
+    async def others(self) -> None:
+        """Yield to the loop if our slice is over."""
+        if time.perf_counter() > self._end:
+            await asyncio.sleep(0)  # we go on at once
+            self._end = time.perf_counter() + _SLICE_S
 
 
 async def _let_exits_be_told() -> None:

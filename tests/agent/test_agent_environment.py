@@ -69,7 +69,7 @@ async def test_the_table_of_variables(tmp_path: Path) -> None:
         assert env["TORCHELASTIC_RUN_ID"] == "my run"
         assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
         assert env["TORCHELASTIC_MAX_RESTARTS"] == "4"
-        assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
         assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
         assert Path(env["TORCHELASTIC_ERROR_FILE"]).parent.is_dir()
@@ -149,7 +149,7 @@ async def test_the_place_wins_over_what_is_inherited(
 
 
 async def test_a_fresh_port_for_each_attempt(tmp_path: Path) -> None:
-    """All workers of an attempt share a port that rank 0 can bind; the next one has another."""
+    """Rank 0 can bind the port that its attempt shares, if asked to; the next has another."""
     script = python(
         """
 import os, socket, sys
@@ -161,7 +161,7 @@ sys.stdout.flush()
 sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "3")
 """
     )
-    result = await run_logged(tmp_path, script, max_restarts=3)
+    result = await run_logged(tmp_path, script, max_restarts=3, hosts_store=False)
     assert len(result.attempts) == 4
     ports = [
         {

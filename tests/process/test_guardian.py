@@ -124,7 +124,7 @@ async def test_closing_ends_a_replacement(bench: Bench) -> None:
     assert former is not None
     os.kill(former, signal.SIGKILL)
     async with asyncio.timeout(GUARD):
-        while bench.refusals == 1_000_000:  # noqa: ASYNC110  # nothing tells of it
+        while bench.refusals == 1_000_000:  # nothing tells of it
             await asyncio.sleep(0)
         await bench.guardian.aclose()
     assert bench.replaced.empty()
@@ -136,7 +136,7 @@ async def test_common_signals_do_not_end_it(bench: Bench) -> None:
     pid = bench.guardian.pid
     assert pid is not None
     async with asyncio.timeout(GUARD):
-        while not (ignored(pid) >> (signal.SIGUSR2 - 1) & 1):  # noqa: ASYNC110  # nothing tells of it
+        while not (ignored(pid) >> (signal.SIGUSR2 - 1) & 1):  # nothing tells of it
             await asyncio.sleep(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE):
         os.kill(pid, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,22 @@ import pytest
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.base import ChildPlan
-from elastic_aio.process.limits import raise_descriptor_limit, with_descriptor_limit
+from elastic_aio.process.limits import DescriptorLimit, with_descriptor_limit
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def raised_from(soft: int, hard: int, workers: int) -> list[str]:
-    """Run `raise_descriptor_limit` in a process with other limits."""
+    """Acquire descriptors for a job in a process with other limits."""
     code = (
         "import resource, sys\n"
         "from elastic_aio.errors import SurroundingsError\n"
-        "from elastic_aio.process.limits import raise_descriptor_limit\n"
+        "from elastic_aio.process.limits import limit\n"
         "soft, hard, workers = map(int, sys.argv[1:])\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "try:\n"
-        "    print(raise_descriptor_limit(workers))\n"
+        "    limit.acquire(workers)\n"
+        "    print(limit.original)\n"
         "except SurroundingsError as error:\n"
         "    print(str(error).replace(' ', '_'))\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
@@ -63,9 +65,27 @@ def test_the_hard_limit_is_the_end() -> None:
     assert (soft, hard) == ("256", "400")
 
 
-def test_this_process_needs_nothing_for_no_worker() -> None:
-    """No worker, no change."""
-    assert raise_descriptor_limit(0) is None
+def test_jobs_side_by_side_share_the_limit() -> None:
+    """The original one is remembered while any job needs more, and put back by the last."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = DescriptorLimit()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        limit.acquire(1)
+        told = [limit.original]
+        limit.acquire(256)
+        limit.acquire(1)
+        told.append(limit.original)
+        limit.release()
+        limit.release()
+        told.append(limit.original)
+        assert told == [None, 256, 256]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
+        limit.release()
+        assert limit.original is None
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def plan_of(*argv: str) -> ChildPlan:

@@ -225,7 +225,7 @@ async def test_kill_now_shortens_a_stop(bench: Bench) -> None:
     deaf = await bench.add("bash", "-c", DEAF)
     bench.line()
     task = asyncio.create_task(bench.stop(LONG))
-    while not bench.tree.was_asked(deaf.pid):  # noqa: ASYNC110  # nothing tells of it
+    while not bench.tree.was_asked(deaf.pid):  # nothing tells of it
         await asyncio.sleep(0)
     bench.tree.kill_now()
     assert await task == []
@@ -271,7 +271,7 @@ async def test_who_ended_by_itself_was_not_asked(bench: Bench) -> None:
     victim = await bench.add("bash", "-c", "trap '' TERM; echo; sleep 99 & wait; wait")
     bench.line()
     task = asyncio.create_task(bench.stop(StopPlan((StopStep(15, 1000.0),))))
-    while not bench.tree.was_asked(victim.pid):  # noqa: ASYNC110  # nothing tells of it
+    while not bench.tree.was_asked(victim.pid):  # nothing tells of it
         await asyncio.sleep(0)
     assert not bench.tree.was_asked(own.pid)
     bench.tree.kill_now()

@@ -1,0 +1,209 @@
+"""An agent inside a program that has a life of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import (
+    Action,
+    Agent,
+    Event,
+    JobFailed,
+    JobStarted,
+    JobStopped,
+    LaunchSpec,
+    RestartPolicy,
+    SpecError,
+    StopPlan,
+    StopRequested,
+    WorkerStarted,
+    launch,
+)
+from elastic_aio.outcome import ExitStatus
+from elastic_aio.process.base import ChildPlan, Exit
+from tests.support.traces import own_children
+
+GUARD = 30.0
+DEAF = ["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+
+
+@pytest.mark.parametrize("number", [999, 0, "TERM", True])
+async def test_a_signal_that_does_not_exist_is_refused(number: Any) -> None:
+    """A wrong signal is the caller's error, and the job goes on."""
+    async with Agent(LaunchSpec(["sleep", "99"])) as agent:
+        with pytest.raises(SpecError, match="signal: must be a signal number or a name"):
+            agent.stop(signal=number)
+        agent.stop(signal="SIGINT")
+        with pytest.raises(JobStopped) as caught:
+            await agent.wait()
+    assert caught.value.result.exit_code == 130
+
+
+async def test_stopping_with_sigkill_skips_the_plan() -> None:
+    """SIGKILL as the first signal leaves nothing to wait for."""
+    spec = LaunchSpec(DEAF, stop=StopPlan([("SIGTERM", 60), ("SIGINT", 60)]))
+    async with asyncio.timeout(GUARD), Agent(spec) as agent:
+        agent.stop(signal=signal.SIGKILL)
+        with pytest.raises(JobStopped) as caught:
+            await agent.wait()
+    assert caught.value.result.exit_code == 137
+
+
+async def test_what_is_no_spec_is_refused() -> None:
+    """A script's name is not a job yet."""
+    with pytest.raises(SpecError, match=r"^spec: must be a LaunchSpec, not 'train\.py'$"):
+        await launch("train.py")  # type: ignore[arg-type]  # that is the point
+
+
+async def test_a_listener_may_stop_the_job_at_its_first_event() -> None:
+    """Whoever hears that the job starts can already end it."""
+    agents: list[Agent] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, JobStarted):
+            agents[0].stop()
+
+    agents.append(Agent(LaunchSpec(["sleep", "99"]), listeners=[listen]))
+    async with asyncio.timeout(GUARD), agents[0] as agent:
+        with pytest.raises(JobStopped):
+            await agent.wait()
+        names = [type(event).__name__ async for event in agent.events()]
+    assert names == ["JobStarted", "JobFinished"]
+
+
+async def test_readers_of_a_job_that_cannot_begin_are_let_go() -> None:
+    """The events end when entering the block fails."""
+    spec = LaunchSpec(["true"])
+    agent = Agent(spec, spawner=refusing_spawner)
+    reading = asyncio.create_task(collect(agent))
+    with pytest.raises(Exception, match="cannot start the guardian"):
+        await agent.__aenter__()
+    async with asyncio.timeout(GUARD):
+        assert await reading == []
+
+
+async def collect(agent: Agent) -> list[Event]:
+    return [event async for event in agent.events()]
+
+
+async def refusing_spawner(plan: ChildPlan) -> Any:
+    raise OSError(11, "no process left")
+
+
+async def test_a_callback_that_raises_a_cancellation_fails_the_job() -> None:
+    """What the callback raises reaches the caller, even if it looks like a cancellation."""
+
+    async def decide(failure: object) -> Action:
+        raise asyncio.CancelledError("by the callback")
+
+    spec = LaunchSpec(["false"], max_restarts=1, restart=RestartPolicy(decide=decide))
+    async with Agent(spec) as agent:
+        with pytest.raises(asyncio.CancelledError, match="by the callback"):
+            await agent.wait()
+
+
+async def test_handlers_on_the_loop_stay_where_they_are() -> None:
+    """What the program has installed with add_signal_handler works again afterwards."""
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGWINCH):
+        loop.add_signal_handler(number, heard.put_nowait, number)
+    try:
+        started = asyncio.Event()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, WorkerStarted):
+                started.set()
+
+        spec = LaunchSpec(["sleep", "99"])
+        task = asyncio.create_task(launch(spec, signals=True, listeners=[listen]))
+        async with asyncio.timeout(GUARD):
+            await started.wait()
+            os.kill(os.getpid(), signal.SIGWINCH)  # not ours: it goes where it went before
+            assert await heard.get() == signal.SIGWINCH
+            os.kill(os.getpid(), signal.SIGTERM)  # ours while the launch lasts
+            with pytest.raises(JobStopped):
+                await task
+            assert heard.empty()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await heard.get() == signal.SIGTERM
+    finally:
+        for number in (signal.SIGTERM, signal.SIGWINCH):
+            loop.remove_signal_handler(number)
+
+
+class _Stuck:
+    """A child that no signal ends, until it is let go."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    def has_ended(self) -> bool:
+        return self.exited.done()
+
+    def send_signal(self, number: int) -> bool:
+        return True
+
+
+async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
+    """What holds memory and ports from the last attempt leaves no room for another one."""
+    from elastic_aio.process.command import command_spawner
+
+    real = command_spawner(asyncio.get_running_loop())
+    stuck: list[_Stuck] = []
+
+    async def spawn(plan: ChildPlan) -> Any:
+        if plan.env.get("RANK") != "1":
+            return await real(plan)
+        stuck.append(_Stuck(2**22 + 7))  # above every pid that there is
+        return stuck[-1]
+
+    spec = LaunchSpec(
+        ["bash", "-c", "sleep 0.2; exit 1"],
+        nproc_per_node=2,
+        max_restarts=3,
+        stop=StopPlan([], reap_timeout=0.2),
+    )
+    async with Agent(spec, spawner=spawn) as agent:
+        with pytest.raises(JobFailed, match="a process could not be killed") as caught:
+            await agent.wait()
+    assert len(caught.value.result.attempts) == 1
+    stuck[0].exited.set_result(Exit(ExitStatus(signal=9), 0.0))
+
+
+async def test_many_descendants_do_not_hold_the_loop() -> None:
+    """Others have their turns while hundreds of processes are being stopped."""
+    script = "for i in $(seq 300); do sleep 99 & done; wait"
+    turns = 0
+    async with Agent(LaunchSpec(["bash", "-c", script])) as agent:
+        (worker,) = [event.pid async for event in workers(agent)]
+        children = Path(f"/proc/{worker}/task/{worker}/children")
+        async with asyncio.timeout(GUARD):
+            while len(children.read_text().split()) < 300:  # nothing tells
+                await asyncio.sleep(0)
+        agent.stop()
+        async for event in agent.events():
+            if isinstance(event, StopRequested):
+                break
+        done = asyncio.ensure_future(agent.wait())
+        while not done.done():
+            await asyncio.sleep(0)
+            turns += 1
+        with pytest.raises(JobStopped):
+            await done
+    assert turns > 20
+    assert not own_children()
+
+
+async def workers(agent: Agent) -> Any:
+    async for event in agent.events():
+        if isinstance(event, WorkerStarted):
+            yield event
+            return

@@ -1,0 +1,125 @@
+"""Stores to test: in memory, ours over TCP, and torch's own servers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+_TORCH_SERVERS = """
+import sys
+import torch.distributed as dist
+stores = []
+print("ready", flush=True)
+for line in sys.stdin:
+    stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                                use_libuv=line.strip() == "libuv"))
+    print(stores[-1].port, flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def torch_server() -> Iterator[Callable[[str], int]]:
+    """Start a torch server, `libuv` or `legacy`, in another process; return its port."""
+    pytest.importorskip("torch", reason="the real peer")
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TORCH_SERVERS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+    def start(kind: str) -> int:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(kind + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    yield start
+    process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two clients of one store, and what that store can do."""
+
+    one: Store
+    two: Store
+    is_ours: bool
+    has_queues: bool
+    refuses_politely: bool
+
+
+_KINDS = [
+    "memory",
+    "ours",
+    "plain",
+    pytest.param("libuv", marks=pytest.mark.torch),
+    pytest.param("legacy", marks=pytest.mark.torch),
+]
+
+
+def hide_extensions(server: StoreServer) -> None:
+    """Let our server pass for one of torch's: the reserved key is like any other."""
+    server.simple[wire.CHECK] = server.keyspace.check
+
+
+@pytest.fixture(params=_KINDS)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """Two clients of a fresh store, for each kind of store."""
+    kind = request.param
+    async with contextlib.AsyncExitStack() as stack:
+        if kind == "memory":
+            memory = await stack.enter_async_context(MemoryStore())
+            other = await stack.enter_async_context(memory.another())
+            yield Pair(memory, other, True, True, True)
+            return
+        if kind in ("ours", "plain"):
+            server = await stack.enter_async_context(StoreServer("127.0.0.1"))
+            if kind == "plain":
+                hide_extensions(server)
+            endpoint = server.endpoint
+        else:
+            start: Any = request.getfixturevalue("torch_server")
+            endpoint = f"127.0.0.1:{start(kind)}"
+        one = await stack.enter_async_context(connect(endpoint, wait_timeout=20))
+        two = await stack.enter_async_context(connect(endpoint, wait_timeout=20))
+        assert one.has_extensions == (kind == "ours")
+        yield Pair(one, two, kind == "ours", kind != "legacy", kind == "ours")
+
+
+@pytest.fixture
+def dropped() -> list[Dropped]:
+    """What the server of this test has dropped."""
+    return []
+
+
+@pytest.fixture
+async def server(dropped: list[Dropped]) -> AsyncIterator[StoreServer]:
+    """A running server."""
+    async with StoreServer("127.0.0.1", on_drop=dropped.append) as running:
+        yield running
+
+
+@pytest.fixture
+async def store(server: StoreServer) -> AsyncIterator[RemoteStore]:
+    """A client of `server`."""
+    async with connect(server.endpoint, wait_timeout=20) as connected:
+        yield connected

@@ -1,0 +1,535 @@
+"""The client over connections that break, and what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.store import (
+    ChangeKind,
+    Dropped,
+    RemoteStore,
+    ServerLimits,
+    StoreServer,
+    connect,
+    wire,
+)
+from elastic_aio.store.keyspace import KeyspaceLimits
+from elastic_aio.store.wire import OPENING, Request, RequestReader, WireLimits
+from tests.store.conftest import hide_extensions
+from tests.support.chaos import ChaosProxy
+
+
+@pytest.fixture
+async def proxy(server: StoreServer) -> AsyncIterator[ChaosProxy]:
+    """A proxy in front of `server`."""
+    async with ChaosProxy(server.port) as running:
+        yield running
+
+
+def requests_of(proxy: ChaosProxy) -> list[Request]:
+    """What the client has sent through the proxy, on its first connection."""
+    reader = RequestReader(WireLimits())
+    found = []
+    for data in proxy.sent:
+        found += reader.read(data)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def pretended(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """Run a server that is none of ours; give its endpoint."""
+    ended: list[asyncio.Event] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.append(asyncio.Event())
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await talk(reader, writer)
+        finally:
+            writer.close()
+            ended[-1].set()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for event in ended:
+            await event.wait()
+
+
+async def until_connected(store: RemoteStore) -> None:
+    async with asyncio.timeout(10):
+        await store.num_keys()
+
+
+async def test_a_question_spans_a_broken_connection(
+    server: StoreServer, store: RemoteStore, proxy: ChaosProxy
+) -> None:
+    """Waits and gets are asked again on the next connection."""
+    async with connect(proxy.endpoint) as remote:
+        tasks = [asyncio.ensure_future(remote.get("k")), asyncio.ensure_future(remote.wait(["l"]))]
+        await remote.num_keys()
+        for _ in range(3):
+            proxy.cut()
+            await until_connected(remote)
+        assert proxy.connections == 4
+        await store.multi_set({"k": "v", "l": ""})
+        assert await tasks[0] == b"v"
+        await tasks[1]
+    while server.connection_count > 1:
+        await asyncio.sleep(0.001)  # until the server has seen it leave
+    assert server.keyspace.wait_count == 0
+
+
+async def test_a_change_whose_answer_is_lost_says_so(store: RemoteStore, proxy: ChaosProxy) -> None:
+    """Nobody knows whether it was made; here it was.  The store goes on."""
+    async with connect(proxy.endpoint) as remote:
+        proxy.drops_replies = True
+        task = asyncio.ensure_future(remote.add("n", 1))
+        await store.wait(["n"])
+        proxy.cut()
+        proxy.drops_replies = False
+        with pytest.raises(StoreLost, match="the change may have been made or not"):
+            await task
+        assert await remote.add("n", 1) == 2
+
+
+async def test_it_gives_up_in_the_end(server: StoreServer, proxy: ChaosProxy) -> None:
+    """When nobody listens for too long, everything raises StoreLost, now and later."""
+    async with connect(proxy.endpoint, reconnect_for=0.3) as remote, remote.watch("w") as watch:
+        waiting = asyncio.ensure_future(remote.get("k"))
+        await remote.num_keys()
+        proxy.refuses = True
+        proxy.cut()
+        with pytest.raises(StoreLost, match=r"closed the connection; then: no store at"):
+            await waiting
+        with pytest.raises(StoreLost):
+            await remote.set("k", b"")
+        with pytest.raises(StoreLost):
+            await anext(watch)
+        assert "no store at" in repr(remote)
+    async with connect(server.endpoint, reconnect_for=0) as once:
+        await server.aclose()
+        with pytest.raises(StoreLost):
+            await once.get("k")
+
+
+async def test_the_server_may_come_later() -> None:
+    """Entering waits for it, for as long as was allowed."""
+    async with StoreServer("127.0.0.1") as first:
+        port = first.port
+    late = StoreServer("127.0.0.1", port)
+    task = asyncio.ensure_future(connect(f"127.0.0.1:{port}").__aenter__())
+    await asyncio.sleep(0.05)  # let it fail a few times
+    async with late:
+        store = await task
+        await store.set("k", b"v")
+        await store.aclose()
+    with pytest.raises(StoreTimeout, match=r"no store at 127.0.0.1:\d+ within 0.2 s: "):
+        await connect(f"127.0.0.1:{port}", timeout=0.2).__aenter__()
+
+
+async def test_a_replaced_server_is_noticed() -> None:
+    """Waits raise, leases end, watches are brought up to date with the new contents."""
+    async with StoreServer("127.0.0.1") as first:
+        await _fill(first)
+        port = first.port
+        remote = connect(f"127.0.0.1:{port}")
+        await remote.__aenter__()
+        waiting = asyncio.ensure_future(remote.get("never"))
+        stack = contextlib.AsyncExitStack()
+        watch = await stack.enter_async_context(remote.watch("w/", is_prefix=True))
+        lease = await stack.enter_async_context(remote.lease(5, linger=5))
+        assert watch.present == {"w/1": b"1", "w/2": b"2"}
+    async with StoreServer("127.0.0.1", port) as second, connect(second.endpoint) as other:
+        await other.multi_set({"w/2": b"2", "w/3": b"3"})
+        with pytest.raises(StoreLost, match="replaced by another"):
+            await waiting
+        await until_connected(remote)
+        changes: dict[str, tuple[str, bytes | None]] = {}
+        while len(changes) < 2:
+            change = await anext(watch)
+            changes[change.key] = (str(change.kind), change.value)
+        changes.pop("w/2", None)
+        assert changes.get("w/1") == ("deleted", None)
+        await lease.wait_ended()
+        await stack.aclose()
+        await remote.aclose()
+
+
+async def _fill(server: StoreServer) -> None:
+    async with connect(server.endpoint) as store:
+        await store.multi_set({"w/1": b"1", "w/2": b"2"})
+
+
+async def test_a_watch_misses_nothing_across_reconnects(
+    store: RemoteStore, proxy: ChaosProxy
+) -> None:
+    """Changes made while the connection is down come in order, once each."""
+    async with connect(proxy.endpoint) as remote, remote.watch("w/", is_prefix=True) as watch:
+        seen: list[int] = []
+
+        async def read() -> None:
+            while len(seen) < 200:
+                change = await anext(watch)
+                assert not change.is_resync
+                seen.append(int(change.value or b"-1"))
+
+        reading = asyncio.ensure_future(read())
+        for number in range(200):
+            await store.set(f"w/{number % 7}", str(number))
+            if number % 20 == 10:
+                proxy.cut()
+            if number % 50 == 49:
+                await until_connected(remote)
+        async with asyncio.timeout(20):
+            await reading
+        assert seen == list(range(200))
+        assert proxy.connections > 3
+
+
+async def test_a_watch_that_missed_too_much_is_brought_up_to_date(dropped: list[Dropped]) -> None:
+    """It is told which keys changed, not how often, and that it is so."""
+    limits = ServerLimits(keyspace=KeyspaceLimits(history=3))
+    async with (
+        StoreServer("127.0.0.1", limits=limits) as server,
+        ChaosProxy(server.port) as proxy,
+        connect(server.endpoint) as store,
+        connect(proxy.endpoint) as remote,
+    ):
+        await store.multi_set({"w/a": "1", "w/b": "1", "w/c": "1"})
+        async with remote.watch("w/", is_prefix=True) as watch:
+            proxy.refuses = True
+            proxy.cut()
+            for number in range(10):
+                await store.set("w/a", str(number))
+            await store.delete("w/b")
+            proxy.refuses = False
+            found = {}
+            for _ in range(2):
+                change = await anext(watch)
+                assert change.is_resync
+                found[change.key] = change.value
+            assert found == {"w/a": b"9", "w/b": None}
+
+
+async def test_a_lease_ends_with_its_holder(server: StoreServer, store: RemoteStore) -> None:
+    """A process that is killed loses its keys at once, and watchers are told."""
+    async with store.watch("node") as watch:
+        process = await _holder(server)
+        assert (await anext(watch)).value == b"here"
+        process.kill()
+        begin = time.monotonic()
+        change = await anext(watch)
+        assert change.kind is ChangeKind.EXPIRED
+        assert time.monotonic() - begin < 1.5
+        await process.wait()
+
+
+async def test_a_stopped_holder_is_noticed(server: StoreServer, store: RemoteStore) -> None:
+    """A process that is stopped keeps its connection, but not its lease."""
+    async with store.watch("node") as watch:
+        process = await _holder(server)
+        assert (await anext(watch)).value == b"here"
+        os.kill(process.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        async with asyncio.timeout(10):
+            change = await anext(watch)
+        assert change.kind is ChangeKind.EXPIRED
+        assert 0.9 < time.monotonic() - begin < 6
+        os.kill(process.pid, signal.SIGCONT)
+        # It hears of it, and says so by its exit code.
+        async with asyncio.timeout(10):
+            assert await process.wait() == 5
+
+
+_HOLDER = """
+import asyncio, sys
+from elastic_aio.store import connect
+async def main():
+    async with connect(sys.argv[1]) as store, store.lease(2) as lease:
+        await lease.set("node", "here")
+        await lease.wait_ended()
+        sys.exit(5)
+asyncio.run(main())
+"""
+
+
+async def _holder(server: StoreServer) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HOLDER, server.endpoint, stderr=subprocess.DEVNULL
+    )
+
+
+async def test_leases_across_a_broken_connection(store: RemoteStore, proxy: ChaosProxy) -> None:
+    """With a linger the keys survive it, without they vanish; the holder is told."""
+    async with (
+        connect(proxy.endpoint) as remote,
+        remote.lease(5) as brief,
+        remote.lease(5, linger=10) as lasting,
+    ):
+        await brief.set("brief", b"1")
+        await lasting.set("lasting", b"1")
+        proxy.cut()
+        await until_connected(remote)
+        await brief.wait_ended()
+        assert not brief.is_alive
+        assert await store.peek("brief") is None
+        assert lasting.is_alive
+        assert await store.peek("lasting") == b"1"
+        await lasting.set("more", b"2")
+    assert await store.peek("lasting") is None
+    assert await store.peek("more") is None
+
+
+async def test_an_idle_watch_or_wait_sends_no_frame(store: RemoteStore, proxy: ChaosProxy) -> None:
+    """They are one frame each, and their answers one each; waiting is silent."""
+    async with connect(proxy.endpoint) as remote, remote.watch("w"):
+        waiting = asyncio.ensure_future(remote.get("k"))
+        await remote.num_keys()
+        sent, received = len(proxy.sent), len(proxy.received)
+        await asyncio.sleep(0.5)  # the silence to be observed
+        assert (len(proxy.sent), len(proxy.received)) == (sent, received)
+        await store.set("k", b"v")
+        assert await waiting == b"v"
+        await store.set("w", b"1")
+        await remote.num_keys()
+        assert sorted(request[0] for request in requests_of(proxy)) == sorted(
+            [
+                wire.PING,
+                wire.CHECK,
+                wire.HELLO,
+                wire.WATCH_KEY,
+                wire.GET_WHEN_SET,
+                wire.NUM_KEYS,
+                wire.NUM_KEYS,
+            ]
+        )
+
+
+async def test_leases_send_one_small_frame_a_second(proxy: ChaosProxy) -> None:
+    """However many there are, and not more."""
+    async with connect(proxy.endpoint) as remote, contextlib.AsyncExitStack() as stack:
+        for _ in range(5):
+            await stack.enter_async_context(remote.lease(2))
+        sent = len(proxy.sent)
+        await asyncio.sleep(2.3)  # the heartbeats to be observed
+        beats = proxy.sent[sent:]
+        assert [len(beat) for beat in beats] in ([5, 5], [5])
+
+
+async def test_each_operation_is_one_frame(proxy: ChaosProxy) -> None:
+    """No operation on our own server asks twice."""
+    async with connect(proxy.endpoint) as remote:
+        await remote.set("k", b"v")
+        await remote.get("k")
+        await remote.multi_get(["k", "k"])
+        await remote.wait(["k"])
+        await remote.peek("k")
+        await remote.queue_push("q", b"1")
+        await remote.queue_pop("q")
+        assert [request[0] for request in requests_of(proxy)][3:] == [
+            wire.SET,
+            wire.GET_WHEN_SET,
+            wire.GET_WHEN_SET,
+            wire.WAIT,
+            wire.PEEK,
+            wire.QUEUE_PUSH,
+            wire.POP_WHEN_PUSHED,
+        ]
+        assert await remote.ping() < 5
+
+
+async def test_a_silent_server_is_given_up(server: StoreServer, proxy: ChaosProxy) -> None:
+    """When replies are due and none comes, the connection counts as broken."""
+    async with connect(proxy.endpoint, reply_timeout=0.2, reconnect_for=0) as remote:
+        await remote.set("k", b"v")
+        proxy.is_stalled = True
+        with pytest.raises(StoreLost, match=r"no answer for 0.2 s"):
+            await remote.set("k", b"w")
+    proxy.is_stalled = False
+    async with connect(proxy.endpoint, reply_timeout=0.2) as remote:
+        proxy.is_stalled = True
+        task = asyncio.ensure_future(remote.num_keys())
+        await asyncio.sleep(0.25)  # past the time after which it looks
+        proxy.is_stalled = False
+        assert await task == 1
+
+
+async def test_a_slow_network_only_slows(proxy: ChaosProxy) -> None:
+    """Delayed answers reach whom they are for."""
+    proxy.delay = 0.01
+    async with connect(proxy.endpoint) as remote:
+        results = await asyncio.gather(*(remote.add("n", 1) for _ in range(100)))
+        assert sorted(results) == list(range(1, 101))
+
+
+async def test_strangers_are_refused() -> None:
+    """A server that speaks something else is no store, and is not tried again."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await reader.read()
+
+    async with pretended(talk) as endpoint:
+        with pytest.raises(StoreRefused, match="does not answer like a TCPStore server"):
+            await connect(endpoint, timeout=5).__aenter__()
+
+
+async def test_a_server_that_breaks_the_protocol_is_left() -> None:
+    """Absurd replies end the connection instead of filling the memory."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opening = await reader.readexactly(len(OPENING) + 5)
+        await reader.readexactly(9 + 8 + len(wire.RESERVED_KEY))
+        writer.write(opening[-4:] + b"\1")
+        await reader.readexactly(9 + 2)
+        writer.write(struct.pack("<Q", 1 << 50))
+        await reader.read()
+
+    async with pretended(talk) as endpoint, connect(endpoint, reconnect_for=0) as store:
+        with pytest.raises(StoreLost, match="announced 1125899906842624 bytes"):
+            await store.compare_set("k", b"", b"")
+
+
+async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreServer) -> None:
+    """Only replies that are due are missed; many waits leave few connections behind."""
+    hide_extensions(server)
+    async with (
+        connect(server.endpoint, reply_timeout=0.15) as plain,
+        connect(server.endpoint) as other,
+    ):
+        waits = [asyncio.ensure_future(plain.get(f"k{number}")) for number in range(20)]
+        await asyncio.sleep(0.4)  # longer than replies may take
+        assert not any(task.done() for task in waits)
+        assert server.connection_count == 22
+        await other.multi_set({f"k{number}": b"" for number in range(20)})
+        assert await asyncio.gather(*waits) == [b""] * 20
+        assert await plain.get("k1") == b""
+        with pytest.raises(StoreTimeout):
+            await plain.get("never", timeout=0.05)
+        while server.connection_count > 10:
+            await asyncio.sleep(0.001)  # until the server has seen the others leave
+
+
+async def test_a_broken_wait_on_a_plain_server_is_taken_up_again(
+    server: StoreServer, proxy: ChaosProxy, store: RemoteStore
+) -> None:
+    """The wait's own connection breaks, or all of them: it is asked again."""
+    hide_extensions(server)
+    async with connect(proxy.endpoint) as plain, asyncio.timeout(20):
+        waiting = asyncio.ensure_future(plain.get("k"))
+        for _ in range(3):
+            while not server.keyspace.wait_count:
+                await asyncio.sleep(0.001)  # until the wait has reached the server
+            seen = proxy.connections
+            proxy.cut()
+            while proxy.connections < seen + 2:
+                await asyncio.sleep(0.001)  # one to ask, one to wait
+        await until_connected(plain)
+        await store.set("k", b"v")
+        assert await waiting == b"v"
+
+
+async def test_a_silent_kernel_is_noticed(server: StoreServer, store: RemoteStore) -> None:
+    """Both ends ask the kernel to watch the other: nothing else sees a cut cable."""
+    assert store._link is not None
+    ends = [store._link._transport, *(connection._transport for connection in server._connections)]
+    for transport, silence in zip(ends, (10, 60), strict=True):
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == silence * 1000
+        idle = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle + interval * count <= silence * 1.3
+
+
+async def test_tokens(dropped: list[Dropped]) -> None:
+    """Only who knows the token is served; everybody else gets a clear answer or none."""
+    async with StoreServer("127.0.0.1", token="secret", on_drop=dropped.append) as server:
+        async with connect(server.endpoint, token="secret") as store:
+            assert await store.add("n") == 1
+        with pytest.raises(StoreRefused, match="the token is wrong"):
+            await connect(server.endpoint, token="guess", timeout=5).__aenter__()
+        with pytest.raises(StoreRefused, match="asks for a token"):
+            await connect(server.endpoint, timeout=5).__aenter__()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(OPENING + wire.encode(wire.PING, b"", 3) + wire.encode(wire.GET, b"/n", None))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() in (b"", struct.pack("<I", 3))
+        writer.close()
+    assert [drop.reason for drop in dropped] == [
+        "showed a wrong token",
+        "has no token, and this store asks for one",
+    ]
+    async with StoreServer("127.0.0.1") as server:
+        with pytest.raises(StoreRefused, match="asks for none; leave it out"):
+            await connect(server.endpoint, token="secret").__aenter__()
+
+
+async def test_cancelling_a_connect_leaves_nothing(server: StoreServer, proxy: ChaosProxy) -> None:
+    """Wherever it is cancelled, the connection is closed."""
+    proxy.delay = 0.005
+    for turn in range(12):
+        task = asyncio.ensure_future(connect(proxy.endpoint).__aenter__())
+        await asyncio.sleep(0.002 * turn)  # at another point each time
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await task).aclose()
+    async with asyncio.timeout(10):
+        while server.connection_count or proxy.sides:
+            await asyncio.sleep(0.005)
+
+
+async def test_use_before_and_after(server: StoreServer) -> None:
+    """A store that is not connected says what to do; one is connected once."""
+    store = connect(server.endpoint)
+    with pytest.raises(StoreClosed, match="async with connect"):
+        await store.get("k")
+    await store.aclose()
+    async with store:
+        assert store.is_connected
+        with pytest.raises(StoreClosed, match="call connect"):
+            await store.__aenter__()
+    with pytest.raises(StoreClosed):
+        await store.get("k")
+
+
+async def test_a_cancelled_close_is_seen_through(server: StoreServer) -> None:
+    """The connection is closed all the same, and the cancellation arrives."""
+    store = connect(server.endpoint)
+    await store.__aenter__()
+    task = asyncio.ensure_future(store.aclose())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while server.connection_count:
+        await asyncio.sleep(0.001)  # until the server has seen it leave
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "host", ":1", "host:", "host:0", "host:65536", "host:x", "::1:29400", "a b:1", "[::1]"],
+)
+def test_bad_endpoints_are_one_line(endpoint: str) -> None:
+    """Refused before anything is tried."""
+    with pytest.raises(SpecError, match="must be HOST:PORT"):
+        connect(endpoint)
+    with pytest.raises(SpecError, match="timeout"):
+        connect("host:1", timeout=-1)
+    with pytest.raises(SpecError, match="reply_timeout"):
+        connect("host:1", reply_timeout=0)

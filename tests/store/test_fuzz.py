@@ -1,0 +1,154 @@
+"""Mutated requests by the thousand: the server neither fails nor grows.
+
+`ELASTIC_AIO_FUZZ=1000000` sets how many; by default it runs for some seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import random
+import resource
+import time
+from pathlib import Path
+
+from elastic_aio.store import Dropped, StoreServer, connect
+from elastic_aio.store.wire import (
+    _SHAPE_OF,
+    OPENING,
+    TAGGED_OPCODES,
+    RequestReader,
+    WireError,
+    WireLimits,
+    encode,
+)
+
+VECTORS = Path(__file__).with_name("vectors.txt")
+COUNT = int(os.environ.get("ELASTIC_AIO_FUZZ", "0"))
+SECONDS = 2.5
+BATCH = 10
+
+NASTY = [
+    b"\0" * 8,
+    b"\xff" * 8,
+    b"\x01" + b"\0" * 7,
+    b"\x01\x20" + b"\0" * 6,
+    b"\0\0\x80\0\0\0\0\0",
+    b"\0" * 7 + b"\x80",
+]
+
+
+def seeds() -> list[bytes]:
+    """The vectors, and one request of each of our own opcodes."""
+    lines = VECTORS.read_text().splitlines()
+    plain = [bytes.fromhex(line[1:].strip()) for line in lines if line.startswith(">")][1:]
+    hello = encode(0x80, b"", 1)
+    argument_of = {
+        1: None,
+        2: b"value",
+        3: [b"a", b"lease"],
+        4: [b"a", b"b", b"lease"],
+        5: 3,
+        6: (b"/k", b"/m"),
+        7: ((b"/k", b"v"),),
+        8: None,
+        9: 4,
+        10: (2000, 0),
+    }
+    ours = [
+        hello + encode(op, b"/k", argument_of[_SHAPE_OF[op]], 9) for op in sorted(TAGGED_OPCODES)
+    ]
+    return plain + ours
+
+
+def mutated(seed: bytes, dice: random.Random) -> bytes:
+    """Return a request with something wrong with it, most of the time."""
+    data = bytearray(seed)
+    for _ in range(dice.choice((0, 0, 1, 1, 2, 4))):
+        place = dice.randrange(len(data) + 1)
+        match dice.randrange(6):
+            case 0 if place < len(data):
+                data[place] ^= 1 << dice.randrange(8)
+            case 1 if place < len(data):
+                data[place] = dice.randrange(256)
+            case 2:
+                del data[place : place + dice.randrange(1, 9)]
+            case 3:
+                data[place:place] = dice.choice(NASTY)
+            case 4:
+                data[place : place + 8] = dice.choice(NASTY)
+            case _:
+                data += dice.randbytes(dice.randrange(9))
+    return bytes(data)
+
+
+def batches(dice: random.Random) -> list[bytes]:
+    """One connection's bytes, cut at random."""
+    corpus = seeds()
+    data = OPENING + b"".join(mutated(dice.choice(corpus), dice) for _ in range(BATCH))
+    edges = sorted({0, len(data), *(dice.randrange(len(data)) for _ in range(dice.randrange(4)))})
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_mutated_requests_over_the_network(
+    server: StoreServer, dropped: list[Dropped]
+) -> None:
+    """After all of it the server serves, holds nothing of anybody, and has not grown."""
+    dice = random.Random(1)
+    loop = asyncio.get_running_loop()
+    failures: list[dict[str, object]] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    sent, began, first = 0, time.monotonic(), 0
+    while sent < COUNT or (not COUNT and time.monotonic() - began < SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        try:
+            for chunk in batches(dice):
+                if not writer.is_closing():
+                    writer.write(chunk)
+                await asyncio.sleep(0)
+            if not writer.is_closing():
+                writer.write_eof()
+            while await reader.read(65_536):
+                pass
+        except OSError:
+            pass  # dropped in the middle, as it should be
+        writer.close()
+        sent += BATCH
+        if sent == 4000 or (sent > 4000 and not first):
+            first = memory()
+    while server.connection_count:
+        await asyncio.sleep(0.001)  # until the server has seen them leave
+    async with connect(server.endpoint) as store:
+        assert await store.add("fuzz/alive") == 1
+    gc.collect()
+    assert failures == []
+    assert dropped
+    assert server._partial == 0
+    assert server.keyspace.wait_count == 0
+    # What the requests have stored stays, and that is bounded by their own size.
+    assert memory() - (first or memory()) < 40 << 20
+
+
+def test_mutated_requests_to_the_reader() -> None:
+    """The same without a network, which is faster: only `WireError` is ever raised."""
+    dice = random.Random(2)
+    done, began = 0, time.monotonic()
+    while done < COUNT or (not COUNT and time.monotonic() - began < SECONDS):
+        reader = RequestReader(WireLimits())
+        total = 0
+        try:
+            for chunk in batches(dice):
+                total += len(chunk)
+                reader.read(chunk)
+                while reader.has_more:
+                    reader.read(b"")
+                assert reader.partial <= total
+        except WireError:
+            pass
+        done += BATCH

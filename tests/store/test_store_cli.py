@@ -1,0 +1,105 @@
+"""`aio-elastic store` as users meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.store import StoreServer, connect
+from elastic_aio.store_cli import main_store
+
+PROGRAM = (
+    "import sys; from elastic_aio.store_cli import main_store; sys.exit(main_store(sys.argv[1:]))"
+)
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PROGRAM,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_serves_until_a_signal(tmp_path: Path, number: int) -> None:
+    """It says where it listens, serves, and ends gracefully with 0."""
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    process = await start("--host", "127.0.0.1", "--port", "0", "--token-file", str(token))
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    assert line.endswith("(with a token)\n")
+    endpoint = line.split()[3]
+    async with connect(endpoint, token="secret", reconnect_for=0) as store:
+        assert await store.add("n") == 1
+        probe = await start("ping", endpoint, "--token-file", str(token))
+        out, err = await probe.communicate()
+        assert (probe.returncode, err) == (0, b"")
+        assert b"(elastic_aio)" in out
+        wrong = await start("ping", endpoint)
+        out, err = await wrong.communicate()
+        assert (wrong.returncode, out) == (1, b"")
+        assert err == b"aio-elastic store: the store asks for a token\n"
+        os.kill(process.pid, number)
+        out, err = await process.communicate()
+    assert (process.returncode, out, err) == (0, b"", b"")
+
+
+async def test_it_tells_whom_it_drops() -> None:
+    """One line for each connection that did not behave."""
+    process = await start("--port", "0", "--host", "*")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    port = (await process.stdout.readline()).decode().split()[3].rpartition(":")[2]
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    line = await process.stderr.readline()
+    assert b"does not begin like a TCPStore client" in line
+    writer.close()
+    process.terminate()
+    await process.communicate()
+    assert reader is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["--port", "99999"], 2, "argument --port: must be a number from 0 to 65535"),
+        (["--bogus"], 2, "unrecognized arguments: --bogus"),
+        (["--token-file", "/no/such/file"], 2, "cannot read the token file '/no/such/file'"),
+        (["--token-file", "/dev/null"], 2, "is empty"),
+        (["--host", "no.such.host.invalid"], 2, "no address for host"),
+        (["ping"], 2, "required: endpoint"),
+        (["ping", "nonsense"], 2, "must be HOST:PORT"),
+        (["ping", "127.0.0.1:1", "--timeout", "x"], 2, "must be a number of seconds"),
+        (["ping", "127.0.0.1:1", "--timeout", "0.2"], 1, "no store at 127.0.0.1:1 within 0.2 s"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never a traceback."""
+    assert main_store(arguments) == code
+    captured = capsys.readouterr()
+    assert complaint in captured.err
+    assert captured.err.startswith("aio-elastic store: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+async def test_a_port_in_use_is_one_line(server: StoreServer) -> None:
+    """Found out before anything is announced."""
+    process = await start("--host", "127.0.0.1", "--port", str(server.port))
+    out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    where = f"127.0.0.1:{server.port}"
+    assert err.decode() == f"aio-elastic store: cannot listen on {where}: Address already in use\n"
