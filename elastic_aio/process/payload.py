@@ -102,6 +102,7 @@ def make_payload(
     header: dict[str, Any] = {
         "path": [one or os.getcwd() for one in sys.path],
         "argv": list(sys.argv),
+        "python": sys.executable,
         "is_quiet": is_quiet,
         "is_daemon": is_daemon,
         "with_index": with_index,

@@ -110,9 +110,9 @@ def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
     """Return the parts of a call: how to prepare the interpreter, then what to call.
 
     Args:
-        header: `path` and `argv` for `sys`, and optionally `main` (name and path of
-            the main script), `mp` (what multiprocessing needs), `is_quiet` (see
-            `perform`), `is_daemon` and `with_index`.
+        header: `path` and `argv` for `sys`, the parent's `python`, and optionally
+            `main` (name and path of the main script), `mp` (what multiprocessing
+            needs), `is_quiet` (see `perform`), `is_daemon` and `with_index`.
         body: the pickled pair of function and arguments; or a plain triple of a
             module, the function's name there, and the arguments.
     """
@@ -342,7 +342,12 @@ def _now() -> float:
 
 
 def _prepare(header: Mapping[str, Any]) -> None:
-    sys.path[:] = header["path"]
+    if header["python"] == sys.executable:
+        sys.path[:] = header["path"]
+    else:  # another interpreter's own library goes first
+        ours = os.path.dirname(MAIN)
+        own = [one for one in sys.path if one != ours]
+        sys.path[:] = [*own, *(one for one in header["path"] if one not in own)]
     sys.argv[:] = header["argv"]
     if header.get("is_daemon"):
         become_daemon()

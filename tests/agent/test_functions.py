@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -413,3 +414,23 @@ async def test_preloaded_modules_are_there(tmp_path: Path) -> None:
         assert worker.stdout_path is not None
         text = Path(worker.stdout_path).read_text()
         assert text == f"__main__ ['a', '{rank}'] True neighbour {rank}\n"
+
+
+async def test_another_interpreter(tmp_path: Path) -> None:
+    """Its own library goes before our path, which is there all the same."""
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    result = await launch(LaunchSpec(functions.give, args=[{1: 2}], python=link))
+    assert result.return_values[0] == ({1: 2},)
+
+
+async def test_a_bare_function_by_name() -> None:
+    """Methods, partials and builtins are functions too."""
+    for call, args, value in (
+        (str.upper, ("a",), "A"),
+        (functools.partial(functions.give, 1), (2,), (1, 2)),
+        ({"a": 1}.get, ("a",), 1),
+        (sorted, ([2, 1],), [1, 2]),
+    ):
+        result = await launch(LaunchSpec(call, args=args))
+        assert result.return_values[0] == value

@@ -15,6 +15,7 @@ from elastic_aio import (
     Event,
     ExitStatus,
     Failure,
+    Function,
     JobFailed,
     JobFinished,
     JobState,
@@ -42,7 +43,9 @@ from elastic_aio import (
     format_failure,
     launch,
     run,
+    sync,
 )
+from elastic_aio.processes import spawn, start_context, start_processes
 from elastic_aio.worker import WorkerContext, record
 
 
@@ -52,6 +55,8 @@ def specs() -> list[LaunchSpec]:
         LaunchSpec("train.py"),
         LaunchSpec(Path("train.py"), args=["--lr", 0.1, Path("data"), 3]),
         LaunchSpec(["bash", "-c", "exit 0"], nproc_per_node=2),
+        LaunchSpec(len, args=["abc"], start_method="fork"),
+        LaunchSpec(Function(len, "measure"), start_method="forkserver", preload=["json"]),
         LaunchSpec(Script("train.py"), nproc_per_node="auto", nnodes="1:2"),
         LaunchSpec(Module("pkg.train"), nnodes=(1, 1), env={"A": "b"}, cwd=Path("/")),
         LaunchSpec(
@@ -179,3 +184,20 @@ async def called() -> tuple[float, str]:
     number: float = main(3, name="y")
     text: str = await main_async(3)
     return number, text
+
+
+async def groups() -> None:
+    """Bare groups of processes, in both forms."""
+    await spawn(print, ("x",), nprocs=2)
+    context = await start_context(print, join=False, start_method="fork")
+    if context is not None:
+        is_over: bool = await context.join(timeout=1.0, grace_period=2.0)
+        pids: list[int] = context.pids()
+        print(is_over, pids)
+    async with start_processes("g", len, {0: ("abc",)}, {0: {}}, LogSpec(tee=3)) as group:
+        result = await group.wait(timeout=1.0)
+        await group.close(timeout=3.0)
+    if result is not None and not result.is_failed():
+        print(result.return_values[0], result.stdouts[0], result.failures)
+    with sync.start_processes("g", ["true"], {0: ()}, {0: {}}) as other:
+        print(other.wait(), other.pids())
