@@ -14,7 +14,7 @@ from msgspec import Struct
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 
-__all__ = ["Child", "ChildPlan", "Exit", "Spawner", "check_program", "spawn_error"]
+__all__ = ["Child", "ChildPlan", "Exit", "Spawner", "check_folder", "check_program", "spawn_error"]
 
 
 class ChildPlan(Struct, frozen=True):
@@ -114,6 +114,16 @@ def check_program(plan: ChildPlan) -> None:
     interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
     if interpreter and not os.path.exists(interpreter[0]):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
+
+
+def check_folder(plan: ChildPlan) -> None:
+    """Look whether a child may begin in its folder, where that is a forked child's own doing.
+
+    Raises:
+        SpawnError: as a spawn would.
+    """
+    if plan.cwd is not None and not (os.path.isdir(plan.cwd) and os.access(plan.cwd, os.X_OK)):
+        raise spawn_error(OSError(errno.ENOENT, "no folder"), plan)
 
 
 def spawn_error(error: OSError, plan: ChildPlan) -> SpawnError:

@@ -14,14 +14,13 @@ session and by its parents.  What it executes carries the marker.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import sys
 import warnings
 from typing import NoReturn
 
-from elastic_aio.process.base import Child, ChildPlan, spawn_error
+from elastic_aio.process.base import Child, ChildPlan, check_folder, spawn_error
 from elastic_aio.process.reaped import ReapedChild
 from elastic_aio.worker import bootstrap
 
@@ -34,8 +33,7 @@ async def spawn_by_fork(plan: ChildPlan) -> Child:
     Raises:
         SpawnError: it could not be started.
     """
-    if plan.cwd is not None and not os.access(plan.cwd, os.X_OK):
-        raise spawn_error(OSError(errno.ENOENT, "no folder"), plan)
+    check_folder(plan)
     _flush()
     try:
         with warnings.catch_warnings():

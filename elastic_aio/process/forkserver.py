@@ -33,7 +33,7 @@ from typing import Any
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import sweep
-from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner, spawn_error
+from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner, check_folder, spawn_error
 from elastic_aio.process.exits import ExitWatch
 from elastic_aio.process.payload import interpreter_flags, memory_file
 from elastic_aio.process.reaped import story, usage_of
@@ -124,6 +124,7 @@ class ForkServer:
         Raises:
             SpawnError: it could not be started, or a module not be imported.
         """
+        check_folder(plan)
         async with self._one_at_a_time:
             if self._link is None or self._link.is_lost:
                 await self.start()
