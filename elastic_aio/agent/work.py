@@ -1,22 +1,26 @@
-"""What the workers of a job run, and the way they are spawned: commands and functions alike."""
+"""What the workers of a job run, and the way they are spawned: commands and functions alike.
+
+What only functions and the server that forks need is imported when they come: every
+command's start would pay for it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from elastic_aio.agent.surroundings import command_of
 from elastic_aio.process.base import Child, ChildPlan, Spawner
-from elastic_aio.process.fork import spawn_by_fork
-from elastic_aio.process.forkserver import ForkServer
-from elastic_aio.process.payload import Payload, argv_of, make_payload, memory_file
 from elastic_aio.process.results import Told, read_told
 from elastic_aio.spec import Command, Function, LaunchSpec, Script
-from elastic_aio.worker import bootstrap
+
+if TYPE_CHECKING:
+    from elastic_aio.process.forkserver import ForkServer
+    from elastic_aio.process.payload import Payload
 
 __all__ = ["Crew", "Task", "Work"]
 
@@ -82,8 +86,11 @@ class Work:
         """The way to start a worker."""
         if self._server is not None:
             return self._server
-        is_forked = self.is_function and self._spec.start_method == "fork"
-        return spawn_by_fork if is_forked else self._command_spawner
+        if not self.is_function or self._spec.start_method != "fork":
+            return self._command_spawner
+        from elastic_aio.process.fork import spawn_by_fork
+
+        return spawn_by_fork
 
     def check(self) -> None:
         """Pickle what has to be, before anything starts.
@@ -94,6 +101,8 @@ class Work:
         """
         if not isinstance(self._spec.entrypoint, Function) or self._spec.start_method == "fork":
             return
+        from elastic_aio.process.payload import make_payload
+
         crew = self._crew
         for args in [self._spec.args] if crew is None else crew.args:
             if id(args) not in self._payloads:
@@ -126,6 +135,7 @@ class Work:
         entrypoint = self._spec.entrypoint
         if self._spec.start_method != "forkserver" or isinstance(entrypoint, Command):
             return
+        from elastic_aio.process.forkserver import ForkServer
 
         async def spawn(plan: ChildPlan) -> Child:
             return await self._command_spawner(limited(plan))
@@ -154,6 +164,8 @@ class Work:
         entrypoint = self._spec.entrypoint
         if not isinstance(entrypoint, Function):
             return Task(command_of(self._spec, local_rank, args))
+        from elastic_aio.process.payload import argv_of, memory_file
+
         result = self._results[local_rank] = memory_file("result")
         if self._spec.start_method == "fork":
             return Task(
@@ -168,6 +180,8 @@ class Work:
     def _fork_call(
         self, entrypoint: Function, args: tuple[Any, ...], local_rank: int, result: int
     ) -> Callable[[], int]:
+        from elastic_aio.worker import bootstrap
+
         crew = self._crew
         given = (local_rank, *args) if crew is not None and crew.with_index else args
 
