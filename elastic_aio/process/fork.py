@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from elastic_aio.process.base import Child, ChildPlan, check_folder, spawn_error
 from elastic_aio.process.reaped import ReapedChild
-from elastic_aio.worker import bootstrap
+from elastic_aio.worker import forked
 
 __all__ = ["restore_signals", "spawn_by_fork"]
 
@@ -58,19 +58,19 @@ def _live(plan: ChildPlan) -> NoReturn:
         os.setsid()
         _forget_loop()
         restore_signals()
-        bootstrap.forget_parent()
-        bootstrap.take_streams(plan.stdin, plan.stdout, plan.stderr)
+        forked.forget_parent()
+        forked.take_streams(plan.stdin, plan.stdout, plan.stderr)
         if plan.cwd is not None:
             os.chdir(plan.cwd)
         os.environ.clear()
         os.environ.update(plan.env)
-        bootstrap.renew_streams()
+        forked.renew_streams()
         assert plan.call is not None, "a forked child has something to call"
         code = plan.call()
     except BaseException as error:  # noqa: BLE001  # there is nobody to raise it to
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        bootstrap.leave(code)
+        forked.leave(code)
     raise SystemExit(code)  # never reached
 
 

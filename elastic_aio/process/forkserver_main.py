@@ -21,6 +21,8 @@ __all__ = ["main"]
 
 # What one message can bring: the kernel's limit (SCM_MAX_FD).
 _DESCRIPTORS_MAX = 253
+# Imported once, as what users preload.
+_OURS = ("elastic_aio.worker.bootstrap", "elastic_aio.worker.forked", "elastic_aio.worker.scripts")
 
 
 def main() -> int:
@@ -50,7 +52,7 @@ class _Server:
         sys.path[:] = settings["path"]
         sys.argv[:] = settings["argv"]
         try:
-            for name in ("elastic_aio.worker.bootstrap", *settings["preload"]):
+            for name in (*_OURS, *settings["preload"]):
                 __import__(name)
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
             self._tell("failed", f"cannot import {name}: {type(error).__name__}: {error}")
@@ -114,7 +116,7 @@ class _Server:
 
     def _live(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         """Be a worker, to its end; nothing above us on the stack is ours to return to."""
-        from elastic_aio.worker import bootstrap
+        from elastic_aio.worker import forked
 
         code = 1
         try:
@@ -122,20 +124,20 @@ class _Server:
             self._channel.close()
             for pidfd in self._workers:
                 os.close(pidfd)
-            bootstrap.forget_parent()
-            bootstrap.take_streams(*descriptors[:3])
+            forked.forget_parent()
+            forked.take_streams(*descriptors[:3])
             for descriptor in descriptors[:3]:
                 os.close(descriptor)
             if request["cwd"] is not None:
                 os.chdir(request["cwd"])
             os.environ.clear()
             os.environ.update(request["env"])
-            bootstrap.renew_streams()
+            forked.renew_streams()
             code = self._run(request, descriptors[3:])
         except BaseException as error:  # noqa: BLE001  # there is nobody to raise it to
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            bootstrap.leave(code)
+            forked.leave(code)
         raise SystemExit(code)  # never reached
 
     def _run(self, request: dict[str, Any], descriptors: list[int]) -> int:
