@@ -49,18 +49,21 @@ def end_job(marker: bytes, since: int, listing: bytes) -> None:
         number: sweep.Session(number, opened, closed)
         for number, opened, closed in roster.parse_roster(listing)
     }
+    elders = sweep.Elders()
     began = quiet_since = time.monotonic()
     # A poll of 5 ms for a quarter of a second, since no event tells that a stranger
     # has appeared: the kernel reports no forks to an unprivileged process.
     while (now := time.monotonic()) - quiet_since < _QUIET_S and now - began < _LIMIT_S:
-        if kill_descendants(marker, since, sessions):
+        if kill_descendants(marker, since, sessions, elders):
             quiet_since = time.monotonic()
         time.sleep(0.005)
 
 
-def kill_descendants(marker: bytes, since: int, sessions: dict[int, sweep.Session]) -> int:
+def kill_descendants(
+    marker: bytes, since: int, sessions: dict[int, sweep.Session], elders: sweep.Elders
+) -> int:
     """Send SIGKILL to all that one look finds; return how many there were."""
-    looking = sweep.find_descendants(marker, since, sessions)
+    looking = sweep.find_descendants(marker, since, sessions, elders=elders)
     while True:
         try:
             next(looking)
@@ -68,7 +71,7 @@ def kill_descendants(marker: bytes, since: int, sessions: dict[int, sweep.Sessio
             found: list[sweep.Process] = done.value
             break
         except OSError:
-            return 1  # the machine is out of means for a moment: look again
+            return 1  # an exec under way, or no descriptor for a moment: look again
     for process in found:
         try:
             descriptor = sweep.open_pidfd(process)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     from collections.abc import Generator, Iterator, Mapping
 
 _LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# How many looks an exec may spoil: some 5 ms each, and it takes one or two.
+_EXEC_LOOKS = 40
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -131,7 +133,7 @@ class Session:
 
 
 class Elders:
-    """Processes that one look has found to be older than the job, for the next look to skip.
+    """What one look tells the next one: above all which processes are older than the job.
 
     Looks come in close succession, and most processes of a machine are older.  A pid
     may be skipped as long as it cannot have been used again: the kernel hands pids out
@@ -145,6 +147,7 @@ class Elders:
     def __init__(self) -> None:
         """Remember nobody."""
         self._pids: set[int] = set()
+        self._unclear: dict[tuple[int, int], int] = {}
         self._at = 0.0
         self._last_pid = 0
 
@@ -161,6 +164,11 @@ class Elders:
     def add(self, pid: int) -> None:
         """Remember a process that is older than the job."""
         self._pids.add(pid)
+
+    def is_patient_with(self, process: Process) -> bool:
+        """Tell whether to wait for a process to show its environment; not for ever."""
+        looks = self._unclear[process.identity] = self._unclear.get(process.identity, 0) + 1
+        return looks <= _EXEC_LOOKS
 
 
 def _last_pid() -> int:
@@ -190,6 +198,8 @@ def find_descendants(
         elders: remembers older processes from one look to the next.
 
     Raises:
+        BlockingIOError: a process is in the middle of an exec and may be ours: look again
+            in some milliseconds, with the same `elders`.
         OSError: this process lacks descriptors or memory.
     """
     known = {} if known is None else known
@@ -210,11 +220,14 @@ def find_descendants(
             elders.add(process.pid)
             continue
         session = sessions.get(process.session)
-        if (
-            known.get(process.pid) == process.start
-            or (session and session.is_certain(process))
-            or sign in b"\0" + _environment(process.pid)
-        ):
+        if known.get(process.pid) == process.start or (session and session.is_certain(process)):
+            ours[process.pid] = process
+            continue
+        environment = _environment(process.pid)
+        if not environment and _may_be_in_exec(process) and elders.is_patient_with(process):
+            raise BlockingIOError(errno.EAGAIN, "a process is in the middle of an exec")
+        # Once more if it was empty: an exec may have ended between the two reads.
+        if sign in b"\0" + (environment or _environment(process.pid)):
             ours[process.pid] = process
         else:
             maybe.append(process)
@@ -252,6 +265,23 @@ def offspring(pid: int) -> Iterator[Process]:
             if process := read_process(child):
                 yield process
                 parents.append(child)
+
+
+def _may_be_in_exec(process: Process) -> bool:
+    """Tell whether a process without an environment may be in the middle of an exec.
+
+    For about a millisecond neither that nor the arguments can be read; a process that
+    really has no environment still has arguments.  (Kernel threads have neither, and
+    kthreadd, number 2, as their parent.)
+    """
+    if process.parent in (0, 2):
+        return False
+    try:
+        return not _read(f"/proc/{process.pid}/cmdline")
+    except OSError as error:
+        if error.errno in _LACK:
+            raise
+        return False
 
 
 def open_pidfd(process: Process) -> int | None:

@@ -121,7 +121,8 @@ class ProcessTree:
             try:
                 return await self._look()
             except OSError:
-                # Out of descriptors or memory, and no event tells when there are some.
+                # An exec that hides whose process it is, or no descriptor left: no
+                # event tells when that is over.
                 await self._clock.sleep(_RETRY_S)
         return await self._look()
 

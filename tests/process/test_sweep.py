@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_aio.process.sweep import (
+    Elders,
     Process,
     Session,
     find_descendants,
@@ -175,13 +176,17 @@ class Family:
         return {child.pid: Session(child.pid, leader.start)}
 
     def found(self, sessions: dict[int, Session] | None = None, **options: object) -> set[int]:
-        looking = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
+        options.setdefault("elders", Elders())
         while True:
+            looking = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
             try:
-                next(looking)
+                while True:
+                    next(looking)
             except StopIteration as done:
                 processes: list[Process] = done.value
                 return {one.pid for one in processes}
+            except BlockingIOError:
+                os.sched_yield()  # a child of ours is in the middle of its exec
 
     def end(self) -> None:
         for pid in self.others:
@@ -227,6 +232,17 @@ def test_a_daemon_is_found_by_its_environment(family: Family) -> None:
     daemon = family.pid_from(parent)
     parent.wait()
     assert family.found() == {daemon}
+
+
+def test_an_exec_hides_nobody(family: Family) -> None:
+    """While a process executes another program its environment is away: that is no absence."""
+    code = "import os; print(os.getpid(), flush=True); os.execvp('sleep', ['sleep', '99'])"
+    for _ in range(60):
+        child = family.start(sys.executable, "-I", "-S", "-c", code, env={MARKER: "1"})
+        pid = family.pid_from(child)
+        assert pid in family.found()
+        child.kill()
+        child.wait()
 
 
 def test_a_daemon_of_another_job_is_not_ours(family: Family) -> None:
