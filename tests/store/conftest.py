@@ -56,6 +56,13 @@ def torch_server() -> Iterator[Callable[[str], int]]:
     process.stdout.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _torch_server_first(request: pytest.FixtureRequest) -> None:
+    """Start it before the first test of this folder looks at what is there already."""
+    if HAS_TORCH:
+        request.getfixturevalue("torch_server")
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two clients of one store, and what that store can do."""
