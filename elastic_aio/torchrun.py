@@ -44,7 +44,6 @@ class _Option(Struct, frozen=True):
     help: str
     short: str = ""
     metavar: str = ""  # empty: a flag
-    default: str | None = None
     has_pet: bool = True
 
     @property

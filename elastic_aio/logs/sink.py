@@ -39,7 +39,7 @@ class Sink:
         self.is_terminal = write is not None and os.isatty(descriptor)
         self.written = 0
         self.users = 0
-        self.on_closed: Callable[[], object] = bool
+        self.on_closed: Callable[[], object] = bool  # nobody to tell, as yet
         self.lost: str | None = None if write else "it is closed"
         self._descriptor = descriptor
         self._write = write

@@ -115,7 +115,8 @@ class ProcessTree:
         """Look once for everything alive, leaders included; yields to the loop meanwhile.
 
         Raises:
-            OSError: for a second, this process has lacked the means to look.
+            OSError: for a second, this process has lacked the means to look (see
+                `sweep.find_descendants`).
         """
         for _ in range(_LOOKS_MAX):
             try:
@@ -180,8 +181,8 @@ class ProcessTree:
         """Stop everything by `plan`; return what could not be killed, mostly nothing.
 
         Ends as soon as two looks in a row find nobody.  `on_escalated` is told the
-        signal and the pids of every step after the first.  Must not be cancelled
-        (run it under `see_through`): its time is bounded by the plan.
+        signal and the pids of every step after the first.  Its time is bounded by the
+        plan; whoever cancels it must start it over, since what is left is not stopped.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
         gone = False
