@@ -14,11 +14,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import failure, functions, output, start
+from benchmarks import crowd, failure, functions, network, nodes, output, start
 from benchmarks.measure import Contender, describe_machine, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
 
 _Row = Callable[[Contender, Contender | None, int], list[Line]]
+_NODES: dict[str, _Row] = {
+    "form": nodes.form,
+    "loss": nodes.loss,
+    "partition": network.partition,
+    "scale": nodes.scale,
+    "failure": nodes.failure,
+    "host": nodes.host,
+    "crowd": crowd.crowd,
+    "idle-group": network.idle_group,
+}
 _ROWS: dict[str, _Row] = {
     "start": start.start,
     "memory": start.memory,
@@ -32,7 +42,9 @@ _ROWS: dict[str, _Row] = {
     "spawn": functions.spawn,
     "value": functions.value,
     "preload": functions.preload,
+    **_NODES,
 }
+_GROUPS = {"nodes": list(_NODES)}
 _ROUNDS = 15
 _ROUNDS_QUICK = 3
 
@@ -46,7 +58,7 @@ def main() -> int:
     theirs = torchrun(torch) if torch else None
     rounds = _ROUNDS_QUICK if arguments.quick else _ROUNDS
     lines: list[Line] = []
-    for name in arguments.only or _ROWS:
+    for name in _chosen(arguments.only) or _ROWS:
         began = time.monotonic()
         lines += _ROWS[name](elastic_aio(), theirs, rounds)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -56,6 +68,11 @@ def main() -> int:
         content = {"machine": machine, "rounds": rounds, "lines": [as_json(line) for line in lines]}
         Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _chosen(names: list[str] | None) -> list[str]:
+    """Return the rows that are asked for, those of a group in its place."""
+    return [row for name in names or () for row in _GROUPS.get(name, [name])]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,9 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only",
         metavar="NAME",
-        choices=_ROWS,
+        choices=[*_ROWS, *_GROUPS],
         action="append",
-        help=f"run this row; may be given more than once: {', '.join(_ROWS)}",
+        help=f"run this row, or those of many `nodes`; may be given more than once:"
+        f" {', '.join(_ROWS)}",
     )
     parser.add_argument("--quick", action="store_true", help=f"{_ROUNDS_QUICK} rounds, not more")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")

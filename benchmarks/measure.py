@@ -251,10 +251,14 @@ class Job:
         """
         finished = self.wait()
         if finished.returncode:
-            self._errors.seek(0)
-            said = self._errors.read().decode("utf-8", "replace")[-2000:]
-            raise RuntimeError(f"{self._command} ended with {finished.returncode}: {said}")
+            code = finished.returncode
+            raise RuntimeError(f"{self._command} ended with {code}: {self.said()}")
         return finished
+
+    def said(self) -> str:
+        """Return the end of what stands in its standard error by now."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), 2000, max(size - 2000, 0)).decode("utf-8", "replace")
 
     def cpu(self) -> int:
         """Return the processor time of the process itself so far, in nanoseconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table; figures are in `unit`.
+    """One line of the table; figures are in `unit`, and infinite for what never came.
 
     Either `limit` is the figure of something that cannot be beaten by much, called
     `limit_name`, or `bound` is the most that our figure may be.
@@ -92,10 +93,13 @@ def as_table(lines: Iterable[Line]) -> str:
 
 def as_json(line: Line) -> dict[str, Any]:
     """Return a line as JSON takes it."""
-    return {**asdict(line), "is_met": line.is_met}
+    fields = {**asdict(line), "is_met": line.is_met}
+    return {name: "never" if value == math.inf else value for name, value in fields.items()}
 
 
 def _figure(value: float, unit: str) -> str:
+    if value == math.inf:
+        return "never"
     if value >= 1000:
         text = f"{value:,.0f}"
     elif value >= 100 or value == int(value):
@@ -108,5 +112,7 @@ def _figure(value: float, unit: str) -> str:
 def _ratio(ours: float, other: float | None, goal: Goal | None) -> str:
     if other is None:
         return ""
+    if math.inf in (ours, other):
+        return "-"
     text = f"{ours / other:.2g}{TIMES}" if other else "-"
     return f"{text} ({goal})" if goal else text

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic_aio.errors import JobEnded as JobEnded
     from elastic_aio.errors import JobFailed as JobFailed
     from elastic_aio.errors import JobStopped as JobStopped
+    from elastic_aio.errors import RendezvousFailed as RendezvousFailed
     from elastic_aio.errors import SpawnError as SpawnError
     from elastic_aio.errors import SpecError as SpecError
     from elastic_aio.errors import StoreClosed as StoreClosed
@@ -30,13 +31,25 @@ if TYPE_CHECKING:
     from elastic_aio.errors import SurroundingsError as SurroundingsError
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
+    from elastic_aio.events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
     from elastic_aio.events import GuardianReplaced as GuardianReplaced
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
+    from elastic_aio.events import MembershipChanged as MembershipChanged
+    from elastic_aio.events import NodeJoined as NodeJoined
+    from elastic_aio.events import NodeLeft as NodeLeft
+    from elastic_aio.events import NodeLost as NodeLost
+    from elastic_aio.events import NodeRefused as NodeRefused
+    from elastic_aio.events import Promoted as Promoted
+    from elastic_aio.events import RendezvousStoreLost as RendezvousStoreLost
+    from elastic_aio.events import RendezvousStoreRegained as RendezvousStoreRegained
     from elastic_aio.events import Restarting as Restarting
+    from elastic_aio.events import RoundFormed as RoundFormed
+    from elastic_aio.events import RoundForming as RoundForming
     from elastic_aio.events import SignalForwarded as SignalForwarded
+    from elastic_aio.events import StandingBy as StandingBy
     from elastic_aio.events import StopEscalated as StopEscalated
     from elastic_aio.events import StopRequested as StopRequested
     from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
@@ -59,6 +72,8 @@ if TYPE_CHECKING:
     from elastic_aio.policy import SignalSpec as SignalSpec
     from elastic_aio.policy import StopPlan as StopPlan
     from elastic_aio.policy import StopStep as StopStep
+    from elastic_aio.rendezvous.following import follow_job as follow_job
+    from elastic_aio.rendezvousspec import RendezvousSpec as RendezvousSpec
     from elastic_aio.report import format_failure as format_failure
     from elastic_aio.spec import Command as Command
     from elastic_aio.spec import Function as Function
@@ -66,7 +81,6 @@ if TYPE_CHECKING:
     from elastic_aio.spec import LogSpec as LogSpec
     from elastic_aio.spec import Module as Module
     from elastic_aio.spec import NodeRange as NodeRange
-    from elastic_aio.spec import RendezvousSpec as RendezvousSpec
     from elastic_aio.spec import Script as Script
     from elastic_aio.std import Std as Std
     from elastic_aio.std import StdMap as StdMap
@@ -80,6 +94,7 @@ _HOMES = {
         "JobEnded",
         "JobFailed",
         "JobStopped",
+        "RendezvousFailed",
         "SpawnError",
         "SpecError",
         "StoreClosed",
@@ -92,13 +107,25 @@ _HOMES = {
     "events": [
         "AttemptFailed",
         "ConsoleLost",
+        "CoordinatorChanged",
         "Event",
         "EventsMissed",
         "GuardianReplaced",
         "JobFinished",
         "JobStarted",
+        "MembershipChanged",
+        "NodeJoined",
+        "NodeLeft",
+        "NodeLost",
+        "NodeRefused",
+        "Promoted",
+        "RendezvousStoreLost",
+        "RendezvousStoreRegained",
         "Restarting",
+        "RoundFormed",
+        "RoundForming",
         "SignalForwarded",
+        "StandingBy",
         "StopEscalated",
         "StopRequested",
         "WorkerAbandoned",
@@ -119,6 +146,8 @@ _HOMES = {
         "WorkerResult",
     ],
     "policy": ["Action", "RestartPolicy", "SignalSpec", "StopPlan", "StopStep"],
+    "rendezvous.following": ["follow_job"],
+    "rendezvousspec": ["RendezvousSpec"],
     "report": ["format_failure"],
     "spec": [
         "Command",
@@ -127,7 +156,6 @@ _HOMES = {
         "LogSpec",
         "Module",
         "NodeRange",
-        "RendezvousSpec",
         "Script",
     ],
     "std": ["Std", "StdMap"],

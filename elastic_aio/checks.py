@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from elastic_aio.errors import SpecError
@@ -11,6 +11,7 @@ __all__ = [
     "PathLike",
     "check_number",
     "checked_argument",
+    "checked_environment",
     "checked_integer",
     "checked_items",
     "checked_pair",
@@ -86,6 +87,17 @@ def checked_integer(name: str, value: object, *, at_least: int) -> int:
     return value
 
 
+def checked_environment(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise SpecError("env", value, "must be a mapping of names to texts")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise SpecError("env", name, "a name must be text without '=' or NUL")
+        if not isinstance(text, str) or "\0" in text:
+            raise SpecError(f"env[{name!r}]", text, "must be text without NUL")
+    return dict(value)
+
+
 def check_number(
     name: str, value: object, *, at_least: float | None = None, above: float | None = None
 ) -> None:
@@ -102,7 +114,7 @@ def check_number(
 
 
 def is_port(text: str) -> bool:
-    return text.isdecimal() and len(text) <= 5 and int(text) < 65536
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 65536
 
 
 def listed(values: Collection[int]) -> str:

@@ -2,8 +2,8 @@
 
 Exit codes: 0 success; the culprit's own code (128 + n for a signal) when the job
 failed; 128 + n when signal n stopped it; 126 and 127 when a worker could not be
-executed or found; 2 for a command line that cannot be accepted; 1 for anything
-that this machine lacks.
+executed or found; 75 when the nodes of a job did not come together; 2 for a command
+line that cannot be accepted; 1 for anything that this machine lacks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic_aio._version import __version__
-from elastic_aio.errors import JobEnded, JobFailed, SpecError, SurroundingsError
+from elastic_aio.errors import (
+    JobEnded,
+    JobFailed,
+    RendezvousFailed,
+    SpecError,
+    SurroundingsError,
+)
 from elastic_aio.events import (
     AttemptFailed,
     Event,
     JobStarted,
     Restarting,
+    RoundForming,
+    StandingBy,
     WorkerStarted,
     event_to_json,
 )
@@ -31,12 +39,13 @@ from elastic_aio.logs.writer import LineWriter
 from elastic_aio.report import Level, describe, format_failure
 from elastic_aio.torchrun import RunRequest, UsageError, in_options, parse_run
 from elastic_aio.worker.context import ERROR_FILE
-from elastic_aio.worker.errorfile import with_exit_code
+from elastic_aio.worker.errorfile import render_error_file, with_exit_code
 
 __all__ = ["entry", "main"]
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
+       aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
        aio-elastic store ping ENDPOINT
        aio-elastic --version
@@ -84,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elastic_aio.store_cli import main_store  # only this command needs it
 
             return main_store(rest)
+        case ["events", *rest]:
+            from elastic_aio.events_cli import main_events  # likewise
+
+            return main_events(rest)
         case ["--version" | "-V"]:
             print(f"aio-elastic {__version__}")
             return 0
@@ -92,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return _complain("", "a command is required: aio-elastic run [options] script", 2)
-    return _complain("", f"unknown command {arguments[0]!r}: must be 'run' or 'store'", 2)
+    return _complain("", f"unknown command {arguments[0]!r}: must be 'run', 'events' or 'store'", 2)
 
 
 def _main_run(argv: list[str]) -> int:
@@ -138,7 +151,7 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         code = error.result.exit_code
         narrator.conclude(error, request.spec.name)
         if isinstance(error, JobFailed):
-            _pass_on_error_file(error)
+            _pass_on_error_file(error, narrator.node)
     finally:
         _take_no_notice_of(request.signals.stop)
         if recorder is not None and (not await recorder.drained(_PATIENCE_S) or recorder.lost):
@@ -158,12 +171,15 @@ class _Narrator:
         self._writer = LineWriter(console.err)
         self._level = level
         self._held: list[Event] = []
+        self.node = ""
+        """The name of this host."""
 
     def say(self, text: str) -> None:
         lines = "".join(f"aio-elastic: {line}\n" for line in text.split("\n"))
         self._writer.put(lines.encode("utf-8", "replace"))
 
     def tell(self, event: Event) -> None:
+        self.node = event.node
         match event:
             # A worker that cannot be started at all is worth one line, the last one;
             # so what comes before it waits until something has started.
@@ -173,7 +189,7 @@ class _Narrator:
             case AttemptFailed() if event.root.pid is None:
                 self._held.append(event)
                 return
-            case WorkerStarted() | Restarting():
+            case WorkerStarted() | Restarting() | RoundForming() | StandingBy():
                 for held in self._held:
                     self._say_if_it_matters(held)
                 self._held.clear()
@@ -186,11 +202,12 @@ class _Narrator:
 
     def conclude(self, error: JobEnded, name: str) -> None:
         failures = error.result.failures
-        if isinstance(error, JobFailed) and failures and failures[0].pid is not None:
+        has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
+        if has_workers and failures and failures[0].pid is not None:
             self.say(error.result.reason)
             self._writer.put(format_failure(error.result, name).encode("utf-8", "replace") + b"\n")
         else:
-            self.say(str(error))
+            self.say(" ".join(str(error).split()))
 
     async def drained(self) -> None:
         await self._writer.drained(_PATIENCE_S)
@@ -255,17 +272,20 @@ def _open_events(path: str | None) -> int | None:
         ) from error
 
 
-def _pass_on_error_file(error: JobFailed) -> None:
-    """Copy the root cause's error file to where our own launcher looks for one."""
+def _pass_on_error_file(error: JobFailed, node: str) -> None:
+    """Put the root cause's error file where our own launcher looks for one."""
     target = os.environ.get(ERROR_FILE)
     root = error.failures[0] if error.failures else None
     if not target or root is None or root.error is None or not root.error.path:
         return
     try:
-        with open(root.error.path, "rb") as file:
-            content = with_exit_code(file.read(), root.status.returncode or 0)
+        if root.host == node:
+            with open(root.error.path, "rb") as file:
+                content = file.read()
+        else:
+            content = render_error_file(root.error)
         with open(target, "wb") as file:
-            file.write(content)
+            file.write(with_exit_code(content, root.status.returncode or 0))
     except (OSError, ValueError) as problem:
         _complain("run", f"the error file could not be passed on to {target}: {problem}", 0)
 

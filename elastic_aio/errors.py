@@ -13,6 +13,7 @@
     │   └── StoreRefused            ... the peer will not do it, and said why
     ├── JobEnded                    the job ended without success; `.result` tells all
     │   ├── JobFailed               ... because its workers failed
+    │   │   └── RendezvousFailed    ... or because its nodes did not come together
     │   └── JobStopped              ... because a signal or `Agent.stop()` ended it
     └── InternalError               us: please report it
 """
@@ -31,6 +32,7 @@ __all__ = [
     "JobEnded",
     "JobFailed",
     "JobStopped",
+    "RendezvousFailed",
     "SpawnError",
     "SpecError",
     "StoreClosed",
@@ -144,6 +146,13 @@ class JobFailed(JobEnded):
     def failures(self) -> tuple[Failure, ...]:
         """Failures of the last attempt, the root cause first."""
         return self.result.failures
+
+
+class RendezvousFailed(JobFailed):
+    """The nodes of the job did not come together, or could not stay so.
+
+    The message says who was there, who was missing, and who was refused.
+    """
 
 
 class JobStopped(JobEnded):

@@ -17,13 +17,25 @@ __all__ = [
     "SCHEMA",
     "AttemptFailed",
     "ConsoleLost",
+    "CoordinatorChanged",
     "Event",
     "EventsMissed",
     "GuardianReplaced",
     "JobFinished",
     "JobStarted",
+    "MembershipChanged",
+    "NodeJoined",
+    "NodeLeft",
+    "NodeLost",
+    "NodeRefused",
+    "Promoted",
+    "RendezvousStoreLost",
+    "RendezvousStoreRegained",
     "Restarting",
+    "RoundFormed",
+    "RoundForming",
     "SignalForwarded",
+    "StandingBy",
     "StopEscalated",
     "StopRequested",
     "WorkerAbandoned",
@@ -154,6 +166,124 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     why: str
 
 
+class NodeJoined(Event, frozen=True, kw_only=True):
+    """A node has come to the rendezvous (told where the coordinator is).
+
+    `name` is its host's name, `member` its unique name in this job, `address` where
+    others reach it.
+    """
+
+    name: str
+    member: str
+    address: str
+    nproc: int
+    role: str
+
+
+class NodeLeft(Event, frozen=True, kw_only=True):
+    """A node has left by itself: it was stopped, or it is done (`why`)."""
+
+    name: str
+    member: str
+    why: str
+
+
+class NodeLost(Event, frozen=True, kw_only=True):
+    """A node is no longer heard of: it died, or the network lost it (`why`)."""
+
+    name: str
+    member: str
+    why: str
+
+
+class NodeRefused(Event, frozen=True, kw_only=True):
+    """A node may not take part, for the time being or at all; `why` tells."""
+
+    name: str
+    member: str
+    why: str
+
+
+class RoundForming(Event, frozen=True, kw_only=True):
+    """Nodes are waiting for a round: `joined` of `minimum` to `maximum`.
+
+    `present` and `missing` name some of them (those that are missing are known when
+    they took part before); `time_left` is how many seconds this can go on, and
+    `refused` says who was turned away, and why.
+    """
+
+    round: int
+    joined: int
+    minimum: int
+    maximum: int
+    present: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    time_left: float | None = None
+
+
+class RoundFormed(Event, frozen=True, kw_only=True):
+    """This node has a place in a round; its workers are about to start.
+
+    `attempt` is the one that begins.  `changes` counts the rounds so far that a
+    change of the membership brought about.
+    """
+
+    round: int
+    group_rank: int
+    group_world_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    changes: int = 0
+
+
+class MembershipChanged(Event, frozen=True, kw_only=True):
+    """Other nodes than before take part from now on; `why` says who came or went.
+
+    `attempt` is the number of the attempt to come.  No restart is counted.
+    """
+
+    why: str
+    round: int
+    nodes: int
+
+
+class StandingBy(Event, frozen=True, kw_only=True):
+    """The job is full: this node waits to take the place of another."""
+
+    round: int
+    maximum: int
+
+
+class Promoted(Event, frozen=True, kw_only=True):
+    """This node was standing by and has a place now."""
+
+    round: int
+    group_rank: int
+
+
+class CoordinatorChanged(Event, frozen=True, kw_only=True):
+    """Another node decides about rounds: `name`, in `epoch`."""
+
+    name: str
+    epoch: int
+
+
+class RendezvousStoreLost(Event, frozen=True, kw_only=True):
+    """The store at which the nodes meet does not answer any more; workers run on."""
+
+    endpoint: str
+    why: str
+
+
+class RendezvousStoreRegained(Event, frozen=True, kw_only=True):
+    """The nodes meet again, at the store at `endpoint`; `is_host`: this node serves it."""
+
+    endpoint: str
+    is_host: bool
+
+
 class EventsMissed(Event, frozen=True, kw_only=True):
     """Stands for `count` events that this reader came too late for."""
 
@@ -186,6 +316,18 @@ AnyEvent: TypeAlias = (
     | SignalForwarded
     | GuardianReplaced
     | ConsoleLost
+    | NodeJoined
+    | NodeLeft
+    | NodeLost
+    | NodeRefused
+    | RoundForming
+    | RoundFormed
+    | MembershipChanged
+    | StandingBy
+    | Promoted
+    | CoordinatorChanged
+    | RendezvousStoreLost
+    | RendezvousStoreRegained
     | EventsMissed
     | JobFinished
 )

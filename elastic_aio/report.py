@@ -11,13 +11,25 @@ from collections.abc import Sequence
 from elastic_aio.events import (
     AttemptFailed,
     ConsoleLost,
+    CoordinatorChanged,
     Event,
     EventsMissed,
     GuardianReplaced,
     JobFinished,
     JobStarted,
+    MembershipChanged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    Promoted,
+    RendezvousStoreLost,
+    RendezvousStoreRegained,
     Restarting,
+    RoundFormed,
+    RoundForming,
     SignalForwarded,
+    StandingBy,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
@@ -51,7 +63,7 @@ def describe(event: Event) -> tuple[int, str]:
         case WorkerExited():
             return Level.INFO, _worker_exited(event)
         case AttemptFailed():
-            return Level.WARNING, f"attempt {event.attempt} failed: {event.root.summary}"
+            return Level.WARNING, _attempt_failed(event)
         case Restarting():
             after = f" after {event.delay:.3g} s" if event.delay else ""
             return Level.WARNING, f"restarting as attempt {event.attempt}{after}: {event.why}"
@@ -76,20 +88,90 @@ def describe(event: Event) -> tuple[int, str]:
         case ConsoleLost():
             return Level.WARNING, f"{event.stream} takes no more output ({event.why}); see the logs"
         case EventsMissed():
-            return Level.WARNING, f"{event.count} events were missed"
+            return Level.WARNING, f"{event.count or 'some'} events were missed"
         case JobFinished():
             ended = f"the job has {event.state.value} after {event.duration:.3g} s"
             return Level.INFO, f"{ended}: {event.why}"
+    return _describe_meeting(event)
+
+
+def _describe_meeting(event: Event) -> tuple[int, str]:
+    """Do what `describe` does for what happens between nodes."""
+    match event:
+        case RoundForming():
+            return Level.WARNING, _round_forming(event)
+        case RoundFormed():
+            return Level.INFO, _round_formed(event)
+        case MembershipChanged():
+            nodes = _counted(event.nodes, "node")
+            return Level.WARNING, f"going on as attempt {event.attempt} with {nodes}: {event.why}"
+        case NodeJoined():
+            workers = _counted(event.nproc, "worker")
+            return Level.INFO, f"node {event.name} has joined with {workers} ({event.address})"
+        case NodeLeft():
+            return Level.INFO, f"node {event.name} has left: {event.why}"
+        case NodeLost():
+            return Level.WARNING, f"node {event.name} is lost: {event.why}"
+        case NodeRefused():
+            return Level.WARNING, f"node {event.name} was refused: {event.why}"
+        case StandingBy():
+            return Level.WARNING, f"standing by: the job has all its {event.maximum} nodes"
+        case Promoted():
+            return Level.INFO, f"standing by no more: group rank {event.group_rank}"
+        case CoordinatorChanged():
+            return Level.INFO, f"node {event.name} coordinates from now on (epoch {event.epoch})"
+        case RendezvousStoreLost():
+            return Level.WARNING, f"the store at {event.endpoint} is lost: {event.why}"
+        case RendezvousStoreRegained():
+            host = ", which this node serves" if event.is_host else ""
+            return Level.WARNING, f"the nodes meet again at {event.endpoint}{host}"
     return Level.DEBUG, repr(event)
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _job_started(event: JobStarted) -> str:
-    workers = f"{event.nproc_per_node} worker{'s' if event.nproc_per_node != 1 else ''}"
+    workers = _counted(event.nproc_per_node, "worker")
+    nodes = f", one of {event.nnodes} nodes".replace(":", " to ") if event.nnodes != "1" else ""
     logs = f"logs in {event.log_dir}" if event.log_dir else "no log files"
     return (
-        f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node},"
+        f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node}{nodes},"
         f" {event.max_restarts} restarts, {logs}"
     )
+
+
+def _attempt_failed(event: AttemptFailed) -> str:
+    root = event.root
+    is_elsewhere = event.node and root.host not in ("", event.node)
+    elsewhere = f" on {root.host}" if is_elsewhere else ""
+    return f"attempt {event.attempt} failed{elsewhere}: {root.summary}"
+
+
+def _round_formed(event: RoundFormed) -> str:
+    # The story of the whole job has no place of its own in the round.
+    nodes = _counted(event.group_world_size, "node")
+    is_ours = event.group_rank >= 0
+    place = f"group rank {event.group_rank} of {event.group_world_size}" if is_ours else nodes
+    where = f"{event.master_addr}:{event.master_port}"
+    workers = _counted(event.world_size, "worker")
+    return f"round {event.round}: {place}, {workers} in all, master at {where}"
+
+
+def _round_forming(event: RoundForming) -> str:
+    is_fixed = event.minimum == event.maximum
+    wanted = str(event.maximum) if is_fixed else f"{event.minimum} to {event.maximum}"
+    here = ", ".join(event.present) + (", ..." if len(event.present) < event.joined else "")
+    text = f"waiting for {'nodes' if event.joined < event.minimum else 'more nodes'}:"
+    text += f" {event.joined} of {wanted} here"
+    if event.present:
+        text += f" ({here})"
+    if event.missing:
+        text += f", missing {', '.join(event.missing)}"
+    if event.time_left is not None:
+        text += f", {event.time_left:.0f} s left"
+    return text + (f"; refused {', '.join(event.refused)}" if event.refused else "")
 
 
 def _worker_exited(event: WorkerExited) -> str:

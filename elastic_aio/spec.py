@@ -1,7 +1,7 @@
 """What to run and how: `LaunchSpec` and its parts, frozen and checked when made.
 
-Nothing here touches the machine.  What needs it (does the script exist, how many
-GPUs are there) is resolved by the launcher, before anything starts.
+Nothing here touches the machine.  What needs it (does the script exist, how many GPUs
+are there) is resolved before anything starts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any, Literal, cast
 from elastic_aio.checks import (
     PathLike,
     checked_argument,
+    checked_environment,
     checked_integer,
     checked_items,
     checked_part,
     checked_path,
     checked_text,
-    is_port,
     set_fields,
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.policy import RestartPolicy, StopPlan
+from elastic_aio.rendezvousspec import RendezvousSpec
 from elastic_aio.std import StdMap
 
 __all__ = [
@@ -34,13 +35,11 @@ __all__ = [
     "LogSpec",
     "Module",
     "NodeRange",
-    "RendezvousSpec",
     "Script",
     "StartMethod",
 ]
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
-
 
 # More than any machine runs, and little enough to write down.
 _NPROC_MAX = 65_536
@@ -184,27 +183,6 @@ class NodeRange:
         return str(self.minimum) if same else f"{self.minimum}:{self.maximum}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousSpec:
-    """How nodes meet: the backend's name and the address of the meeting point."""
-
-    backend: str = "c10d"
-    endpoint: str = "localhost:0"
-
-    def __post_init__(self) -> None:
-        checked_text("rendezvous.backend", self.backend)
-        checked_text("rendezvous.endpoint", self.endpoint)
-        if self.backend not in ("c10d", "tcp"):
-            raise SpecError("rendezvous.backend", self.backend, "must be 'c10d'")
-        host, _, port = self.endpoint.rpartition(":")
-        if host not in ("localhost", "127.0.0.1", "[::1]") or not is_port(port):
-            raise SpecError(
-                "rendezvous.endpoint",
-                self.endpoint,
-                "must be 'localhost:PORT' while a job has one node",
-            )
-
-
 @dataclass(frozen=True, slots=True, init=False)
 class LaunchSpec:
     """One job: what its workers run, how many there are, and how they are kept.
@@ -225,7 +203,8 @@ class LaunchSpec:
         restart: when and how fast a failed attempt is repeated.
         stop: how workers are stopped, on every path.
         rendezvous: how nodes meet.
-        run_id: name of the run; None makes one.
+        run_id: name of the run, the same on all nodes; None makes one, and is torchrun's
+            "none" where several nodes have to know it.
         master_port: TCP port at which the workers meet; None takes a free one for
             each attempt.
         hosts_store: whether the agent itself serves torch's store at that port, a
@@ -296,14 +275,17 @@ class LaunchSpec:
     ) -> None:
         """Check and keep every setting; see the class for their meaning."""
         what = _entrypoint(entrypoint)
+        nodes = NodeRange.parse(nnodes)
+        if run_id is None and nodes.maximum > 1:
+            run_id = "none"
         set_fields(
             self,
             entrypoint=what,
             args=_arguments(what, args),
             nproc_per_node=_nproc(nproc_per_node),
-            nnodes=NodeRange.parse(nnodes),
+            nnodes=nodes,
             max_restarts=checked_integer("max_restarts", max_restarts, at_least=0),
-            env=MappingProxyType(_environment({} if env is None else env)),
+            env=MappingProxyType(checked_environment({} if env is None else env)),
             cwd=None if cwd is None else checked_path("cwd", cwd),
             role=checked_text("role", role),
             logs=checked_part("logs", logs, LogSpec),
@@ -328,6 +310,8 @@ class LaunchSpec:
         if self.run_id == "":
             raise SpecError("run_id", run_id, "must not be empty")
         self.restart.check_with(self.max_restarts)
+        if nodes.maximum > 1:
+            self.rendezvous.check_with(nodes.maximum)
         if isinstance(self.nproc_per_node, int):
             self.logs.check_with(self.nproc_per_node)
 
@@ -351,7 +335,6 @@ class LaunchSpec:
 
 
 def _entrypoint(value: object) -> Script | Module | Command | Function:
-    accepted = "must be a script path, an argv list, a function, a Script, a Module or a Command"
     match value:
         case Script(path):
             return Script(checked_path("entrypoint", path))
@@ -369,6 +352,7 @@ def _entrypoint(value: object) -> Script | Module | Command | Function:
         return Script(checked_path("entrypoint", value))
     if callable(value):
         return Function(value)
+    accepted = "must be a script path, an argv list, a function, a Script, a Module or a Command"
     raise SpecError("entrypoint", value, accepted)
 
 
@@ -408,14 +392,3 @@ def _nproc(value: object) -> int | str:
     if not is_number or not 1 <= value <= _NPROC_MAX:  # type: ignore[operator]  # is_number
         raise SpecError("nproc_per_node", value, accepted)
     return cast("int", value)
-
-
-def _environment(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise SpecError("env", value, "must be a mapping of names to texts")
-    for name, text in value.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise SpecError("env", name, "a name must be text without '=' or NUL")
-        if not isinstance(text, str) or "\0" in text:
-            raise SpecError(f"env[{name!r}]", text, "must be text without NUL")
-    return dict(value)

@@ -16,17 +16,15 @@ import asyncio
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic_aio.errors import SpecError, StoreError, SurroundingsError
+from elastic_aio.options.tokenfile import read_token
+from elastic_aio.rendezvousspec import DEFAULT_PORT
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.store import Dropped, StoreServer, connect
 
 __all__ = ["main_store"]
-
-DEFAULT_PORT = 29400
-"""The port of torchrun's rendezvous."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,7 +91,6 @@ def _ping_parser() -> argparse.ArgumentParser:
 def _add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
-        type=Path,
         help="file with the token that clients must share; shuts torch's own clients out",
     )
 
@@ -114,18 +111,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _token(path: Path | None) -> str | None:
-    """Read the token: the file's text without surrounding space."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise SurroundingsError(f"cannot read the token file {str(path)!r}: {why}") from None
-    if not token:
-        raise SurroundingsError(f"the token file {str(path)!r} is empty")
-    return token
+def _token(path: str | None) -> str | None:
+    return None if path is None else read_token(path)
 
 
 async def _serve(arguments: argparse.Namespace) -> int:

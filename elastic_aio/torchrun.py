@@ -2,32 +2,32 @@
 
 The grammar is torchrun's: every option in a dashed and an underscored spelling,
 `PET_*` variables as fallbacks that the command line overrides, and everything
-after the script left alone.  argparse cannot abbreviate an option that exists in
-two spellings (Python 3.11 calls it ambiguous), so options are brought into one
-spelling first, which also finds the script.
+after the script left alone.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.logspecs import ENTRY_POINTS
+from elastic_aio.options.grammar import (
+    Option,
+    UsageError,
+    option_parser,
+    split_options,
+    value_from_env,
+)
+from elastic_aio.options.rendezvous import RENDEZVOUS_OPTIONS, read_meeting
 from elastic_aio.policy import DEFAULT_GRACE, SignalSpec, StopPlan
 from elastic_aio.signames import signal_number
-from elastic_aio.spec import Command, Function, LaunchSpec, LogSpec, Module, RendezvousSpec, Script
+from elastic_aio.spec import Command, Function, LaunchSpec, LogSpec, Module, Script
 from elastic_aio.std import StdMap
 from elastic_aio.worker.scripts import run_script
 
 __all__ = ["RunRequest", "UsageError", "in_options", "parse_run"]
-
-
-class UsageError(Exception):
-    """A command line that cannot be accepted; the message is one line."""
 
 
 class RunRequest(Struct, frozen=True):
@@ -39,105 +39,79 @@ class RunRequest(Struct, frozen=True):
     notices: tuple[str, ...]
 
 
-class _Option(Struct, frozen=True):
-    name: str  # the dashed spelling, without "--"
-    help: str
-    short: str = ""
-    metavar: str = ""  # empty: a flag
-    has_pet: bool = True
-
-    @property
-    def is_flag(self) -> bool:
-        return not self.metavar
-
-    @property
-    def dest(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def pet(self) -> str:
-        return f"PET_{self.dest.upper()}"
-
-
 _OPTIONS = (
-    _Option("nnodes", "nodes of the job: N or MIN:MAX (only 1 for now)", metavar="N"),
-    _Option(
+    *RENDEZVOUS_OPTIONS,
+    Option(
         "nproc-per-node",
         "workers per node: a number, 'cpu', 'gpu' or 'auto' (default 1)",
         metavar="N",
     ),
-    _Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
-    _Option("monitor-interval", "accepted and unused: nothing is polled", metavar="S"),
-    _Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
-    _Option("module", "run a module, as `python -m` does", short="-m"),
-    _Option("no-python", "execute the program itself, not a Python script"),
-    _Option("log-dir", "folder for logs; '/dev/null' keeps none", metavar="DIR"),
-    _Option(
+    Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
+    Option("monitor-interval", "accepted and unused: nothing is polled", metavar="S"),
+    Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
+    Option("module", "run a module, as `python -m` does", short="-m"),
+    Option("no-python", "execute the program itself, not a Python script"),
+    Option("log-dir", "folder for logs; '/dev/null' keeps none", metavar="DIR"),
+    Option(
         "redirects",
         "streams that go to files: 0-3, or ranks as in '0-3:3,10:1'",
         short="-r",
         metavar="MASK",
     ),
-    _Option(
+    Option(
         "tee", "streams that go to files and to the console, likewise", short="-t", metavar="MASK"
     ),
-    _Option("local-ranks-filter", "local ranks shown on the console, as in '0,2'", metavar="RANKS"),
-    _Option("standalone", "one node that meets nobody (the default)"),
-    _Option("rdzv-backend", "how nodes meet: 'c10d'", metavar="NAME"),
-    _Option("rdzv-endpoint", "where nodes meet: 'localhost:0' for one node", metavar="HOST:PORT"),
-    _Option("rdzv-id", "name of the run (default: a random one)", metavar="ID"),
-    _Option(
-        "master-port",
-        "TCP port at which the workers meet (default: a free one for each attempt)",
-        metavar="PORT",
-    ),
-    _Option(
+    Option("local-ranks-filter", "local ranks shown on the console, as in '0,2'", metavar="RANKS"),
+    Option(
         "signals-to-handle",
         "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
         " SIGUSR1 and SIGUSR2 are passed on to the workers, listed or not",
         metavar="NAMES",
     ),
-    _Option(
+    Option(
         "shutdown-timeout",
         f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
         metavar="S",
     ),
-    _Option("stdin", "'null', or 'rank0': local rank 0 gets ours", metavar="WHO", has_pet=False),
-    _Option("log-prefix", "template of the prefix of tee'd lines", metavar="T", has_pet=False),
-    _Option(
+    Option("stdin", "'null', or 'rank0': local rank 0 gets ours", metavar="WHO", has_pet=False),
+    Option("log-prefix", "template of the prefix of tee'd lines", metavar="T", has_pet=False),
+    Option(
         "logs-specs",
         "name of the plug-in that lays out the logs (default 'default')",
         metavar="NAME",
         has_pet=False,
     ),
-    _Option("run-path", "run the script as a function's worker, in this launcher's Python"),
-    _Option(
+    Option("run-path", "run the script as a function's worker, in this launcher's Python"),
+    Option(
         "start-method",
         "how Python workers start: 'spawn' (default), 'fork' (only with --run-path)"
         " or 'forkserver'",
         metavar="NAME",
     ),
-    _Option(
+    Option(
         "preload",
         "modules that a server imports once, to fork the workers of all attempts, as in"
         " 'torch,numpy'",
         metavar="MODULES",
         has_pet=False,
     ),
-    _Option("events", "write every event to FILE as a line of JSON", metavar="FILE", has_pet=False),
+    Option("events", "write every event to FILE as a line of JSON", metavar="FILE", has_pet=False),
 )
 # torchrun's, and not there yet; a value means that the option takes one.
 _NOT_YET = {
-    "rdzv-conf": "KEY=VALUE",
     "event-log-handler": "NAME",
     "duplicate-stdout-filters": "TEXT",
     "duplicate-stderr-filters": "TEXT",
-    "node-rank": "N",
-    "master-addr": "ADDR",
-    "local-addr": "ADDR",
     "numa-binding": "KIND",
     "virtual-local-rank": "",
 }
+_EPILOG = (
+    "Options have torchrun's names, with dashes or underscores; each has a PET_*"
+    " variable (PET_NPROC_PER_NODE=4). Keys of --rdzv-conf, times in whole seconds:"
+    " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
+    " read_timeout (60), timeout (900; 'static' only), store_grace (heartbeat_timeout),"
+    " keeps_workers (true), is_host (found out), token_file (a file with the store's token)."
+)
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -154,102 +128,18 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> RunRequest:
         UsageError: one line that names the option, the value and what is accepted.
         SystemExit: after `--help`, with code 0.
     """
-    options, program = _split(argv)
-    values = vars(_parser().parse_args(options))
+    options, program = split_options(argv, _OPTIONS, _NOT_YET)
+    values = vars(option_parser(_OPTIONS, _EPILOG).parse_args(options))
     if not program:
         raise UsageError("a script is required: aio-elastic run [options] script [arguments]")
     for option in _OPTIONS:
         if values[option.dest] is None:
-            values[option.dest] = _from_env(option, env)
+            values[option.dest] = value_from_env(option, env)
     _refuse_variables_not_yet(env)
     try:
         return _request(values, program, env)
     except SpecError as error:
         raise UsageError(in_options(error)) from error
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our options, in their full dashed spelling, from the script and its arguments."""
-    known = {option.name: option.metavar for option in _OPTIONS} | _NOT_YET | {"help": ""}
-    shorts = {option.short: option.metavar for option in _OPTIONS if option.short} | {"-h": ""}
-    options: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest[0]
-        if word == "--":
-            return options, rest[1:]
-        if not word.startswith("-") or word == "-":
-            break
-        del rest[0]
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = _full_name(name.replace("_", "-"), known)
-            if name in _NOT_YET:
-                raise UsageError(f"--{name} is an option of torchrun's that is not supported yet")
-            options.append(f"--{name}{equals}{value}")
-            needs_value = known[name] and not equals
-        elif word[:2] in shorts:
-            options.append(word)
-            needs_value = shorts[word[:2]] and len(word) == 2
-        else:
-            raise UsageError(f"unknown option {word} (aio-elastic run --help lists them)")
-        if needs_value:
-            if not rest:
-                raise UsageError(f"{options[-1]} needs a value: {needs_value}")
-            # Joined, so that argparse takes a value that begins with a dash too.
-            joint = "=" if options[-1].startswith("--") else ""
-            options[-1] += joint + rest.pop(0)
-    return options, rest
-
-
-def _full_name(name: str, known: Mapping[str, str]) -> str:
-    if name in known:
-        return name
-    fitting = [full for full in known if full.startswith(name)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        could = ", ".join(f"--{full}" for full in fitting)
-        raise UsageError(f"--{name} could be any of {could}")
-    raise UsageError(f"unknown option --{name} (aio-elastic run --help lists them)")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="aio-elastic run",
-        usage="aio-elastic run [options] script [arguments of the script]",
-        description="Run a script as a group of worker processes, and restart them when one fails.",
-        epilog="Options have torchrun's names, with dashes or underscores; each has a PET_*"
-        " variable (PET_NPROC_PER_NODE=4).",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-    )
-    for option in _OPTIONS:
-        names = [option.short] if option.short else []
-        names.append(f"--{option.name}")
-        if option.is_flag:
-            parser.add_argument(
-                *names, dest=option.dest, help=option.help, action="store_const", const="1"
-            )
-        else:
-            parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
-    return parser
-
-
-def _from_env(option: _Option, env: Mapping[str, str]) -> str | None:
-    value = env.get(option.pet) if option.has_pet else None
-    if value is None:
-        return None
-    if option.is_flag:
-        if not value.isdecimal():
-            raise UsageError(f"{option.pet}: must be 0 or 1, not {value!r}")
-        return "1" if int(value) else None
-    return value
 
 
 def _refuse_variables_not_yet(env: Mapping[str, str]) -> None:
@@ -269,6 +159,8 @@ def _request(
         notices.append("--monitor-interval is accepted but unused: nothing is polled")
     if values["module"] and values["no_python"] and not values["run_path"]:
         raise UsageError("-m/--module and --no-python exclude each other")
+    meeting = read_meeting(values, env)
+    notices += meeting.notices
     script, *args = program
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
     is_function = bool(values["run_path"])
@@ -284,11 +176,11 @@ def _request(
         start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
         preload=preload,
         nproc_per_node=_nproc(values["nproc_per_node"]),
-        nnodes=values["nnodes"] or "1",
+        nnodes=meeting.nodes,
         max_restarts=_whole("--max-restarts", values["max_restarts"] or "0"),
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
-        master_port=_master_port(values["master_port"]),
+        master_port=meeting.master_port,
         hosts_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         logs=_logs_specs(values["logs_specs"])(
             log_dir=values["log_dir"] or None,
@@ -299,11 +191,9 @@ def _request(
         ),
         stop=_stop_plan(values["shutdown_timeout"], env),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
-        rendezvous=_rendezvous(values),
+        rendezvous=meeting.spec,
         python=env.get("PYTHON_EXEC") or None,
     )
-    if spec.nnodes.maximum > 1:
-        raise UsageError(f"--nnodes: more than one node is not supported yet, not {spec.nnodes}")
     return RunRequest(spec, _signals(values["signals_to_handle"]), values["events"], tuple(notices))
 
 
@@ -334,14 +224,6 @@ def _nproc(value: str | None) -> int:
     raise UsageError(
         f"--nproc-per-node: must be a number of at least 1, 'cpu', 'gpu' or 'auto', not {value!r}"
     )
-
-
-def _master_port(value: str | None) -> int | None:
-    if value is None:
-        return None
-    if not (value.isdecimal() and len(value) < 6 and 1 <= int(value) <= 65535):
-        raise UsageError(f"--master-port: must be a port from 1 to 65535, not {value!r}")
-    return int(value)
 
 
 def _whole(option: str, value: str) -> int:
@@ -382,14 +264,6 @@ def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     return StopPlan.within(grace)
 
 
-def _rendezvous(values: Mapping[str, str | None]) -> RendezvousSpec:
-    backend = values["rdzv_backend"] or "c10d"
-    # torchrun's default backend is "static", and one node without an endpoint
-    # meets nobody there either.
-    backend = "c10d" if backend == "static" else backend
-    return RendezvousSpec(backend=backend, endpoint=values["rdzv_endpoint"] or "localhost:0")
-
-
 def _signals(value: str | None) -> SignalSpec:
     if value is None:
         return SignalSpec()
@@ -414,6 +288,25 @@ _OPTION_OF_FIELD = {
     "logs.prefix": "--log-prefix",
     "rendezvous.backend": "--rdzv-backend",
     "rendezvous.endpoint": "--rdzv-endpoint",
+    "rendezvous.node_rank": "--node-rank",
+    "rendezvous.local_addr": "--local-addr",
+    "rendezvous.exit_barrier_timeout": "--exit-barrier-timeout",
+    **{
+        f"rendezvous.{key}": f"--rdzv-conf: {key}"
+        for key in (
+            "is_host",
+            "join_timeout",
+            "last_call_timeout",
+            "close_timeout",
+            "heartbeat_timeout",
+            "read_timeout",
+            "store_grace",
+            "keeps_workers",
+        )
+    },
+    "rendezvous.token": "--rdzv-conf: token_file",
+    "rendezvous.conf": "--rdzv-conf",
+    "master_port": "--master-port",
     "run_id": "--rdzv-id",
     "nnodes": "--nnodes",
     "nproc_per_node": "--nproc-per-node",

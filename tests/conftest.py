@@ -35,7 +35,12 @@ uvloop.new_event_loop().close()
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each async test on the stock loop and on uvloop, or on virtual time."""
+    """Run each async test on the stock loop and on uvloop, or on virtual time.
+
+    A test that only watches other processes gains nothing by a second loop.
+    """
+    if item.get_closest_marker("black_box"):
+        return {"asyncio": asyncio.SelectorEventLoop}
     if item.get_closest_marker("virtual_clock"):
         return {"virtual": VirtualClockLoop}
     return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
@@ -49,7 +54,8 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         # asyncio's own on Python 3.11, one for each child: done when its child was.
-        if thread.name.startswith(("waitpid-", "asyncio-waitpid-")):
+        # A resolver has told its answer, and is about to end.
+        if thread.name.startswith(("waitpid-", "asyncio-waitpid-", "resolver")):
             thread.join(timeout=5)
     leaks: dict[str, Any] = {
         "processes": {pid: what for pid, what in strays().items() if pid not in before},

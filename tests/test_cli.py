@@ -8,11 +8,29 @@ import os
 import signal
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_aio import JobFinished, JobStarted, __version__, event_from_json
+from elastic_aio import (
+    AttemptResult,
+    ExitStatus,
+    Failure,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    JobState,
+    LaunchResult,
+    LaunchSpec,
+    RendezvousFailed,
+    RoundForming,
+    WorkerError,
+    __version__,
+    cli,
+    event_from_json,
+)
 from elastic_aio.cli import main
 from elastic_aio.events import SCHEMA
 from tests.support.children import noting, shell, until_sync
@@ -305,3 +323,82 @@ def test_descriptor_limit_that_suffices() -> None:
     ended = run_in_shell("ulimit -Sn 1000", "--nproc-per-node", 2, *BASH, "ulimit -Sn; ulimit -Hn")
     hard = run_program(shell("ulimit -Hn")).out.strip()
     assert ended.out.split() == ["1000", hard] * 2
+
+
+FAR = Failure(
+    rank=5,
+    local_rank=1,
+    pid=77,
+    host="far",
+    status=ExitStatus(code=3),
+    time=1.0,
+    order=0,
+    error=WorkerError("ValueError: x", "Traceback ...", 1.0, "/far/error.json"),
+)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let jobs end in some way, after some events."""
+
+    def end(kind: type[JobFailed], why: str, code: int, *failures: Failure) -> None:
+        async def launch(spec: LaunchSpec, *, listeners: Any, **_: object) -> LaunchResult:
+            for event in (STARTED, FORMING):
+                for listen in listeners:
+                    listen(event)
+            attempts = (AttemptResult(0, 1.0, 1.0, failures=failures),)
+            raise kind(why, LaunchResult("r", JobState.FAILED, why, code, 1.0, 0, attempts))
+
+        monkeypatch.setattr(cli, "launch", launch)
+
+    return end
+
+
+STARTED = JobStarted(
+    run_id="r",
+    node="near",
+    entrypoint="x",
+    nproc_per_node=1,
+    nnodes="2",
+    max_restarts=0,
+    agent_pid=1,
+)
+FORMING = RoundForming(
+    node="near", round=0, joined=1, minimum=2, maximum=2, present=("near",), time_left=9
+)
+COMMAND = ["run", "--nnodes=2", "--master-addr=a", "x"]
+STORY = (
+    "aio-elastic: run r: 1 worker of x on near, one of 2 nodes, 0 restarts, no log files\n"
+    "aio-elastic: waiting for nodes: 1 of 2 here (near), 9 s left\n"
+)
+
+
+@pytest.mark.parametrize("failures", [(), (FAR,)])
+def test_nodes_that_do_not_come_together(
+    failures: tuple[Failure, ...], ended: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line and the exit code of the result; no report of workers that did not fail."""
+    ended(RendezvousFailed, "only 1 of 2 nodes came:\n near", 75, *failures)
+    assert main(COMMAND) == 75
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == STORY + "aio-elastic: only 1 of 2 nodes came: near\n"
+
+
+def test_a_failure_on_another_host(
+    ended: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The report names the host; its error is passed on without the file, which is there."""
+    target = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(target))
+    ended(JobFailed, "no restarts allowed", 3, FAR)
+    assert main(COMMAND) == 3
+    err = capfd.readouterr().err
+    assert err.startswith(STORY + "aio-elastic: no restarts allowed\n")
+    assert "  host      : far\n" in err
+    said = json.loads(target.read_text())["message"]
+    assert (said["message"], said["errorCode"]) == ("ValueError: x", 3)
+    assert said["extraInfo"] == {"py_callstack": "Traceback ...", "timestamp": "1"}

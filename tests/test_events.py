@@ -16,13 +16,25 @@ from elastic_aio.events import (
     SCHEMA,
     AttemptFailed,
     ConsoleLost,
+    CoordinatorChanged,
     Event,
     EventsMissed,
     GuardianReplaced,
     JobFinished,
     JobStarted,
+    MembershipChanged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    Promoted,
+    RendezvousStoreLost,
+    RendezvousStoreRegained,
     Restarting,
+    RoundFormed,
+    RoundForming,
     SignalForwarded,
+    StandingBy,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
@@ -38,6 +50,7 @@ counts = st.integers(0, 2**32)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=20)
 maybe_text = st.none() | texts
+names = st.lists(texts, max_size=3).map(tuple)
 pids = st.lists(counts, max_size=3).map(tuple)
 statuses = st.one_of(
     st.builds(ExitStatus, code=st.integers(0, 255)),
@@ -106,6 +119,39 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
     GuardianReplaced: drawn(GuardianReplaced, pid=counts),
     ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts),
+    NodeJoined: drawn(
+        NodeJoined, name=texts, member=texts, address=texts, nproc=counts, role=texts
+    ),
+    NodeLeft: drawn(NodeLeft, name=texts, member=texts, why=texts),
+    NodeLost: drawn(NodeLost, name=texts, member=texts, why=texts),
+    NodeRefused: drawn(NodeRefused, name=texts, member=texts, why=texts),
+    RoundForming: drawn(
+        RoundForming,
+        round=counts,
+        joined=counts,
+        minimum=counts,
+        maximum=counts,
+        present=names,
+        missing=names,
+        refused=names,
+        time_left=st.none() | floats,
+    ),
+    RoundFormed: drawn(
+        RoundFormed,
+        round=counts,
+        group_rank=counts,
+        group_world_size=counts,
+        world_size=counts,
+        master_addr=texts,
+        master_port=counts,
+        changes=counts,
+    ),
+    MembershipChanged: drawn(MembershipChanged, why=texts, round=counts, nodes=counts),
+    StandingBy: drawn(StandingBy, round=counts, maximum=counts),
+    Promoted: drawn(Promoted, round=counts, group_rank=counts),
+    CoordinatorChanged: drawn(CoordinatorChanged, name=texts, epoch=counts),
+    RendezvousStoreLost: drawn(RendezvousStoreLost, endpoint=texts, why=texts),
+    RendezvousStoreRegained: drawn(RendezvousStoreRegained, endpoint=texts, is_host=st.booleans()),
     EventsMissed: drawn(EventsMissed, count=counts),
     JobFinished: drawn(
         JobFinished,

@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
         "errors",
         "outcome",
         "ranks",
+        "rendezvousspec",
         "spec",
         "logspecs",
         "policy",
@@ -28,12 +29,14 @@ FLOORS: list[set[str]] = [
         "signames",
         "backoff",
         "events",
+        "restarts",
     },
     {"aio", "channel", "signals", "worker"},
     {"process", "logs", "store"},
     {"rendezvous"},
-    {"agent"},
-    {"launcher", "processes", "report", "torchrun", "metrics", "store_cli"},
+    {"agent", "testing"},
+    {"options", "report"},
+    {"launcher", "processes", "torchrun", "metrics", "store_cli", "events_cli"},
     {"cli", "sync"},
     {"__init__", "__main__"},
 ]
@@ -42,9 +45,36 @@ PURE = WORDS - {"_version"} | {
     "logs.lines",
     "logs.paths",
     "logs.prefix",
+    "agent.groupmachine",
     "agent.machine",
-    "agent.restarts",
+    "agent.membermachine",
     "agent.vocabulary",
+    "rendezvous.adopting",
+    "rendezvous.base",
+    "rendezvous.bulletin",
+    "rendezvous.choosing",
+    "rendezvous.commands",
+    "rendezvous.desk",
+    "rendezvous.ending",
+    "rendezvous.forming",
+    "rendezvous.job",
+    "rendezvous.judging",
+    "rendezvous.member",
+    "rendezvous.roll",
+    "rendezvous.running",
+    "rendezvous.seats",
+    "rendezvous.state",
+    "rendezvous.tickets",
+    "testing.attendance",
+    "testing.bureau",
+    "testing.crew",
+    "testing.network",
+    "testing.nodes",
+    "testing.places",
+    "testing.scenarios",
+    "testing.simulation",
+    "testing.timeline",
+    "testing.witness",
     "store.wire",
     "store.keyspace",
     "store.leases",
@@ -165,6 +195,8 @@ def test_organs_do_not_know_each_other(organ: str) -> None:
 def test_pure_modules_stay_pure(name: str) -> None:
     """What decides imports no clock, no chance, no machine and no loop."""
     roots = {imported.partition(".")[0] for imported in imported_by(name)}
+    if room(name) == "testing":
+        roots -= {"random"}  # a generator of its own, with a seed
     assert not roots & NOT_PURE
 
 
@@ -238,6 +270,16 @@ def test_the_launcher_loads_no_other_loop() -> None:
     loaded = loaded_by("import elastic_aio.cli")
     assert "asyncio" in loaded
     assert not loaded & {"anyio", "aiofiles", "torch", "concurrent.futures.thread"}
+
+
+def test_one_node_does_not_pay_for_many() -> None:
+    """What only nodes that meet need is loaded when there are several, or when it is asked for."""
+    parse = "from elastic_aio.torchrun import parse_run; parse_run(['--nproc-per-node=2', 'x'], {})"
+    loaded = loaded_by(f"import elastic_aio.cli; {parse}")
+    assert not {name for name in loaded if name.startswith("elastic_aio.rendezvous.")} - {
+        "elastic_aio.rendezvous.base"
+    }
+    assert not loaded & {"elastic_aio.events_cli", "elastic_aio.store_cli", "importlib.metadata"}
 
 
 @pytest.mark.parametrize("name", ["process.guardian_main", "process.sweep", "process.roster"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from elastic_aio import (
     AttemptFailed,
     AttemptResult,
     ConsoleLost,
+    CoordinatorChanged,
     Event,
     EventsMissed,
     ExitStatus,
@@ -19,8 +21,19 @@ from elastic_aio import (
     JobStarted,
     JobState,
     LaunchResult,
+    MembershipChanged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    Promoted,
+    RendezvousStoreLost,
+    RendezvousStoreRegained,
     Restarting,
+    RoundFormed,
+    RoundForming,
     SignalForwarded,
+    StandingBy,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
@@ -154,6 +167,15 @@ Root Cause (first observed failure):
     )
 
 
+def test_hosts_are_named() -> None:
+    """Each block says on which host its worker was, whichever host reports."""
+    far = dataclasses.replace(CRASH, host="far")
+    text = format_failure(result(far, VICTIM), "x")
+    first, _, root = text.partition("Root Cause")
+    assert "host      : box" in first
+    assert "host      : far" in root
+
+
 def test_a_signal_is_named() -> None:
     """A worker killed by a signal shows its name twice, as in torchrun."""
     text = format_failure(result(SEGFAULT), "x")
@@ -224,6 +246,19 @@ EVENTS: list[tuple[Event, int, str]] = [
         Level.WARNING,
         "run r: 1 worker of x on box, 0 restarts, no log files",
     ),
+    (
+        JobStarted(
+            run_id="r",
+            node="box",
+            entrypoint="x",
+            nproc_per_node=2,
+            nnodes="1:4",
+            max_restarts=0,
+            agent_pid=1,
+        ),
+        Level.WARNING,
+        "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, no log files",
+    ),
     (WorkerStarted(rank=1, local_rank=1, pid=7), Level.INFO, "rank 1 started (pid 7)"),
     (
         WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(code=3), duration=1.5),
@@ -293,7 +328,113 @@ EVENTS: list[tuple[Event, int, str]] = [
         Level.WARNING,
         "stdout takes no more output (broken pipe); see the logs",
     ),
+    (
+        AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)),
+        Level.WARNING,
+        "attempt 1 failed: rank 1 (pid 101): exit code 7",
+    ),
+    (
+        AttemptFailed(attempt=1, node="other", root=EXIT_7, failures=(EXIT_7,)),
+        Level.WARNING,
+        "attempt 1 failed on box: rank 1 (pid 101): exit code 7",
+    ),
+    (
+        NodeJoined(name="a", member="a_1", address="10.0.0.1", nproc=1, role="default"),
+        Level.INFO,
+        "node a has joined with 1 worker (10.0.0.1)",
+    ),
+    (NodeLeft(name="a", member="a_1", why="it is done"), Level.INFO, "node a has left: it is done"),
+    (
+        NodeLost(name="a", member="a_1", why="silent for 5 s"),
+        Level.WARNING,
+        "node a is lost: silent for 5 s",
+    ),
+    (
+        NodeRefused(name="e", member="e_1", why="another role"),
+        Level.WARNING,
+        "node e was refused: another role",
+    ),
+    (
+        RoundForming(
+            round=3,
+            joined=3,
+            minimum=4,
+            maximum=4,
+            present=("a", "b", "d"),
+            missing=("c",),
+            refused=("e: the wrong role",),
+            time_left=12.3,
+        ),
+        Level.WARNING,
+        "waiting for nodes: 3 of 4 here (a, b, d), missing c, 12 s left; refused e: the wrong role",
+    ),
+    (
+        RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),
+        Level.WARNING,
+        "waiting for more nodes: 20 of 16 to 32 here (a, b, ...), 600 s left",
+    ),
+    (
+        RoundForming(round=0, joined=0, minimum=1, maximum=2),
+        Level.WARNING,
+        "waiting for nodes: 0 of 1 to 2 here",
+    ),
+    (
+        RoundFormed(
+            round=1,
+            group_rank=0,
+            group_world_size=2,
+            world_size=8,
+            master_addr="10.0.0.1",
+            master_port=7,
+        ),
+        Level.INFO,
+        "round 1: group rank 0 of 2, 8 workers in all, master at 10.0.0.1:7",
+    ),
+    (
+        RoundFormed(
+            round=1,
+            group_rank=-1,
+            group_world_size=1,
+            world_size=1,
+            master_addr="10.0.0.1",
+            master_port=7,
+        ),
+        Level.INFO,
+        "round 1: 1 node, 1 worker in all, master at 10.0.0.1:7",
+    ),
+    (
+        MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1),
+        Level.WARNING,
+        "going on as attempt 2 with 1 node: c was lost",
+    ),
+    (
+        StandingBy(round=1, maximum=4),
+        Level.WARNING,
+        "standing by: the job has all its 4 nodes",
+    ),
+    (Promoted(round=2, group_rank=3), Level.INFO, "standing by no more: group rank 3"),
+    (
+        CoordinatorChanged(name="b", epoch=2),
+        Level.INFO,
+        "node b coordinates from now on (epoch 2)",
+    ),
+    (
+        RendezvousStoreLost(endpoint="a:1", why="connection reset"),
+        Level.WARNING,
+        "the store at a:1 is lost: connection reset",
+    ),
+    (
+        RendezvousStoreRegained(endpoint="b:1", is_host=True),
+        Level.WARNING,
+        "the nodes meet again at b:1, which this node serves",
+    ),
+    (
+        RendezvousStoreRegained(endpoint="b:1", is_host=False),
+        Level.WARNING,
+        "the nodes meet again at b:1",
+    ),
     (EventsMissed(count=3), Level.WARNING, "3 events were missed"),
+    (EventsMissed(count=0), Level.WARNING, "some events were missed"),
     (
         JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0),
         Level.INFO,

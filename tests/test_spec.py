@@ -10,6 +10,7 @@ import pytest
 
 from elastic_aio.errors import SpecError
 from elastic_aio.policy import RestartPolicy, StopPlan
+from elastic_aio.rendezvousspec import RendezvousSpec
 from elastic_aio.spec import (
     Command,
     Function,
@@ -17,7 +18,6 @@ from elastic_aio.spec import (
     LogSpec,
     Module,
     NodeRange,
-    RendezvousSpec,
     Script,
 )
 from elastic_aio.std import Std, StdMap
@@ -38,7 +38,7 @@ def test_the_defaults_are_torchruns() -> None:
     assert dict(spec.env) == {}
     assert (spec.logs, spec.restart, spec.stop) == (LogSpec(), RestartPolicy(), StopPlan())
     assert spec.nnodes == NodeRange(1, 1)
-    assert (spec.rendezvous.backend, spec.rendezvous.endpoint) == ("c10d", "localhost:0")
+    assert spec.rendezvous == RendezvousSpec()
     assert spec.events_kept == 10_000
 
 
@@ -232,7 +232,7 @@ def test_a_frozen_spec_cannot_be_changed_from_outside() -> None:
 
 def test_a_copy_is_checked_again() -> None:
     """`replaced` changes some settings, keeps the rest and refuses what does not fit."""
-    spec = LaunchSpec(["true"], nproc_per_node=2, env={"A": "1"}, run_id="r", nnodes="1:2")
+    spec = LaunchSpec(["true"], nproc_per_node=2, env={"A": "1"}, run_id="r", nnodes="1:1")
     assert spec.replaced() == spec
     other = spec.replaced(nproc_per_node=4, run_id=None)
     assert (other.nproc_per_node, other.run_id, other.env) == (4, None, {"A": "1"})
@@ -293,30 +293,6 @@ def test_logs_of_a_rank_that_does_not_exist_are_refused(
         LaunchSpec("x.py", nproc_per_node=2, logs=LogSpec(**settings))
     assert str(caught.value).startswith(message)
     LaunchSpec("x.py", nproc_per_node="auto", logs=LogSpec(**settings))
-
-
-@pytest.mark.parametrize("endpoint", ["localhost:0", "localhost:29500", "127.0.0.1:1", "[::1]:80"])
-def test_a_local_endpoint_is_accepted(endpoint: str) -> None:
-    """One node meets at its own address, on any port."""
-    assert RendezvousSpec(endpoint=endpoint).endpoint == endpoint
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backend": "etcd"}, "rendezvous.backend: must be 'c10d', not 'etcd'"),
-        ({"endpoint": "otherhost:1"}, "rendezvous.endpoint: must be 'localhost:PORT' while"),
-        ({"endpoint": "localhost"}, "rendezvous.endpoint: must be 'localhost:PORT' while"),
-        ({"endpoint": "localhost:65536"}, "rendezvous.endpoint: must be 'localhost:PORT' while"),
-        ({"endpoint": "localhost:x"}, "rendezvous.endpoint: must be 'localhost:PORT' while"),
-        ({"endpoint": None}, "rendezvous.endpoint: must be text without NUL, not None"),
-    ],
-)
-def test_a_meeting_point_elsewhere_is_refused(settings: dict[str, Any], message: str) -> None:
-    """What one node cannot use is refused by name."""
-    with pytest.raises(SpecError) as caught:
-        RendezvousSpec(**settings)
-    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from elastic_aio import (
     LogSpec,
     Module,
     NodeRange,
+    RendezvousSpec,
     Script,
     Std,
     StdMap,
@@ -63,6 +64,11 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("rdzv-backend", "", True, "c10d", of_spec("rendezvous.backend"), "c10d"),
     ("rdzv-endpoint", "", True, "localhost:7", of_spec("rendezvous.endpoint"), "localhost:7"),
     ("rdzv-id", "", True, "my run", of_spec("run_id"), "my run"),
+    ("rdzv-conf", "", True, "join_timeout=7", of_spec("rendezvous.join_timeout"), 7),
+    ("node-rank", "", True, "3", of_spec("rendezvous.node_rank"), 3),
+    ("master-addr", "", True, "nowhere", of_spec("rendezvous"), RendezvousSpec()),
+    ("local-addr", "", True, "::1", of_spec("rendezvous.local_addr"), "::1"),
+    ("exit-barrier-timeout", "", True, "2.5", of_spec("rendezvous.exit_barrier_timeout"), 2.5),
     ("master-port", "", True, "29500", of_spec("master_port"), 29500),
     ("signals-to-handle", "", True, "SIGINT, SIGTERM", of_stop_signals, [2, 15]),
     ("shutdown-timeout", "", True, "2.5", of_spec("stop"), StopPlan.within(2.5)),
@@ -80,13 +86,9 @@ FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
     ("no-python", "", of_spec("entrypoint"), Command(("train",)), Script("train")),
 ]
 NOT_YET = {
-    "rdzv-conf": "a=b",
     "event-log-handler": "console",
     "duplicate-stdout-filters": "x",
     "duplicate-stderr-filters": "x",
-    "node-rank": "1",
-    "master-addr": "localhost",
-    "local-addr": "localhost",
     "numa-binding": "node",
     "virtual-local-rank": None,
 }
@@ -150,7 +152,11 @@ def test_words_for_the_number_of_workers(word: str) -> None:
         (["--nproc", "2"], of_spec("nproc_per_node"), 2),
         (["--nproc=2"], of_spec("nproc_per_node"), 2),
         (["--max_r", "1"], of_spec("max_restarts"), 1),
-        (["--stand"], of_spec("rendezvous.endpoint"), "localhost:0"),
+        (["--stand"], of_spec("nnodes"), NodeRange(1, 1)),
+        (["--nno", "1"], of_spec("nnodes"), NodeRange(1, 1)),
+        (["--rdzv_c", "join_timeout=7"], of_spec("rendezvous.join_timeout"), 7),
+        (["--exit=1"], of_spec("rendezvous.exit_barrier_timeout"), 1),
+        (["--node", "2"], of_spec("rendezvous.node_rank"), 2),
         (["--shut", "1"], of_spec("stop"), StopPlan.within(1)),
         (["--no-p"], of_spec("entrypoint"), Command(("train",))),
         (["--rdzv_b", "c10d"], of_spec("rendezvous.backend"), "c10d"),
@@ -163,7 +169,11 @@ def test_unique_abbreviations(options: list[str], read: Reader, expected: Any) -
 
 @pytest.mark.parametrize(
     ("short", "fitting"),
-    [("--rdzv", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"]), ("--mo", ["--module"])],
+    [
+        ("--rdzv", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"]),
+        ("--mo", ["--module"]),
+        ("--master", ["--master-addr", "--master-port"]),
+    ],
 )
 def test_ambiguous_abbreviations(short: str, fitting: list[str]) -> None:
     """One that fits several options is refused with the list of them."""
@@ -202,17 +212,6 @@ def test_defaults() -> None:
     assert request.signals.forward == {signal.SIGUSR1, signal.SIGUSR2}
     assert request.events_file is None
     assert request.notices == ()
-
-
-def test_the_static_backend_means_one_node() -> None:
-    """torchrun's default backend and its c10d spelling for one node are taken."""
-    for options in (
-        ["--rdzv-backend", "static"],
-        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"],
-        ["--standalone", "--nnodes", "1"],
-    ):
-        spec = parse_run([*options, "x"], {}).spec
-        assert (spec.rendezvous.backend, spec.rendezvous.endpoint) == ("c10d", "localhost:0")
 
 
 def test_a_given_run_id_is_honoured() -> None:
@@ -269,7 +268,6 @@ BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--nnodes", "a"], {}, ["--nnodes", "'a'", "MIN:MAX"]),
     (["--nnodes", "1:"], {}, ["--nnodes", "'1:'", "MIN:MAX"]),
     (["--nnodes", "1:2:3"], {}, ["--nnodes", "'1:2:3'", "MIN:MAX"]),
-    (["--nnodes", "2"], {}, ["--nnodes", "2", "more than one node"]),
     (["--nproc-per-node", "0"], {}, ["--nproc-per-node", "'0'", "at least 1"]),
     (["--nproc-per-node", "-1"], {}, ["--nproc-per-node", "'-1'", "at least 1"]),
     (["--nproc-per-node", "two"], {}, ["--nproc-per-node", "'two'", "'cpu'"]),
@@ -282,10 +280,37 @@ BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--monitor-interval", "0"], {}, ["--monitor-interval", "'0'", "above 0"]),
     (["--monitor-interval", "soon"], {}, ["--monitor-interval", "'soon'", "above 0"]),
     (["--monitor-interval", "nan"], {}, ["--monitor-interval", "'nan'", "above 0"]),
-    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "'c10d'"]),
-    (["--rdzv-backend", "etcd"], {}, ["--rdzv-backend", "'etcd'", "'c10d'"]),
-    (["--rdzv-endpoint", "localhost:99999"], {}, ["--rdzv-endpoint", "99999", "localhost:PORT"]),
-    (["--rdzv-endpoint", "example.org:1"], {}, ["--rdzv-endpoint", "example.org", "one node"]),
+    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "c10d, static, tcp"]),
+    (["--nnodes=2", "--rdzv-backend=etcd"], {}, ["--rdzv-backend", "'etcd'", "use 'c10d'"]),
+    (["--nnodes=2", "--rdzv-backend=etcd-v2"], {}, ["--rdzv-backend", "'etcd-v2'", "use 'c10d'"]),
+    (["--rdzv-endpoint", "localhost:99999"], {}, ["--rdzv-endpoint", "localhost:99999", "65535"]),
+    (["--rdzv-endpoint", "a:1,"], {}, ["--rdzv-endpoint", "''", "HOST:PORT"]),
+    (
+        ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        {},
+        ["--rdzv-endpoint", "'localhost:0'", "other than 0"],
+    ),
+    (
+        ["--nnodes=2", "--rdzv-endpoint=a:1,b:1"],
+        {},
+        ["--rdzv-endpoint", "'a:1,b:1'", "single", "'static'"],
+    ),
+    (["--master-addr", "a b"], {}, ["--master-addr", "'a b'", "name or address"]),
+    (["--master-addr", "a:1"], {}, ["--master-addr", "'a:1'", "without a port"]),
+    (["--master-port", "0"], {}, ["--master-port", "'0'", "1 to 65535"]),
+    (["--master-port", "65536"], {}, ["--master-port", "'65536'", "1 to 65535"]),
+    ([], {"PET_MASTER_PORT": ""}, ["--master-port", "''", "1 to 65535"]),
+    (["--local-addr", "a:1"], {}, ["--local-addr", "'a:1'", "without a port"]),
+    (["--node-rank", "-1"], {}, ["--node-rank", "'-1'", "at least 0"]),
+    (["--node-rank", "one"], {}, ["--node-rank", "'one'", "at least 0"]),
+    ([], {"PET_NODE_RANK": ""}, ["--node-rank", "''", "at least 0"]),
+    (["--nnodes=2", "--node-rank=2"], {}, ["--node-rank", "2", "from 0 to 1", "'static'"]),
+    (["--nnodes=2"], {"SLURM_PROCID": "5"}, ["SLURM_PROCID", "5", "from 0 to 1", "'static'"]),
+    (["--exit-barrier-timeout", "-1"], {}, ["--exit-barrier-timeout", "'-1'", "at least 0"]),
+    (["--exit-barrier-timeout", "nan"], {}, ["--exit-barrier-timeout", "'nan'", "at least 0"]),
+    (["--exit-barrier-timeout", "x"], {}, ["--exit-barrier-timeout", "'x'", "at least 0"]),
+    (["--standalone", "--nnodes", "2"], {}, ["--standalone", "--nnodes 2", "one node"]),
+    (["--rdzv-conf", "join_timeout"], {}, ["--rdzv-conf", "'join_timeout'", "KEY=VALUE"]),
     (["-r", "4"], {}, ["--redirects", "'4'", "0-3"]),
     (["-r", "0:3,"], {}, ["--redirects", "'0:3,'", "0-3"]),
     (["-r", "0:4"], {}, ["--redirects", "'0:4'", "0-3"]),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from elastic_aio.agent.chronicle import Chronicle, Listener
+from elastic_aio.agent.groupkeeper import GroupKeeper
+from elastic_aio.agent.machine import Machine
 from elastic_aio.agent.shell import Shell
 from elastic_aio.agent.surroundings import (
     check_child_signals,
@@ -18,7 +22,7 @@ from elastic_aio.agent.surroundings import (
 )
 from elastic_aio.aio import outlast
 from elastic_aio.channel import Reader
-from elastic_aio.errors import JobFailed, JobStopped, SpecError
+from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import Event
 from elastic_aio.logs.sink import Console
 from elastic_aio.outcome import JobState, LaunchResult
@@ -26,6 +30,10 @@ from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
 from elastic_aio.signames import signal_number
 from elastic_aio.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from elastic_aio.agent.masters import Masters
+    from elastic_aio.agent.membershell import MakeRendezvous
 
 __all__ = ["Agent"]
 
@@ -52,6 +60,7 @@ class Agent:
         console: Console | None = None,
         spawner: Spawner | None = None,
         listeners: Sequence[Listener] = (),
+        rendezvous: MakeRendezvous | None = None,
     ) -> None:
         """Prepare a job; nothing is started before the block is entered.
 
@@ -60,6 +69,8 @@ class Agent:
             console: where tee'd output goes; None is this process's own.
             spawner: starts processes; None chooses by the running loop.
             listeners: called with every event as it happens; they must not block.
+            rendezvous: makes this node's part in a rendezvous of many; None takes the
+                backend that the job names.
         """
         if not isinstance(spec, LaunchSpec):
             raise SpecError("spec", spec, "must be a LaunchSpec")
@@ -71,6 +82,7 @@ class Agent:
         )
         self._console = console
         self._spawner = spawner
+        self._make_rendezvous = rendezvous
         self._shell: Shell | None = None
 
     def __repr__(self) -> str:
@@ -85,12 +97,38 @@ class Agent:
         """
         if self._shell is not None:
             raise RuntimeError("an Agent runs one job once; make another one")
-        if self.spec.nnodes.maximum > 1:
-            raise SpecError("nnodes", str(self.spec.nnodes), "must be 1 in this version")
         check_guarded()
         check_child_signals()
-        nproc = resolve_nproc(self.spec)
-        shell = Shell(
+        shell = self._shell = self._made_shell(resolve_nproc(self.spec))
+        try:
+            await shell.open()
+        except BaseException:
+            self._chronicle.close()  # nothing more will be told
+            raise
+        return self
+
+    def _made_shell(self, nproc: int) -> Shell:
+        if self.spec.nnodes.maximum == 1:
+            machine = Machine(self.spec, nproc, random.random)
+            keeper = self._made_keeper(nproc)
+            return Shell(self.spec, machine, keeper, self._chronicle, run_id=self.run_id)
+        # Imported here: a job of one node pays for no rendezvous.
+        from elastic_aio.agent.masters import Masters
+        from elastic_aio.agent.membershell import MemberShell
+
+        masters = Masters(self.spec)
+        return MemberShell(
+            self.spec,
+            self._made_keeper(nproc, masters),
+            self._chronicle,
+            run_id=self.run_id,
+            node=self._node,
+            masters=masters,
+            make=self._make_rendezvous,
+        )
+
+    def _made_keeper(self, nproc: int, masters: Masters | None = None) -> GroupKeeper:
+        return GroupKeeper(
             self.spec,
             run_id=self.run_id,
             node=self._node,
@@ -98,14 +136,8 @@ class Agent:
             console=self._console,
             spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
             chronicle=self._chronicle,
+            masters=masters,
         )
-        self._shell = shell
-        try:
-            await shell.open()
-        except BaseException:
-            self._chronicle.close()  # nothing more will be told
-            raise
-        return self
 
     async def __aexit__(
         self,
@@ -138,7 +170,9 @@ class Agent:
 
         Raises:
             JobFailed: the workers failed and no restart is left.
+            RendezvousFailed: the nodes of the job did not come together.
             JobStopped: a signal or `stop` ended the job.
+            SurroundingsError: this node lacks something that the rendezvous needs.
             Exception: whatever `restart.decide` raised.
         """
         shell = self._running
@@ -148,6 +182,8 @@ class Agent:
             raise shell.error
         result = shell.result
         assert result is not None, "a job that is over has a result or an error"
+        if shell.is_rendezvous_failure:
+            raise RendezvousFailed(f"{self.spec.name} failed: {result.reason}", result)
         if result.state is JobState.FAILED:
             raise JobFailed(_failed_message(self.spec, result), result)
         if result.state is JobState.STOPPED:

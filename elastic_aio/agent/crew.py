@@ -106,7 +106,7 @@ class CrewRun:
             ),
             crew=self._crew,
         )
-        places = dict(enumerate(assign_places([NodeSize(self.name, count)], group_rank=0)))
+        places = assign_places([NodeSize(self.name, count)], group_rank=0)
         try:
             await host.open()
             self._oom_kills = oom_kills()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from elastic_aio.agent.surroundings import check_runnable, free_port
+from elastic_aio.agent.surroundings import check_runnable, environment, free_port
 from elastic_aio.agent.work import Crew, Work
-from elastic_aio.agent.workerstore import MASTER_ADDR, WorkerStore
+from elastic_aio.agent.workerstore import MASTER_ADDR, WorkerStore, bind_store
 from elastic_aio.aio import Pausable, owned_task
 from elastic_aio.errors import SpawnError, SurroundingsError
 from elastic_aio.logs.files import RunFolder
@@ -30,6 +31,9 @@ from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import Place
 from elastic_aio.spec import LaunchSpec
 from elastic_aio.worker.context import ERROR_FILE, WorkerContext
+
+if TYPE_CHECKING:  # a job of one node has none
+    from elastic_aio.agent.masters import Masters
 
 __all__ = ["Host", "HostCallbacks"]
 
@@ -62,6 +66,7 @@ class Host:
         clock: Pausable,
         tell: HostCallbacks,
         crew: Crew | None = None,
+        masters: Masters | None = None,
     ) -> None:
         """Prepare; only `open` touches the machine.
 
@@ -75,8 +80,10 @@ class Host:
             clock: measures graces.
             tell: whom to tell what happens.
             crew: differences between the workers of a bare group.
+            masters: where the workers meet those of other nodes, if there are any.
         """
         self.folder = RunFolder(None)
+        self.masters = masters
         self._spec = spec
         self._run_id = run_id
         self._name = name
@@ -134,36 +141,60 @@ class Host:
         await self._start_server()
 
     async def _start_server(self) -> None:
-        env = {**_defaults(self._nproc), **os.environ, **self._spec.env, self._marker: "1"}
+        env = environment(self._spec, self._nproc, {self._marker: "1"})
         streams = (self._nothing, self._ours(1), self._ours(2))
         try:
             await self._work.start(env, streams, _limited, self.tree.spare)
         except SpawnError as error:
             raise SurroundingsError(f"cannot start the server that forks: {error}") from error
 
-    async def start(self, attempt: int, places: Mapping[int, Place], restarts: int) -> None:
+    async def start(
+        self,
+        attempt: int,
+        places: Sequence[Place],
+        restarts: int,
+        master: tuple[str, int] | None = None,
+    ) -> None:
         """Spawn all workers of an attempt.
+
+        Args:
+            attempt: its number.
+            places: of the workers, by local rank.
+            restarts: restarts after failures so far.
+            master: address and port at which the workers of all nodes meet; None when
+                they are all here.
 
         Raises:
             SpawnError: one could not be spawned; those before it may run.
+            SurroundingsError: the port cannot be had.
         """
         check_runnable(self._spec)
-        port = self._open_store()
-        self._work.forget_results()
         self._group = WorkerGroup(
             self._work.spawner,
             self.tree,
             on_started=lambda rank, child: self._tell.started(attempt, rank, child),
             on_exited=lambda rank, child, ended: self._tell.exited(attempt, rank, child, ended),
         )
+        # Kept, so that a stop can wait for the child that is being spawned.
+        spawning = self._spawn(self._group, attempt, places, restarts, master)
+        self._starting = owned_task(spawning, name=f"start {attempt}")
+        await asyncio.shield(self._starting)
+
+    async def _spawn(
+        self,
+        group: WorkerGroup,
+        attempt: int,
+        places: Sequence[Place],
+        restarts: int,
+        master: tuple[str, int] | None,
+    ) -> None:
+        master = await self._meet(places[0].group_rank, master)
+        self._work.forget_results()
         try:
             self.folder.make_attempt(attempt)
         except OSError as error:
             raise _log_error(error) from error
-        plans = (self._plan(attempt, place, restarts, port) for place in places.values())
-        # Kept, so that a stop can wait for the child that is being spawned.
-        self._starting = owned_task(self._group.start(plans), name=f"start {attempt}")
-        await asyncio.shield(self._starting)
+        await group.start(self._plan(attempt, place, restarts, master) for place in places)
 
     async def stop(
         self, plan: StopPlan, on_escalated: Callable[[int, tuple[int, ...]], None]
@@ -196,6 +227,8 @@ class Host:
         if self._store is not None:
             await self._store.aclose()
             self._store = None
+        if self.masters is not None:
+            await self.masters.end_round()
 
     async def close(self) -> bool:
         """Show what is left to show, end the guardian, tidy up.
@@ -203,6 +236,8 @@ class Host:
         Returns whether a log folder remains.  May be started over.
         """
         await self.end_attempt()
+        if self.masters is not None:
+            await self.masters.aclose()
         if self._tee is not None:
             for sink in await self._tee.drain(_PATIENCE_S):
                 self._tell.console_lost(sink, "nobody has read it since the workers ended")
@@ -242,7 +277,9 @@ class Host:
             raise SpawnError(said, permanent=True, exit_code=1) from error
 
     @contextmanager
-    def _plan(self, attempt: int, place: Place, restarts: int, port: int) -> Iterator[ChildPlan]:
+    def _plan(
+        self, attempt: int, place: Place, restarts: int, master: tuple[str, int]
+    ) -> Iterator[ChildPlan]:
         logs = self.logs_of(attempt, place.local_rank)
         inherited = self._ours(1), self._ours(2)
         try:
@@ -252,7 +289,7 @@ class Host:
                 task = self._work.task(place.local_rank)
                 plan = ChildPlan(
                     argv=task.argv,
-                    env=self._environment(place, restarts, port, logs.error_file),
+                    env=self._environment(place, restarts, master, logs.error_file),
                     cwd=self._spec.cwd,
                     stdin=self._ours(0) if takes_stdin else self._nothing,
                     stdout=out,
@@ -264,24 +301,28 @@ class Host:
         except OSError as error:
             raise _log_error(error) from error
 
-    def _open_store(self) -> int:
-        """Return the port at which the workers of the next attempt meet.
+    async def _meet(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
+        """Return where the workers of the next attempt meet; a bare group meets nowhere.
 
         A store of ours listens there, unless the workers shall host it themselves
-        (torch's TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).  A bare group meets nowhere.
+        (torch's TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 
         Raises:
             SurroundingsError: the port cannot be had.
         """
         if self._crew is not None:
-            return 0
+            return MASTER_ADDR, 0
+        if master is not None:
+            if self.masters is not None and group_rank == 0:
+                await self.masters.serve(*master)
+            return master
         if self._spec.hosts_store:
-            self._store = WorkerStore(self._spec.master_port or 0)
-            return self._store.port
-        return self._spec.master_port or free_port()
+            self._store = await bind_store(self._spec.master_port or 0)
+            return MASTER_ADDR, self._store.port
+        return MASTER_ADDR, self._spec.master_port or free_port()
 
     def _environment(
-        self, place: Place, restarts: int, port: int, error_file: str
+        self, place: Place, restarts: int, master: tuple[str, int], error_file: str
     ) -> dict[str, str]:
         if self._crew is not None:
             env = self._crew.envs[place.local_rank]
@@ -291,20 +332,15 @@ class Host:
             place=place,
             role=self._spec.role,
             run_id=self._run_id,
-            master_addr=MASTER_ADDR,
-            master_port=port,
+            master_addr=master[0],
+            master_port=master[1],
             restart_count=restarts,
             max_restarts=self._spec.max_restarts,
-            use_agent_store=self._store is not None,
+            use_agent_store=self._spec.hosts_store,
             error_file=error_file,
         )
-        return {
-            **_defaults(place.local_world_size),
-            **os.environ,
-            **self._spec.env,
-            **context.to_env(),
-            self._marker: "1",
-        }
+        ours = {**context.to_env(), self._marker: "1"}
+        return environment(self._spec, place.local_world_size, ours)
 
     def _follow(self, logs: WorkerLogs, attempt: int, place: Place) -> None:
         for stream in (logs.stdout, logs.stderr):
@@ -342,14 +378,6 @@ def _limited(plan: ChildPlan) -> ChildPlan:
     """Give a plan the limits that this process had before it raised them."""
     soft = limit.original
     return plan if soft is None else with_descriptor_limit(plan, soft)
-
-
-def _defaults(nproc: int) -> dict[str, str]:
-    """Return variables that workers get unless somebody has set them."""
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if nproc > 1:
-        defaults["OMP_NUM_THREADS"] = "1"
-    return defaults
 
 
 def _log_error(error: OSError) -> SpawnError:

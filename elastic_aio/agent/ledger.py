@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct, field
@@ -143,6 +144,15 @@ class Ledger:
                 log_dir=attempt.log_dir,
             )
         )
+
+    def job_failed(self, number: int, failures: tuple[Failure, ...], unix: float) -> None:
+        """Let the last attempt have the failures that ended the job, wherever they were.
+
+        A node that has had none gets one without workers, of this `number`, at Unix
+        time `unix`.
+        """
+        last = self._ended.pop() if self._ended else AttemptResult(number, unix, 0.0)
+        self._ended.append(replace(last, failures=failures))
 
     def result(
         self,

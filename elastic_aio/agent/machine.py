@@ -1,18 +1,15 @@
-"""The policy of a job on one host: happenings in, effects out.
+"""The policy of a job of one node: happenings in, effects out.
 
 Rules
 =====
 
-* One attempt at a time.  The first worker that fails by itself ends its attempt;
-  so does the last one that succeeds.  Either way the group is stopped, because
-  workers leave processes behind, and the attempt is over when nothing is left.
+* One attempt at a time, and what `groupmachine` says about its workers.
 * A failed attempt is followed by another one if the restart policy grants it,
   after its delay.  A failure that no attempt can mend ends the job.
 * What could not be killed is left behind, and then there is no further attempt.
 * A stop ends the job wherever it is.  Asked for while a failed attempt is being
   stopped, it takes the place of the restart; when there would have been none, the
   job has failed.  Workers that had all succeeded stay a success.
-* Answers carry their attempt.  One that comes late is dropped here, and only here.
 
 ::
 
@@ -20,10 +17,8 @@ Rules
     ---------  ----------------------------  ---------  ---------------------------
     NEW        Begun                         STARTING   StartGroup
     STARTING   GroupStarted                  RUNNING
-    STARTING   StartFailed                   STOPPING   StopGroup
-    STARTING   WorkerEnded, a failure        STOPPING   StopGroup
-    RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
-    RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
+    STARTING,
+    RUNNING    the end is near               STOPPING   see `groupmachine`
     STARTING,
     RUNNING    StopAsked                     STOPPING   StopGroup
     STOPPING   GroupGone, all succeeded      DONE       Finish
@@ -39,10 +34,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 
-from elastic_aio.agent.restarts import RestartBook
+from elastic_aio.agent.groupmachine import LIVE, GroupMachine, Phase, why_stopped
 from elastic_aio.agent.vocabulary import (
+    Answer,
     AskDecision,
     Begun,
     Decided,
@@ -51,66 +46,33 @@ from elastic_aio.agent.vocabulary import (
     Effect,
     Finish,
     GroupGone,
-    GroupStarted,
-    Happening,
+    News,
     Publish,
-    StartFailed,
     StartGroup,
     StopAsked,
-    StopGroup,
     StopWaiting,
     Wait,
-    WorkerEnded,
 )
-from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobState
 from elastic_aio.policy import Action
-from elastic_aio.signames import SIGTERM, signal_name
+from elastic_aio.restarts import RestartBook
 from elastic_aio.spec import LaunchSpec
 
 __all__ = ["Machine", "Phase"]
 
 
-class Phase(Enum):
-    """Where a job is."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    DECIDING = "deciding"
-    WAITING = "waiting"
-    DONE = "done"
-
-
-_LIVE = (Phase.STARTING, Phase.RUNNING)
-
-
-class Machine:
-    """Decides; performs nothing.
-
-    After each `handle`, perform the effects in their order and hand in what
-    happens next.  After `Finish` nothing more is said.
-    """
+class Machine(GroupMachine):
+    """Decides for a job of one node (see `GroupMachine`)."""
 
     def __init__(self, spec: LaunchSpec, nproc: int, random: Callable[[], float]) -> None:
         """Begin with a job of `nproc` workers on this host.
 
         `random` gives numbers from 0 to 1, for the jitter of delays.
         """
-        self.phase = Phase.NEW
-        self.attempt = 0
-        self._spec = spec
-        self._nproc = nproc
+        super().__init__(spec, nproc)
         self._book = RestartBook(spec.max_restarts, spec.restart, random)
-        self._started_at: float | None = None
-        self._succeeded: set[int] = set()
-        self._start_failure: StartFailed | None = None
         self._stop: StopAsked | None = None
-        self._failures: tuple[Failure, ...] = ()
-        self._gone_at = 0.0
-        self._story: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Machine {self.phase.value}, attempt {self.attempt}, {self._book!r}>"
@@ -120,95 +82,41 @@ class Machine:
         """Restarts after failures so far."""
         return self._book.restarts
 
-    def handle(self, happening: Happening) -> list[Effect]:
-        """Take in what has happened; return what to do about it, in order.
+    def _on_news(self, news: News) -> list[Effect]:
+        if isinstance(news, StopAsked):
+            return self._on_stop_asked(news)
+        if not isinstance(news, Begun):
+            raise self._impossible("a rendezvous")
+        if self.phase is not Phase.NEW:
+            raise self._impossible("a second beginning")
+        return self._start()
 
-        Raises:
-            InternalError: a happening that the present phase cannot have.
-        """
-        self._story.append(f"{self.phase.value}: {happening}")
-        del self._story[:-50]
-        if self.phase is Phase.DONE:
-            return []
-        if isinstance(happening, StopAsked):
-            return self._on_stop_asked(happening)
-        if isinstance(happening, Begun):
-            if self.phase is not Phase.NEW:
-                raise self._impossible("a second beginning")
-            return self._start()
-        if happening.attempt != self.attempt:
-            return []
-        match happening:
-            case WorkerEnded():
-                return self._on_worker_ended(happening)
-            case GroupStarted():
-                self._started_at = happening.at
-                if self.phase is Phase.STARTING:
-                    self.phase = Phase.RUNNING
-                    return self._stop_when_all_succeeded()
-                return []
-            case StartFailed():
-                return self._on_start_failed(happening)
-            case GroupGone():
-                return self._on_group_gone(happening)
-            case Decided():
-                return self._judge(happening.action) if self.phase is Phase.DECIDING else []
-            case DecideRaised():
-                return self._on_decide_raised(happening) if self.phase is Phase.DECIDING else []
-            case DelayElapsed():
-                return self._start() if self.phase is Phase.WAITING else []
+    def _on_other_answer(self, answer: Answer) -> list[Effect]:
+        match answer:
+            case Decided() if self.phase is Phase.DECIDING:
+                return self._judge(answer.action)
+            case DecideRaised() if self.phase is Phase.DECIDING:
+                return self._on_decide_raised(answer)
+            case DelayElapsed() if self.phase is Phase.WAITING:
+                return self._start()
+        return []
 
     def _start(self) -> list[Effect]:
-        self.phase = Phase.STARTING
-        self._started_at = None
-        self._succeeded.clear()
-        self._start_failure = None
-        self._failures = ()
-        return [StartGroup(self.attempt, self._book.restarts)]
+        return self._start_group(StartGroup(self.attempt, self._book.restarts))
 
     def _on_stop_asked(self, asked: StopAsked) -> list[Effect]:
         if self._stop is not None:
             return []
         self._stop = asked
-        if self.phase in _LIVE:
+        if self.phase in LIVE:
             return self._stop_group(asked.reason, asked.signal)
         if self.phase in (Phase.DECIDING, Phase.WAITING):
             return [StopWaiting(), *self._finish_stopped()]
         return [] if self.phase is Phase.STOPPING else self._finish_stopped()
 
-    def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
-        if self.phase not in _LIVE:
-            return []
-        if not ended.status.is_success:
-            return self._stop_group(f"local rank {ended.local_rank} failed ({ended.status})")
-        self._succeeded.add(ended.local_rank)
-        return self._stop_when_all_succeeded()
-
-    def _stop_when_all_succeeded(self) -> list[Effect]:
-        if self.phase is not Phase.RUNNING or len(self._succeeded) < self._nproc:
-            return []
-        return self._stop_group("all workers have finished", leftovers_only=True)
-
-    def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
-        self._start_failure = failed
-        if self.phase is Phase.STARTING:
-            return self._stop_group(failed.message)
-        return []
-
-    def _stop_group(
-        self, reason: str, signal: int | None = None, *, leftovers_only: bool = False
-    ) -> list[Effect]:
-        self.phase = Phase.STOPPING
-        plan = self._spec.stop if signal is None else self._spec.stop.starting_with(signal)
-        return [StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
-
-    def _on_group_gone(self, gone: GroupGone) -> list[Effect]:
-        if self.phase is not Phase.STOPPING:
-            raise self._impossible("the end of a group")
-        self._gone_at = gone.at
+    def _on_gone(self, gone: GroupGone) -> list[Effect]:
         if not gone.failures:
             return self._finish_without_failure()
-        self._failures = gone.failures
         root = gone.failures[0]
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=gone.failures)
         if gone.has_survivors:
@@ -217,7 +125,7 @@ class Machine:
         return [Publish(failed), *self._after_failure(root)]
 
     def _finish_without_failure(self) -> list[Effect]:
-        if len(self._succeeded) == self._nproc:
+        if self._all_succeeded:
             return self._finish(JobState.SUCCEEDED, "all workers have finished", 0)
         return self._finish_stopped()
 
@@ -232,8 +140,7 @@ class Machine:
         return [AskDecision(self.attempt, root)]
 
     def _judge(self, action: Action) -> list[Effect]:
-        ran = 0.0 if self._started_at is None else self._gone_at - self._started_at
-        verdict = self._book.judge(self._failures[0], action, ran, self._gone_at)
+        verdict = self._book.judge(self._failures[0], action, self._ran, self._gone_at)
         if not verdict.restart:
             return self._give_up(verdict.why)
         if self._stop is not None:
@@ -263,20 +170,8 @@ class Machine:
     def _finish_stopped(self) -> list[Effect]:
         if self._stop is None:
             raise self._impossible("a stop that nobody asked for")
-        signal = self._stop.signal
-        why = self._stop.reason if signal is None else f"{signal_name(signal)} was received"
-        code = 128 + (SIGTERM if signal is None else signal)
-        return self._finish(JobState.STOPPED, why, code)
+        return self._finish(JobState.STOPPED, *why_stopped(self._stop))
 
     def _finish(self, state: JobState, why: str, exit_code: int) -> list[Effect]:
         self.phase = Phase.DONE
         return [Finish(state, why, exit_code, self._book.restarts)]
-
-    def _exit_code_of_failure(self) -> int:
-        if self._start_failure is not None:
-            return self._start_failure.exit_code
-        return self._failures[0].status.shell_code or 1
-
-    def _impossible(self, what: str) -> InternalError:
-        story = "; ".join(self._story)
-        return InternalError(f"{what} cannot happen in {self!r}; please report: {story}")

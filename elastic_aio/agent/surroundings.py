@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_aio.errors import InternalError, SpawnError, SpecError, SurroundingsError
@@ -19,6 +19,7 @@ __all__ = [
     "check_guarded",
     "check_runnable",
     "command_of",
+    "environment",
     "free_port",
     "node_name",
     "resolve_nproc",
@@ -138,6 +139,17 @@ def check_runnable(spec: LaunchSpec) -> None:
         raise SpawnError(
             f"script is a folder without __main__.py: {path}", permanent=True, exit_code=126
         )
+
+
+def environment(spec: LaunchSpec, nproc: int, ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process of the job: ours go over the user's over the inherited.
+
+    With `nproc` workers on a node some have defaults, for what nobody has set.
+    """
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if nproc > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    return {**defaults, **os.environ, **spec.env, **ours}
 
 
 def free_port() -> int:

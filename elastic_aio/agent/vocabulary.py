@@ -1,12 +1,17 @@
-"""What the machine hears (past tense) and what it says (imperative)."""
+"""What a machine hears (past tense) and what it says (imperative)."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure, JobState
 from elastic_aio.policy import Action, StopPlan
+
+if TYPE_CHECKING:  # a job of one node pays for no rendezvous
+    from elastic_aio.rendezvous.base import Instruction, Placement, Report
 
 # ---------------------------------------------------------------- what it hears
 
@@ -80,26 +85,56 @@ class StopAsked(Struct, frozen=True):
     signal: int | None = None
 
 
-Happening = (
-    Begun
-    | GroupStarted
+class JoinFailed(Struct, frozen=True):
+    """This node cannot take part in the rendezvous."""
+
+    error: Exception
+
+
+class Instructed(Struct, frozen=True):
+    """The rendezvous wants something of this node."""
+
+    instruction: Instruction
+
+
+class BarrierElapsed(Struct, frozen=True):
+    """The wait for the other nodes, after the success of an attempt, is over."""
+
+    attempt: int
+
+
+class Left(Struct, frozen=True):
+    """The other nodes know that this one takes no part any more."""
+
+
+Answer = (
+    GroupStarted
     | StartFailed
     | WorkerEnded
     | GroupGone
     | Decided
     | DecideRaised
     | DelayElapsed
-    | StopAsked
+    | BarrierElapsed
 )
+"""What carries its attempt: it may come when nobody wants it any more."""
+
+News = Begun | StopAsked | JoinFailed | Instructed | Left
+
+Happening = Answer | News
 
 # ----------------------------------------------------------------- what it says
 
 
 class StartGroup(Struct, frozen=True):
-    """Spawn all workers; answer with `GroupStarted` or `StartFailed`."""
+    """Spawn all workers; answer with `GroupStarted` or `StartFailed`.
+
+    `placement` is the node's place among others; None when there are no others.
+    """
 
     attempt: int
     restarts: int
+    placement: Placement | None = None
 
 
 class StopGroup(Struct, frozen=True):
@@ -143,8 +178,10 @@ class Publish(Struct, frozen=True):
 class Finish(Struct, frozen=True):
     """The job is over: clean up, publish the end, let the callers go.
 
-    `why` is the rule that ended it.  `error` is set when the user's callback
-    failed: the callers get that.
+    `why` is the rule that ended it.  `error` is what the callers get in place of a
+    result: what the user's callback raised, or why the rendezvous could not be joined.
+    `failures` are the job's, wherever they were seen, the root cause first;
+    `is_rendezvous` says that the nodes did not come together.
     """
 
     state: JobState
@@ -152,6 +189,43 @@ class Finish(Struct, frozen=True):
     exit_code: int
     restarts: int
     error: BaseException | None = None
+    failures: tuple[Failure, ...] = ()
+    is_rendezvous: bool = False
 
 
-Effect = StartGroup | StopGroup | AskDecision | Wait | StopWaiting | Publish | Finish
+class Join(Struct, frozen=True):
+    """Take part in the rendezvous; answer with `JoinFailed` if that cannot be."""
+
+
+class Tell(Struct, frozen=True):
+    """Tell the other nodes what has become of this one's workers."""
+
+    report: Report
+
+
+class StartBarrier(Struct, frozen=True):
+    """Wait `timeout` seconds for the other nodes; answer with `BarrierElapsed`."""
+
+    attempt: int
+    timeout: float
+
+
+class Leave(Struct, frozen=True):
+    """Leave the rendezvous, one that is being joined too; answer with `Left`."""
+
+    why: str
+
+
+Effect = (
+    StartGroup
+    | StopGroup
+    | AskDecision
+    | Wait
+    | StopWaiting
+    | Publish
+    | Finish
+    | Join
+    | Tell
+    | StartBarrier
+    | Leave
+)

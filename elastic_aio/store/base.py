@@ -203,7 +203,7 @@ class Store(abc.ABC):
 
         Args:
             ttl: seconds of silence (a stopped process) after which they vanish, 2 or
-                more; a client with a lease sends one small frame each third of that.
+                more; a client with a lease sends one small frame twice in that time.
             linger: seconds for which they survive the end of the connection, so
                 that a client that reconnects in time keeps them.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from types import TracebackType
 from typing import Any, Final, Self
@@ -46,6 +47,9 @@ _QUESTIONS: Final = frozenset(
 _ATTEMPT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 1.0
 _MIN_BEAT: Final = 1.0
+_BEAT_SHARE: Final = 0.43
+"""Of the time that silence may last: two beats, and room for an answer to the second."""
+
 _RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=2.0)
 
 _PLAIN_PEER: Final = "the peer is a plain TCPStore server: no leases and no watches"
@@ -60,6 +64,8 @@ def connect(
     reconnect_for: float = 60.0,
     silence: float = 10.0,
     token: str | None = None,
+    is_watchful: bool = False,
+    outlives_server: bool = True,
 ) -> RemoteStore:
     """Return the client of the store at `endpoint`, to be used with `async with`.
 
@@ -75,6 +81,11 @@ def connect(
         silence: seconds without a sign of the peer's kernel after which the
             connection counts as broken.
         token: the server's token, if it has one.
+        is_watchful: ask our own server for a sign of life so often, while nothing else
+            is asked, that its silence is noticed within `reply_timeout`: a stopped
+            process keeps its connections.
+        outlives_server: go on when another server, without the keys of the former, has
+            taken its place; otherwise the store is lost for good then.
 
     Raises:
         SpecError: an argument is unusable.
@@ -87,7 +98,16 @@ def connect(
     check_number("reply_timeout", reply_timeout, above=0)
     check_number("silence", silence, above=0)
     opening = {"token": token, "reply_timeout": reply_timeout, "silence": silence}
-    return RemoteStore(host, port, wait_timeout, timeout, reconnect_for, opening)
+    return RemoteStore(
+        host,
+        port,
+        wait_timeout,
+        timeout,
+        reconnect_for,
+        opening,
+        is_watchful=is_watchful,
+        outlives_server=outlives_server,
+    )
 
 
 class RemoteStore(RequestStore):
@@ -101,6 +121,9 @@ class RemoteStore(RequestStore):
         timeout: float,
         reconnect_for: float,
         opening: dict[str, Any],
+        *,
+        is_watchful: bool = False,
+        outlives_server: bool = True,
     ) -> None:
         """See `connect`."""
         super().__init__(wait_timeout)
@@ -109,7 +132,10 @@ class RemoteStore(RequestStore):
         self._first_timeout = timeout
         self._reconnect_for = reconnect_for
         self._opening = opening
+        self._is_watchful = is_watchful
+        self._outlives_server = outlives_server
         self._link: PlainLink | TaggedLink | None = None
+        self._heard_at = 0.0
         self._over: StoreError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -122,12 +148,39 @@ class RemoteStore(RequestStore):
         return f"<store at {self._host}:{self._port}, {self._over or state}>"
 
     async def __aenter__(self) -> Self:
+        self._check_fresh()
+        self._begin(await self._open(self._first_timeout))
+        return self
+
+    async def connect_over(self, sock: socket.socket) -> None:
+        """Connect over `sock`, a TCP connection to the server, instead of by entering.
+
+        There is one attempt, which the caller bounds in time.  The socket is the
+        store's from now on, whatever becomes of it.  Cancelling closes it.
+
+        Raises:
+            StoreLost: the peer closed the connection, or has not answered.
+            StoreRefused: the peer is no store, or wants another token.
+        """
+        try:
+            self._check_fresh()
+        except StoreClosed:
+            sock.close()
+            raise
+        try:
+            link = await open_link(self._host, self._port, sock=sock, **self._opening)
+        except LinkLost as error:
+            raise StoreLost(str(error)) from None
+        self._begin(link)
+
+    def _check_fresh(self) -> None:
         if self._keeper is not None:
             raise StoreClosed("a store is connected once; call connect() again")
-        link = await self._open(self._first_timeout)
+
+    def _begin(self, link: PlainLink | TaggedLink) -> None:
         self._link = link
         self._keeper = owned_task(self._keep_connected(link), f"store {self._host}:{self._port}")
-        return self
+        self._schedule_beat()
 
     async def __aexit__(
         self,
@@ -146,6 +199,25 @@ class RemoteStore(RequestStore):
     def is_connected(self) -> bool:
         """Whether there is a connection at this moment."""
         return self._link is not None
+
+    @property
+    def instance(self) -> bytes:
+        """The name of the running server; empty without a connection to one of ours."""
+        return self._link.instance if self._link else b""
+
+    @property
+    def heard_at(self) -> float:
+        """When the server was last heard of, in the loop's seconds; 0: never."""
+        return self._heard_at if self._link is None else self._link.heard_at
+
+    async def wait_lost(self) -> str:
+        """Wait until this store is of no use any more; return why.
+
+        It was lost for good, or closed.  Cancelling changes nothing.
+        """
+        if self._keeper is not None:
+            await asyncio.wait([self._keeper])
+        return str(self._over or "the store is not connected")
 
     async def ping(self) -> float:
         """Return the seconds that a question and its answer take."""
@@ -230,18 +302,24 @@ class RemoteStore(RequestStore):
         return link
 
     def _schedule_beat(self) -> None:
-        """Send a heartbeat each third of the shortest time to live, if there is a lease."""
+        """Set the time of the next beat, if there is a lease or the peer is watched."""
         if self._beat is not None:
             self._beat.cancel()
             self._beat = None
-        if self._leases:
-            shortest = min(lease.ttl for lease in self._leases)
+        times = [lease.ttl for lease in self._leases]
+        if self._is_watchful:
+            times.append(self._opening["reply_timeout"])
+        if times and self._over is None:
+            every = max(_MIN_BEAT, min(times) * _BEAT_SHARE)
             loop = asyncio.get_running_loop()
-            self._beat = loop.call_later(max(_MIN_BEAT, shortest / 3), self._on_beat)
+            self._beat = loop.call_later(every, self._on_beat, every)
 
-    def _on_beat(self) -> None:
+    def _on_beat(self, every: float) -> None:
         if isinstance(self._link, TaggedLink):
-            self._link.heartbeat()
+            if self._is_watchful:
+                self._link.beat(every)
+            else:
+                self._link.heartbeat()
         self._schedule_beat()
 
     # The connection.
@@ -266,6 +344,7 @@ class RemoteStore(RequestStore):
         while True:
             reason = await asyncio.shield(link.ended)
             self._link = None
+            self._heard_at = link.heard_at
             former = link.instance
             if self._reconnect_for == 0:
                 self._finish(StoreLost(reason))
@@ -288,8 +367,11 @@ class RemoteStore(RequestStore):
         while True:
             left = end - asyncio.get_running_loop().time()
             link = await self._open(max(0.0, left))
+            is_same = link.instance == former
             try:
-                await self._take_over(link, is_same=link.instance == former)
+                if not is_same and not self._outlives_server:
+                    raise StoreLost("another server has taken its place")
+                await self._take_over(link, is_same=is_same)
             except LinkLost:
                 continue
             except BaseException:
@@ -342,9 +424,8 @@ class RemoteStore(RequestStore):
             delay = _RETRY.delay(attempt, random.random)
             attempt += 1
             if loop.time() + delay >= end:
-                raise StoreTimeout(
-                    f"no store at {self._host}:{self._port} within {timeout:g} s: {reason}"
-                )
+                where = f"{self._host}:{self._port}"
+                raise StoreTimeout(f"no store at {where} within {round(timeout, 2):g} s: {reason}")
             # The only pause: nothing tells when somebody begins to listen.
             await asyncio.sleep(delay)
 

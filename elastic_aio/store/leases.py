@@ -65,6 +65,11 @@ class LeaseTable:
         self._heap: list[tuple[float, int, Lease]] = []
         self._count = 0
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a living lease."""
+        return bool(self._leases)
+
     def find(self, name: bytes) -> Lease | None:
         """Return a living lease."""
         return self._leases.get(name)
@@ -121,6 +126,14 @@ class LeaseTable:
             lease.ends_at = now + lease.linger
             # It may be due before the time under which the heap has it.
             self._enter(lease)
+
+    def begin_anew(self, now: float) -> None:
+        """Let the time of every lease count from `now`: nobody could be heard before."""
+        for lease in self._leases.values():
+            if lease.holder is not None:
+                lease.holder.heard_at = now
+            else:
+                lease.ends_at = now + lease.linger
 
     def next_deadline(self) -> float | None:
         """When `expire` is to be called next."""

@@ -15,6 +15,9 @@ __all__ = ["WITH_COUNT", "Link", "LinkLost", "refuse"]
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose replies can only be read by who knows how many keys were asked for."""
 
+_AWAY: Final = 0.5
+"""A timer this late (seconds) means that we were stopped ourselves, not the peer."""
+
 
 class LinkLost(Exception):
     """The connection has ended; the message says why."""
@@ -31,7 +34,8 @@ class Link(asyncio.Protocol):
         self._can_write: asyncio.Future[None] | None = None
         # Replies that are due without anything else having to happen first.
         self._owed = 0
-        self._heard = 0
+        self._silent_since = 0.0
+        self._beat_every = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.instance = b""
         self.ended: asyncio.Future[str] = self._loop.create_future()
@@ -49,6 +53,8 @@ class Link(asyncio.Protocol):
         other.connection_made(self._transport)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done() and not isinstance(error, TimeoutError):
+            self._hear()  # its kernel has spoken
         self.fail(str(error) if error else "the peer closed the connection")
 
     def pause_writing(self) -> None:
@@ -104,21 +110,43 @@ class Link(asyncio.Protocol):
         while self._can_write is not None:
             await asyncio.shield(self._can_write)
 
+    @property
+    def heard_at(self) -> float:
+        """When something last came from the peer, or was first awaited, in loop seconds."""
+        return self._silent_since
+
+    def _hear(self) -> None:
+        """Note that something has come from the peer."""
+        self._silent_since = self._loop.time()
+
     def _owe(self) -> None:
+        """Count a reply that is due, and see to it that its absence is noticed."""
+        if not self._owed:
+            # Nothing was due for a while, so silence meant nothing.  Where beats are
+            # answered, it did: the last of them was.
+            now = self._loop.time()
+            self._silent_since = max(self._silent_since, now - self._beat_every)
         self._owed += 1
         if self._timer is None:
-            self._timer = self._loop.call_later(
-                self._reply_timeout, self._look, self._heard, self._reply_timeout
-            )
+            self._look_at(self._silent_since + self._reply_timeout)
 
-    def _look(self, heard: int, seconds: float) -> None:
+    def _look_at(self, when: float) -> None:
+        self._timer = self._loop.call_at(when, self._look, when)
+
+    def _look(self, due: float) -> None:
         self._timer = None
         if not self._owed:
             return
-        if self._heard == heard:
-            self.fail(f"no answer for {seconds:g} s")
+        now = self._loop.time()
+        if now - due > _AWAY:
+            # What the peer has sent meanwhile is still in the socket.
+            self._silent_since = now
+        end = self._silent_since + self._reply_timeout
+        # Timers are exact to a millisecond.
+        if end - now < 0.002:
+            self.fail(f"no answer for {self._reply_timeout:g} s")
         else:
-            self._timer = self._loop.call_later(seconds, self._look, self._heard, seconds)
+            self._look_at(end)
 
 
 def refuse(future: asyncio.Future[Any], error: Exception) -> None:

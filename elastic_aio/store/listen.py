@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elastic_aio.errors import SpecError, SurroundingsError
 
-__all__ = ["bind_listeners", "keep_alive", "parse_endpoint", "shown_endpoint"]
+__all__ = [
+    "Address",
+    "bind_addresses",
+    "bind_listeners",
+    "keep_alive",
+    "parse_endpoint",
+    "shown_endpoint",
+]
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+"""A family, and an address as the socket functions of that family take it."""
 
 _ATTEMPTS = 16
 """How often a free port is looked for that is free in both families."""
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split `host:port` or `[ipv6]:port`.
+def parse_endpoint(endpoint: str, *, lowest: int = 1) -> tuple[str, int]:
+    """Split `host:port` or `[ipv6]:port`; the port is `lowest` or higher.
 
     Raises:
         SpecError: it is neither.
@@ -27,7 +37,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     elif ":" in host:
         colon = ""
     fits = colon and host and port.isascii() and port.isdecimal() and len(port) < 6
-    if not fits or not 0 < int(port) < 65536 or not host.isprintable() or " " in host:
+    if not fits or not lowest <= int(port) < 65536 or not host.isprintable() or " " in host:
         raise SpecError("endpoint", endpoint, "must be HOST:PORT or [IPV6]:PORT")
     return host, int(port)
 
@@ -68,20 +78,38 @@ def bind_listeners(host: str | None, port: int, silence: float) -> list[socket.s
         )
     except (OSError, UnicodeError) as error:
         raise SurroundingsError(f"no address for host {host!r}: {error}") from None
-    addresses = sorted({(family, address) for family, _, _, _, address in found}, key=repr)
+    try:
+        return bind_addresses([(family, address) for family, _, _, _, address in found], silence)
+    except OSError as error:
+        where = f"{host or '*'}:{port}"
+        raise SurroundingsError(f"cannot listen on {where}: {error.strerror}") from None
+
+
+def bind_addresses(
+    addresses: Iterable[Address], silence: float, *, is_listening: bool = False
+) -> list[socket.socket]:
+    """Return sockets bound to all `addresses`; those with port 0 get the same free one.
+
+    While nobody listens, any number can be bound to the same port; with `is_listening`
+    they do at once, and only one program gets them.
+
+    Raises:
+        OSError: one of them cannot be had.
+    """
+    # In the same order everywhere: who gets the first of them gets all.
+    ordered = sorted(set(addresses), key=repr)
     for attempt in range(_ATTEMPTS):
         try:
-            return _bind_all(addresses, silence)
+            return _bind_all(ordered, silence, is_listening)
         except OSError as error:
-            is_race = port == 0 and error.errno == errno.EADDRINUSE and attempt < _ATTEMPTS - 1
-            if not is_race:
-                where = f"{host or '*'}:{port}"
-                raise SurroundingsError(f"cannot listen on {where}: {error.strerror}") from None
+            is_race = error.errno == errno.EADDRINUSE and ordered[0][1][1] == 0
+            if not is_race or attempt == _ATTEMPTS - 1:
+                raise
     raise AssertionError("the last attempt returns or raises")
 
 
 def _bind_all(
-    addresses: Sequence[tuple[socket.AddressFamily, tuple[Any, ...]]], silence: float
+    addresses: Sequence[Address], silence: float, is_listening: bool
 ) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     port: object = None
@@ -90,7 +118,7 @@ def _bind_all(
             if port is not None:
                 address = (address[0], port, *address[2:])
             try:
-                sock = _bound(family, address, silence)
+                sock = _bound(family, address, silence, is_listening)
             except OSError as error:
                 # An address family that the kernel was booted without.
                 missing = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
@@ -108,7 +136,9 @@ def _bind_all(
     return sockets
 
 
-def _bound(family: socket.AddressFamily, address: tuple[Any, ...], silence: float) -> socket.socket:
+def _bound(
+    family: socket.AddressFamily, address: tuple[Any, ...], silence: float, is_listening: bool
+) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -119,6 +149,8 @@ def _bound(family: socket.AddressFamily, address: tuple[Any, ...], silence: floa
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         keep_alive(sock, silence)
         sock.bind(address)
+        if is_listening:
+            sock.listen(socket.SOMAXCONN)
     except BaseException:
         sock.close()
         raise

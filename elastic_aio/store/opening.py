@@ -7,8 +7,8 @@ torch server would close the connection on an opcode that it does not know.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Final
+import socket
+from typing import Any, Final
 
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
@@ -26,11 +26,18 @@ _STRANGER: Final = "the peer does not answer like a TCPStore server"
 
 
 async def open_link(
-    host: str, port: int, *, token: str | None, reply_timeout: float, silence: float
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    reply_timeout: float,
+    silence: float,
+    sock: socket.socket | None = None,
 ) -> PlainLink | TaggedLink:
     """Connect, find out who is there, and return the link that speaks its dialect.
 
-    The caller bounds it in time.  Cancelling closes the connection.
+    The caller bounds it in time.  Cancelling closes the connection.  With `sock`, that
+    is the connection, and the link's from now on.
 
     Raises:
         OSError: nobody is there.
@@ -41,7 +48,8 @@ async def open_link(
     async def another() -> PlainLink:
         try:
             async with asyncio.timeout(reply_timeout):
-                link = await _open_plain(host, port, reply_timeout, silence)
+                link = PlainLink(reply_timeout)
+                await _open_plain(link, silence, host, port)
                 try:
                     await _greet(link)
                 except BaseException:
@@ -51,7 +59,11 @@ async def open_link(
             raise LinkLost(str(error) or "no answer") from None
         return link
 
-    link = await _open_plain(host, port, reply_timeout, silence, another)
+    link = PlainLink(reply_timeout, another)
+    if sock is None:
+        await _open_plain(link, silence, host, port)
+    else:
+        await _open_plain(link, silence, sock=sock)
     try:
         ping = link.ask(wire.PING, b"", _PINGED)
         known = link.ask(wire.CHECK, b"", (wire.RESERVED_KEY,))
@@ -77,19 +89,11 @@ async def open_link(
     return tagged
 
 
-async def _open_plain(
-    host: str,
-    port: int,
-    reply_timeout: float,
-    silence: float,
-    opener: Callable[[], Awaitable[PlainLink]] | None = None,
-) -> PlainLink:
+async def _open_plain(link: PlainLink, silence: float, *where: Any, **how: Any) -> None:
     loop = asyncio.get_running_loop()
-    link = PlainLink(reply_timeout, opener)
-    transport, _ = await loop.create_connection(lambda: link, host, port)
+    transport, _ = await loop.create_connection(lambda: link, *where, **how)
     keep_alive(transport.get_extra_info("socket"), silence)
     transport.write(wire.OPENING)
-    return link
 
 
 async def _greet(link: PlainLink) -> None:

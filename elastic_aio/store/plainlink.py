@@ -43,7 +43,7 @@ class PlainLink(Link):
         self._waiting: set[PlainLink] = set()
 
     def data_received(self, data: bytes) -> None:
-        self._heard += 1
+        self._hear()
         try:
             results = self._reader.read(data)
         except WireError as error:

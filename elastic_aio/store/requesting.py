@@ -28,7 +28,7 @@ MAX_KEY: Final = wire.WireLimits().key
 MAX_VALUE: Final = wire.WireLimits().value
 MAX_COUNT: Final = wire.WireLimits().count
 MIN_TTL: Final = 2.0
-"""Seconds; below, the frame per third of it would come more than once a second or so."""
+"""Seconds; below, its frames would have to come more than once a second."""
 
 _UNREAD: Final = 65_536
 """Changes that a watch holds for a reader that does not read."""

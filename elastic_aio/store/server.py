@@ -29,8 +29,14 @@ from elastic_aio.store.listen import bind_listeners, shown_endpoint
 
 __all__ = ["StoreServer"]
 
-_AWAY: Final = 0.5
+_TICK: Final = 1.0
+"""Seconds: while there are leases, the timer comes this often, to notice a pause of our own."""
+
+_AWAY: Final = 1.0
 """A timer this late (seconds) means that we were stopped ourselves, not the holders."""
+
+_LATE: Final = 0.05
+"""A timer this late (seconds) may have come before what is in the sockets was read."""
 
 _CLOSE_TIMEOUT: Final = 1.0
 """Seconds for the last replies to leave when the server closes."""
@@ -52,6 +58,7 @@ class StoreServer:
         limits: ServerLimits | None = None,
         on_drop: Callable[[Dropped], None] | None = None,
         listening: Sequence[socket.socket] = (),
+        on_pause: Callable[[float], None] | None = None,
     ) -> None:
         """Choose where to listen; nothing is bound yet.
 
@@ -64,6 +71,9 @@ class StoreServer:
             on_drop: called with each connection that is closed for what it did.
             listening: sockets that are bound already, in place of `host` and `port`;
                 they are the server's from now on.
+            on_pause: called, while there are leases, when this process has been away (it
+                was stopped, or the machine was), with the seconds that it was away for
+                at least; it may have been one more.  No lease has ended meanwhile.
         """
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
             raise SpecError("port", port, "must be a whole number from 0 to 65535")
@@ -73,6 +83,7 @@ class StoreServer:
         self._port = port
         self._token = token
         self._on_drop = on_drop
+        self._on_pause = on_pause
         self.limits = limits = limits or ServerLimits()
         self.instance = secrets.token_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
@@ -142,9 +153,14 @@ class StoreServer:
         try:
             for sock in self._sockets:
                 server = await self.loop.create_server(
-                    lambda: Connection(self), sock=sock, backlog=socket.SOMAXCONN
+                    lambda: Connection(self),
+                    sock=sock,
+                    backlog=socket.SOMAXCONN,
+                    start_serving=False,
                 )
+                # Known before the next wait: a cancellation there must find it.
                 self._servers.append(server)
+                await server.start_serving()
         except BaseException:
             self._stop_listening()
             raise
@@ -233,6 +249,8 @@ class StoreServer:
     def rearm(self) -> None:
         """Set the timer to what ends next: a lease, or the memory of a watch."""
         deadline = self.keyspace.next_deadline()
+        if deadline is not None and self.keyspace.leases.has_any:
+            deadline = min(deadline, self.now() + _TICK)
         if self._timer is not None:
             # One that is too early does no harm: it only looks.
             if deadline is not None and self._timer_at <= deadline:
@@ -249,15 +267,28 @@ class StoreServer:
     def _on_timer(self) -> None:
         self._timer = None
         now = self.now()
-        if now - self._timer_at > _AWAY and not self._is_late:
+        late = now - self._timer_at
+        if late > _AWAY:
+            self._excuse(late, now)
+        elif late > _LATE and not self._is_late:
             # What the holders have sent meanwhile is still in the sockets.
             self._is_late = True
-            self._set_timer(now + _AWAY)
+            self._set_timer(now + _LATE)
             return
         self._is_late = False
         self.keyspace.expire(now)
         self.flush()
         self.rearm()
+
+    def _excuse(self, late: float, now: float) -> None:
+        """Let no lease end for a silence that was our own.
+
+        Not even after what is in the sockets was read: the network of a machine that
+        has been paused takes seconds to bring the rest.
+        """
+        self.keyspace.leases.begin_anew(now)
+        if self._on_pause is not None:
+            self._on_pause(late)
 
     def _check(self, key: bytes, keys: Any) -> int:
         """Answer a plain CHECK; the reserved key tells our clients who we are."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from typing import Any, Final
 
 from elastic_aio.errors import StoreRefused
@@ -31,6 +30,9 @@ class _Asked:
         self.future = future
 
 
+_TAG_MAX: Final = (1 << 32) - 1
+
+
 class TaggedLink(Link):
     """A connection in our own dialect."""
 
@@ -39,13 +41,13 @@ class TaggedLink(Link):
         super().__init__(reply_timeout)
         self.instance = instance
         self._reader = TaggedReader()
-        self._tags = itertools.cycle(range(1, 1 << 32))
+        self._last_tag = 0
         self._asked: dict[int, _Asked] = {}
         self._listening: dict[int, WatchView | HeldLease] = {}
         self._tag_of: dict[WatchView, int] = {}
 
     def data_received(self, data: bytes) -> None:
-        self._heard += 1
+        self._hear()
         try:
             found = self._reader.read(data)
             self._is_crowded = len(found) > 1
@@ -151,16 +153,29 @@ class TaggedLink(Link):
         with contextlib.suppress(LinkLost):
             self._send(encode(wire.HEARTBEAT, b"", None, 0))
 
+    def beat(self, every: float) -> None:
+        """Show that we are alive, and have the peer show it too; again in `every` seconds.
+
+        The peer's kernel acknowledges what it gets even when its process is stopped;
+        only an answer shows life.
+        """
+        self._beat_every = every
+        self._tell(wire.PING, b"", 1)
+
     def _ask(self, op: int, key: bytes, argument: Any) -> tuple[int, asyncio.Future[Any]]:
-        tag = next(self._tags)
-        while tag in self._asked or tag in self._listening:
-            tag = next(self._tags)
+        tag = self._next_tag()
         self._send(encode(op, key, argument, tag))
         future: asyncio.Future[Any] = self._loop.create_future()
         self._asked[tag] = _Asked(op, key, argument, future)
         if op not in _WAITS:
             self._owe()
         return tag, future
+
+    def _next_tag(self) -> int:
+        while True:
+            self._last_tag = self._last_tag % _TAG_MAX + 1
+            if self._last_tag not in self._asked and self._last_tag not in self._listening:
+                return self._last_tag
 
     def _tell(self, op: int, key: bytes, argument: Any) -> None:
         """Send a request whose answer nobody awaits; without a connection it is moot."""

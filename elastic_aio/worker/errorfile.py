@@ -24,7 +24,13 @@ from typing import Any, TypeVar, cast
 from elastic_aio.outcome import WorkerError
 from elastic_aio.worker.context import ERROR_FILE
 
-__all__ = ["parse_error_file", "record", "with_exit_code", "write_error_file"]
+__all__ = [
+    "parse_error_file",
+    "record",
+    "render_error_file",
+    "with_exit_code",
+    "write_error_file",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -106,6 +112,13 @@ def _time(value: object, written_at: float) -> float:
     if not 0 <= stamp < 1e11:
         return written_at
     return stamp if abs(stamp - written_at) > 2 else written_at
+
+
+def render_error_file(error: WorkerError) -> bytes:
+    """Return the error file that says what `error` does; its own may be on another host."""
+    extra = {"py_callstack": error.traceback or "", "timestamp": str(int(error.timestamp))}
+    said = {"message": error.message, "extraInfo": extra}
+    return json.dumps({"message": said}).encode("ascii")
 
 
 def with_exit_code(content: bytes, exit_code: int) -> bytes:

@@ -16,6 +16,7 @@ from elastic_aio import (
     JobState,
     JobStopped,
     LaunchSpec,
+    LogSpec,
     SpecError,
     StopPlan,
     StopRequested,
@@ -166,8 +167,9 @@ async def test_leaving_the_block_is_not_cut_short_by_cancellation(tmp_path: Path
 async def test_a_setting_that_does_not_fit_the_machine() -> None:
     """Entering refuses what cannot be, and leaves nothing open."""
     children = own_children()
-    with pytest.raises(SpecError, match="nnodes"):
-        async with Agent(LaunchSpec(["true"], nnodes=2)):
+    logs = LogSpec(local_ranks_filter=[60_000])
+    with pytest.raises(SpecError, match=r"logs\.local_ranks_filter"):
+        async with Agent(LaunchSpec(["true"], nproc_per_node="cpu", logs=logs)):
             raise AssertionError("never entered")
     assert own_children() == children
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -533,3 +535,22 @@ def test_bad_endpoints_are_one_line(endpoint: str) -> None:
         connect("host:1", timeout=-1)
     with pytest.raises(SpecError, match="reply_timeout"):
         connect("host:1", reply_timeout=0)
+
+
+async def test_requests_leave_nothing_behind(server: StoreServer) -> None:
+    """A connection that lives for months must not remember what it has asked."""
+    count = 4000
+    async with connect(server.endpoint) as store:
+        await asyncio.gather(*(store.add("n", 1) for _ in range(count)))
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                await asyncio.gather(*(store.add("n", 1) for _ in range(count // 10)))
+            gc.collect()
+            kept = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(True, "*/elastic_aio/*")]
+            )
+        finally:
+            tracemalloc.stop()
+    assert sum(one.size for one in kept.statistics("filename")) < count * 10

@@ -24,6 +24,7 @@ from elastic_aio import (
     LaunchSpec,
     LogSpec,
     Module,
+    RendezvousSpec,
     ResourceUsage,
     Restarting,
     RestartPolicy,
@@ -40,6 +41,7 @@ from elastic_aio import (
     WorkerResult,
     event_from_json,
     event_to_json,
+    follow_job,
     format_failure,
     launch,
     run,
@@ -201,3 +203,22 @@ async def groups() -> None:
         print(result.return_values[0], result.stdouts[0], result.failures)
     with sync.start_processes("g", ["true"], {0: ()}, {0: {}}) as other:
         print(other.wait(), other.pids())
+
+
+async def far_job() -> int:
+    """Follow a job of many nodes from anywhere."""
+    last = -1
+    async with follow_job("node0:29400,node1", "run", token=None, after=last) as events:
+        async for event in events:
+            seen: Event = event
+            last = seen.seq
+    return last
+
+
+def meetings() -> list[RendezvousSpec]:
+    """Every kind of meeting."""
+    return [
+        RendezvousSpec(),
+        RendezvousSpec(backend="static", node_rank=0, endpoint="node0"),
+        RendezvousSpec(join_timeout=5, is_host=False, conf={"a": "b"}, token="secret"),
+    ]

@@ -22,6 +22,7 @@ from elastic_aio.outcome import WorkerError
 from elastic_aio.worker.errorfile import (
     parse_error_file,
     record,
+    render_error_file,
     with_exit_code,
     write_error_file,
 )
@@ -433,3 +434,13 @@ def test_a_time_far_from_the_files_is_the_workers(tmp_path: Path) -> None:
     assert found is not None
     assert found.timestamp == int(found.timestamp)
     assert abs(found.timestamp - recorded) < 2
+
+
+@pytest.mark.parametrize("stack", ["Traceback ...\nValueError: x\n", None])
+def test_an_error_can_be_written_down_again(stack: str | None) -> None:
+    """What is known of an error on another host makes an error file here."""
+    error = WorkerError("ValueError: x \udcff", stack, 1_700_000_000.0, "/far/error.json")
+    content = render_error_file(error)
+    assert parse_error_file(content, "/far/error.json", 1_700_000_000.5) == WorkerError(
+        error.message, stack, 1_700_000_000.5, "/far/error.json"
+    )

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.agent.restarts import RestartBook, Verdict
 from elastic_aio.backoff import Backoff, RestartWindow
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.policy import Action, RestartPolicy
+from elastic_aio.restarts import RestartBook, Verdict
 
 
 def failure(code: int = 1) -> Failure:

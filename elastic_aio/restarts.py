@@ -31,6 +31,7 @@ class RestartBook:
         self._policy = policy
         self._random = random
         self._restarts_at: list[float] = []
+        self._resumed = 0
         self._consecutive = 0
 
     def __repr__(self) -> str:
@@ -39,7 +40,7 @@ class RestartBook:
     @property
     def restarts(self) -> int:
         """How many restarts there were."""
-        return len(self._restarts_at)
+        return self._resumed + len(self._restarts_at)
 
     @property
     def is_used_up(self) -> bool:
@@ -75,6 +76,10 @@ class RestartBook:
         if action is Action.RESTART:
             why += ", restart.decide said so"
         return Verdict(True, why, self._delay(ran))
+
+    def resume(self, restarts: int) -> None:
+        """Go on where another book has counted that many; when they were is not known."""
+        self._resumed = max(0, restarts - len(self._restarts_at))
 
     def count(self, now: float) -> None:
         """Count a restart that is going to happen."""

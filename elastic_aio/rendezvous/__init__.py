@@ -1,0 +1,1 @@
+"""How the nodes of a job meet, agree on ranks, and stay together."""

@@ -1,0 +1,145 @@
+"""The hosts and cables of the tests themselves: they must cut what they say, and all of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.netns import Host, Network, needs_network_namespaces, remove_stale
+
+pytestmark = needs_network_namespaces
+
+_NAMESPACES = Path("/run/netns")
+# Says each datagram that it gets.
+_LISTEN = """
+import socket, sys
+receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+receiver.bind(("", 7000))
+print("ready", flush=True)
+while True:
+    print(receiver.recv(100).decode(), flush=True)
+"""
+_SEND = """
+import socket, sys
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (sys.argv[1], 7000))
+"""
+
+
+_ASK = """
+import os, socket
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+try:
+    print(socket.gethostbyname("lonely"))
+except OSError:
+    print(None)
+"""
+
+
+def run_on(host: Host, *argv: str) -> str:
+    """Run a program on a host; return what it says."""
+    return subprocess.run(
+        host.argv(argv), capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+@contextmanager
+def listening(host: Host) -> Iterator[subprocess.Popen[str]]:
+    """Listen for datagrams on a host while the block is open."""
+    argv = host.argv([sys.executable, "-I", "-S", "-c", _LISTEN])
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert said_by(process) == "ready"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def send(source: Host, target: Host, text: str) -> None:
+    """Send a datagram from a host to another."""
+    run_on(source, sys.executable, "-I", "-S", "-c", _SEND, target.address, text)
+
+
+def test_a_cut_cable_loses_one_direction(tmp_path: Path) -> None:
+    """What is cut does not arrive, what is not does, and healing brings all back."""
+    with Network(tmp_path, "a", "b", "c") as network:
+        a, b, c = network.hosts.values()
+        with listening(a) as at_a, listening(b) as at_b:
+            send(a, b, "1")
+            assert said_by(at_b) == "1"
+            network.cut("a", "b")
+            send(a, b, "lost")
+            send(c, b, "2")  # so the lost one was not merely late
+            assert said_by(at_b) == "2"
+            send(b, a, "3")
+            assert said_by(at_a) == "3"
+            network.heal()
+            network.partition("a", "b", "c")
+            send(b, a, "lost")
+            send(a, b, "lost")
+            send(c, b, "4")
+            assert said_by(at_b) == "4"
+            network.heal()
+            send(b, a, "5")
+            send(a, b, "6")
+            assert said_by(at_a) == "5"
+            assert said_by(at_b) == "6"
+
+
+def test_a_host_is_of_its_own(tmp_path: Path) -> None:
+    """A host has its own name and cannot look up any; ours is what it was."""
+    ours = socket.gethostname()
+    with Network(tmp_path, "lonely") as network:
+        host = network["lonely"]
+        assert run_on(host, "hostname") == "lonely"
+        assert "nameserver 10.77.0.250" in run_on(host, "cat", "/etc/resolv.conf")
+        assert run_on(host, "cat", "/etc/hosts") == "127.0.0.1 localhost\n::1 localhost"
+        addresses = run_on(host, "ip", "-br", "-4", "address")
+        assert [line.split()[2] for line in addresses.splitlines()] == [
+            "127.0.0.1/8",
+            "10.77.0.1/24",
+        ]
+    assert socket.gethostname() == ours
+    assert "10.77.0.250" not in Path("/etc/resolv.conf").read_text()
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    """Neither a namespace nor a process on it is left, though the block failed."""
+    before = set(os.listdir(_NAMESPACES)) if _NAMESPACES.exists() else set()
+    with pytest.raises(ZeroDivisionError), Network(tmp_path, "a", "b") as network:  # noqa: PT012  # what stands in the block is the point
+        process = subprocess.Popen(network["a"].argv(["sleep", "99"]))
+        while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
+            time.sleep(0.003)
+        raise ZeroDivisionError
+    assert process.wait() == -9
+    assert set(os.listdir(_NAMESPACES)) <= before
+
+
+def test_what_a_dead_run_has_left_is_removed(tmp_path: Path) -> None:
+    """A run that was killed leaves its hosts to the next one, which removes them and no others."""
+    code = f"""
+import os, pathlib, signal, subprocess
+from tests.support.netns import Network
+with Network(pathlib.Path({str(tmp_path / "other")!r}), "a") as network:
+    subprocess.Popen(network["a"].argv(["sleep", "99"]))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with Network(tmp_path, "mine"):
+        here = set(os.listdir(_NAMESPACES))
+        subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+        assert len(set(os.listdir(_NAMESPACES)) - here) == 2
+        remove_stale()
+        assert set(os.listdir(_NAMESPACES)) <= here
+        assert any(name.endswith("-mine") for name in os.listdir(_NAMESPACES))

@@ -1,0 +1,203 @@
+"""How the options about many nodes make a rendezvous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.options.grammar import UsageError
+from elastic_aio.rendezvousspec import RendezvousSpec
+from elastic_aio.spec import LaunchSpec, NodeRange
+from elastic_aio.torchrun import RunRequest, parse_run
+
+
+def read(line: str, env: Mapping[str, str] | None = None) -> RunRequest:
+    return parse_run([*line.split(), "train.py"], env or {})
+
+
+def rendezvous(line: str, env: Mapping[str, str] | None = None) -> RendezvousSpec:
+    return read(line, env).spec.rendezvous
+
+
+STATIC = "--nnodes 2 --master-addr a"
+DYNAMIC = "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1"
+
+
+def test_the_main_use_of_the_static_backend() -> None:
+    """As in torchrun: the node of rank 0 serves the store, the others are told where."""
+    first = read("--nnodes 2 --node-rank 0 --master-addr a --master-port 7")
+    other = read("--nnodes 2 --node-rank 1 --master-addr a --master-port 7")
+    assert first.spec.rendezvous == RendezvousSpec(
+        backend="static",
+        endpoint="a:7",
+        node_rank=0,
+        is_host=True,
+        join_timeout=900,
+        read_timeout=900,
+    )
+    assert (other.spec.rendezvous.node_rank, other.spec.rendezvous.is_host) == (1, False)
+    assert (first.spec.nnodes, first.spec.run_id) == (NodeRange(2, 2), "none")
+    assert first.spec.master_port is None, "the port is the nodes' own"
+    assert first.notices == other.notices == ()
+
+
+def test_the_main_use_of_the_dynamic_backend() -> None:
+    """A range of nodes that meet at one of several endpoints."""
+    request = read(
+        "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1,b --rdzv-id mine"
+        " --rdzv-conf heartbeat_timeout=3,is_host=0 --local-addr 10.0.0.1"
+    )
+    spec = request.spec
+    assert (spec.nnodes, spec.run_id, spec.master_port) == (NodeRange(1, 4), "mine", None)
+    assert spec.rendezvous == RendezvousSpec(
+        endpoint="a:1,b",
+        heartbeat_timeout=3,
+        is_host=False,
+        local_addr="10.0.0.1",
+        conf={"heartbeat_timeout": "3", "is_host": "0"},
+    )
+    assert spec.rendezvous.endpoints == ("a:1", "b:29400")
+    assert request.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [
+        ("--nnodes 2 --master-addr a", "a:29500"),
+        ("--nnodes 2 --master-addr ::1", "[::1]:29500"),
+        ("--nnodes 2 --master-addr [::1] --master-port 7", "[::1]:7"),
+        ("--nnodes 2 --rdzv-endpoint b", "b:29500"),
+        ("--nnodes 2 --rdzv-endpoint b:8 --master-port 7", "b:8"),
+        ("--nnodes 2", "127.0.0.1:29500"),
+        ("--nnodes 2 --rdzv-backend c10d --master-port 7", "localhost:29400"),
+    ],
+)
+def test_where_nodes_meet(line: str, endpoint: str) -> None:
+    """The endpoint, or the master's address and port, or torchrun's defaults."""
+    assert rendezvous(line).endpoints == (endpoint,)
+
+
+@pytest.mark.parametrize(
+    ("line", "port"),
+    [
+        ("--master-port 7", 7),
+        ("--nnodes 2 --master-addr a --master-port 7", None),
+        ("--nnodes 2 --rdzv-endpoint a:8 --master-port 7", 7),
+        ("--nnodes 2 --rdzv-endpoint a:7 --master-port 7", None),
+        (f"{DYNAMIC} --master-port 7", 7),
+        (f"{DYNAMIC} --master-port 1", None),
+    ],
+)
+def test_the_port_of_the_workers(line: str, port: int | None) -> None:
+    """It is theirs unless the nodes meet there."""
+    assert read(line).spec.master_port == port
+
+
+def test_the_static_backend_takes_the_maximum() -> None:
+    """torchrun does so without a word."""
+    request = read("--nnodes 1:3 --node-rank 2 --master-addr a")
+    assert request.spec.nnodes == NodeRange(3, 3)
+    (notice,) = request.notices
+    assert "--nnodes 1:3" in notice
+    assert "waits for all 3" in notice
+
+
+RANKS = [
+    ("", {}, None),
+    ("--node-rank 1", {"PET_NODE_RANK": "0", "SLURM_PROCID": "0"}, 1),
+    ("", {"PET_NODE_RANK": "1", "SLURM_PROCID": "0"}, 1),
+    ("", {"SLURM_PROCID": "1", "SLURM_NODEID": "0"}, 1),
+    ("", {"SLURM_NODEID": "1"}, 1),
+    ("", {"SLURM_PROCID": "x", "SLURM_NODEID": "1"}, 1),
+]
+
+
+@pytest.mark.parametrize(("line", "env", "rank"), RANKS)
+def test_where_the_rank_comes_from(line: str, env: dict[str, str], rank: int | None) -> None:
+    """The option, its variable, then Slurm's; static has 0 otherwise, c10d no wish."""
+    assert rendezvous(f"{DYNAMIC} {line}", env).node_rank == rank
+    static = rendezvous(f"{STATIC} {line}", env)
+    assert (static.node_rank, static.is_host) == (rank or 0, not rank)
+
+
+def test_a_wish_may_be_beyond_the_maximum() -> None:
+    """A node that stands by may take any place later; only static insists."""
+    assert rendezvous(f"{DYNAMIC} --node-rank 9").node_rank == 9
+    with pytest.raises(UsageError, match=r"^--node-rank: must be from 0 to 1 for 2 nodes"):
+        read(f"{STATIC} --node-rank 2")
+
+
+ALONE = [
+    "--standalone --rdzv-backend etcd --rdzv-endpoint a:1",
+    "--rdzv-backend etcd",
+    "--rdzv-backend static --master-addr a --node-rank 0",
+    "--rdzv-backend c10d --rdzv-endpoint localhost:0",
+    "--nnodes 1:1 --rdzv-endpoint elsewhere:1,there:2 --rdzv-conf keep_alive_interval=5,foo=1",
+    "--rdzv-conf token_file=/no/such/file",
+]
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_one_node_accepts_everything(line: str) -> None:
+    """None of it matters, so nothing is said."""
+    request = read(line, {"SLURM_PROCID": "3"})
+    assert request.spec.nnodes == NodeRange(1, 1)
+    assert request.notices == ()
+    assert request.spec.run_id is None
+    assert request.spec.rendezvous.token is None
+
+
+def test_without_any_option_there_is_no_rendezvous() -> None:
+    """Not even Slurm's ranks make a difference."""
+    env = {"SLURM_PROCID": "3", "SLURM_NODEID": "1"}
+    assert read("", env).spec == LaunchSpec("train.py")
+
+
+def test_a_rank_without_nodes_is_probably_a_mistake() -> None:
+    """`--nnodes` was forgotten, or every node begins a world of its own."""
+    (notice,) = read("--node-rank 1").notices
+    assert notice == "--node-rank 1 is unused: a job of one node meets nobody"
+
+
+def test_standalone_is_one_node() -> None:
+    """It contradicts a minimum of several, and takes one of a range."""
+    request = read("--standalone --nnodes 1:4")
+    assert request.spec.nnodes == NodeRange(1, 1)
+    assert request.notices == ("--standalone is for one node: --nnodes 1:4 is taken for 1",)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nnodes 2", ["--master-addr is not given", "127.0.0.1:29500"]),
+        ("--nnodes 2 --rdzv-backend c10d", ["--rdzv-endpoint is not given", "localhost:29400"]),
+        (f"{DYNAMIC} --master-addr a", ["--master-addr is unused", "--rdzv-endpoint says"]),
+        ("--nnodes 2 --rdzv-endpoint a:1 --master-addr b", ["--master-addr is unused"]),
+        (f"{DYNAMIC} --rdzv-conf foo=1", ["'foo' is not known"]),
+        (f"{STATIC} --rdzv-conf is_host=1", ["is_host has no effect"]),
+    ],
+)
+def test_what_is_probably_not_meant_is_said(line: str, words: list[str]) -> None:
+    """One line for each, and the job goes on."""
+    (notice,) = read(line).notices
+    assert all(word in notice for word in words)
+
+
+def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
+    """Its text without the space around it; a file that cannot be read is one line."""
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    assert rendezvous(f"{DYNAMIC} --rdzv-conf token_file={path}").token == "secret"
+    assert "secret" not in repr(read(f"{DYNAMIC} --rdzv-conf token_file={path}"))
+    with pytest.raises(UsageError, match=r"^--rdzv-conf: token_file: cannot read .*/nowhere"):
+        read(f"{DYNAMIC} --rdzv-conf token_file=/nowhere")
+
+
+def test_the_key_is_named_when_two_values_do_not_fit() -> None:
+    """What the spec complains of is said in the words of the command line."""
+    with pytest.raises(UsageError, match=r"^--local-addr: must be the name or address"):
+        read(f"{DYNAMIC} --local-addr a:1")
+    with pytest.raises(UsageError, match=r"^--rdzv-endpoint: must have a port other than 0"):
+        read("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:0")

@@ -1,0 +1,377 @@
+"""A job's events in its store: written by many, followed from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
+from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
+from elastic_aio.events import AttemptFailed, event_from_json, event_to_json
+from elastic_aio.outcome import ExitStatus, Failure, WorkerError
+from elastic_aio.rendezvous import following
+from elastic_aio.rendezvous.following import JobEvents
+from elastic_aio.rendezvous.stream import KEPT, EventStream
+from elastic_aio.store import MemoryStore, Store, StoreServer, connect
+
+DONE = JobFinished(state=JobState.SUCCEEDED, why="done", exit_code=0, duration=1.0, restarts=0)
+
+
+def started(*ranks: int) -> list[Event]:
+    """Return events that can be told apart."""
+    return [WorkerStarted(rank=rank, local_rank=0, pid=1, node="a") for rank in ranks]
+
+
+def shown(events: Sequence[Event]) -> list[Any]:
+    """Return what the tests look at: ranks, and counts of missed events as text."""
+    seen: list[Any] = []
+    for event in events:
+        match event:
+            case WorkerStarted(rank=rank):
+                seen.append(rank)
+            case EventsMissed(count=count):
+                seen.append(f"missed {count}")
+            case _:
+                seen.append(type(event).__name__)
+    return seen
+
+
+async def taken(events: JobEvents, count: int) -> list[Event]:
+    """Return the next events."""
+    async with asyncio.timeout(20):
+        return [await anext(events) for _ in range(count)]
+
+
+async def all_of(events: JobEvents) -> list[Event]:
+    """Return all events until the job's end."""
+    async with asyncio.timeout(20):
+        return [event async for event in events]
+
+
+@contextlib.asynccontextmanager
+async def serving(port: int = 0) -> AsyncIterator[tuple[StoreServer, Store]]:
+    """Serve a store, and give the view of the run `r` in it."""
+    async with StoreServer("127.0.0.1", port) as server, connect(server.endpoint) as client:
+        yield server, client.prefixed("elastic_aio/r")
+
+
+@contextlib.contextmanager
+def dead(port: int = 0) -> Iterator[str]:
+    """Give an endpoint where nobody listens, and nobody else can meanwhile."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        yield f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+async def test_events_come_in_order_with_numbers() -> None:
+    """Those that are there already, and those to come; the end ends the iteration."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        await stream.write(started(0, 1))
+        async with follow_job(server.endpoint, "r") as events:
+            assert events.has_begun
+            before = await taken(events, 2)
+            await stream.write([*started(2), DONE])
+            after = await all_of(events)
+            assert await all_of(events) == [], "an iteration that is over stays so"
+    assert shown([*before, *after]) == [0, 1, 2, "JobFinished"]
+    assert [event.seq for event in [*before, *after]] == [0, 1, 2, 3]
+
+
+async def test_a_reader_may_come_before_the_first_event() -> None:
+    """It waits, and can tell that nothing has begun."""
+    async with serving() as (server, store), follow_job(server.endpoint, "r") as events:
+        assert not events.has_begun
+        reading = asyncio.ensure_future(all_of(events))
+        await EventStream(store).write([*started(7), DONE])
+        assert shown(await reading) == [7, "JobFinished"]
+        assert events.has_begun
+
+
+async def test_many_write_at_once() -> None:
+    """Nothing is lost, nothing comes twice, and each writer's order is kept."""
+    async with serving() as (server, store), follow_job(server.endpoint, "r") as events:
+
+        async def write(writer: int) -> None:
+            async with connect(server.endpoint) as own:
+                stream = EventStream(own.prefixed("elastic_aio/r"))
+                for turn in range(10):
+                    first = 100 * writer + 3 * turn
+                    await stream.write(started(first, first + 1, first + 2))
+
+        await asyncio.gather(*map(write, range(5)))
+        await EventStream(store).write([DONE])
+        seen = await all_of(events)
+    ranks = shown(seen)[:-1]
+    assert [event.seq for event in seen] == list(range(151))
+    for writer in range(5):
+        own = [rank for rank in ranks if rank // 100 == writer]
+        assert own == list(range(100 * writer, 100 * writer + 30))
+
+
+async def test_a_reader_goes_on_where_it_was() -> None:
+    """`seq` is a cursor; the end known already is the end."""
+    async with serving() as (server, store):
+        await EventStream(store).write([*started(0, 1, 2), DONE])
+        for after, expected in [
+            (-1, [0, 1, 2, "JobFinished"]),
+            (0, [1, 2, "JobFinished"]),
+            (2, ["JobFinished"]),
+            (3, []),
+        ]:
+            async with follow_job(server.endpoint, "r", after=after) as events:
+                assert shown(await all_of(events)) == expected
+
+
+async def test_only_the_last_events_are_kept() -> None:
+    """Older ones are deleted, and who comes too late for them is told how many."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        await stream.write(started(*range(KEPT + 30)))
+        await stream.write([DONE])
+        keys = [key for key in await store.list_keys() if key[:8] == "events/0"]
+        assert len(keys) == KEPT
+        async with follow_job(server.endpoint, "r") as events:
+            seen = await all_of(events)
+        assert shown(seen) == ["missed 31", *range(31, KEPT + 30), "JobFinished"]
+        assert [event.seq for event in seen] == list(range(30, KEPT + 31))
+        async with follow_job(server.endpoint, "r", after=seen[0].seq) as events:
+            assert shown(await all_of(events))[0] == 31
+
+
+async def test_a_gap_is_waited_for() -> None:
+    """What has a lower number comes first, though it is written later."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        async with follow_job(server.endpoint, "r") as events:
+            late = await store.add("events#", 1) - 1
+            await stream.write(started(1, 2))
+            first = asyncio.ensure_future(anext(events))
+            # A question and its answer: what was written before has been sent by then.
+            await store.peek("events#")
+            assert not first.done()
+            await store.set(f"events/{late:012d}", event_to_json(started(0)[0]))
+            assert shown([await first, *await taken(events, 2)]) == [0, 1, 2]
+
+
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_GAP_PATIENCE", 0.05)
+    monkeypatch.setattr(following, "_TURN", 0.2)
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_writer_that_died_leaves_a_gap() -> None:
+    """It is given up in the end, and the reader is told; what comes later still is dropped."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        async with follow_job(server.endpoint, "r") as events:
+            await store.add("events#", 3)
+            await stream.write(started(3))
+            assert shown(await taken(events, 2)) == ["missed 3", 3]
+            await store.set(f"events/{1:012d}", event_to_json(started(1)[0]))
+            await stream.write([*started(4), DONE])
+            assert shown(await all_of(events)) == [4, "JobFinished"]
+
+
+@pytest.mark.usefixtures("_hasty")
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_rubbish_does_not_end_the_iteration(when: str) -> None:
+    """A value that is no event counts as missed; a key that is no number is none."""
+    rubbish = {
+        "events/": b"x",
+        "events/x": event_to_json(DONE),
+        "events/-1": event_to_json(DONE),
+        "events/000000000001": b"\xff\x00{",
+        "events/000000000002": b"[" * 10_000,
+        "events/000000000003": b'{"schema":1,"event":"JobFinished"}',
+        "events/999999999999": event_to_json(DONE),
+        "events/" + "9" * 30: event_to_json(DONE),
+    }
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        await stream.write(started(0))
+        await store.add("events#", 3)
+        if when == "before":
+            await store.multi_set(rubbish)
+        async with follow_job(server.endpoint, "r") as events:
+            await store.multi_set(rubbish)
+            assert shown(await taken(events, 4)) == [0, "missed 1", "missed 1", "missed 1"]
+            await stream.write(started(4))
+            await stream.write([*started(5), DONE])
+            assert shown(await all_of(events)) == [4, 5, "JobFinished"]
+
+
+async def test_the_other_endpoint_is_tried() -> None:
+    """The first one at which there is a store is taken."""
+    async with serving() as (server, store):
+        await EventStream(store).write([*started(0), DONE])
+        with dead() as other:
+            async with follow_job(f"{other}, {server.endpoint}", "r", timeout=20) as events:
+                assert shown(await all_of(events)) == [0, "JobFinished"]
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_lost_store_is_followed_by_another_stream() -> None:
+    """The next endpoint's store begins anew, and the reader is told so, once."""
+    async with contextlib.AsyncExitStack() as stack:
+        first, store = await stack.enter_async_context(serving())
+        async with serving() as (second, other):
+            await EventStream(store).write(started(0, 1))
+            both = f"{first.endpoint},{second.endpoint}"
+            async with follow_job(both, "r", timeout=20) as events:
+                assert shown(await taken(events, 2)) == [0, 1]
+                await stack.aclose()
+                with dead(first.port):
+                    await EventStream(other).write([*started(2, 3, 4), DONE])
+                    seen = await all_of(events)
+    assert shown(seen) == ["missed 0", 2, 3, 4, "JobFinished"]
+    assert [event.seq for event in seen] == [-1, 0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_broken_connection_loses_nothing() -> None:
+    """The same stream goes on after the last event that was read."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        await stream.write(started(0))
+        async with follow_job(server.endpoint, "r", timeout=20) as events:
+            assert shown(await taken(events, 1)) == [0]
+            source = events._source
+            assert source is not None
+            inner: Any = source.store
+            inner._store._link.fail("broken by the test")
+            await stream.write([*started(1), DONE])
+            assert shown(await all_of(events)) == [1, "JobFinished"]
+
+
+async def test_a_cursor_of_another_stream() -> None:
+    """A number that this stream has not reached is of another one: it is read from 0."""
+    async with serving() as (server, store):
+        await EventStream(store).write([*started(0), DONE])
+        async with follow_job(server.endpoint, "r", after=500) as events:
+            assert shown(await all_of(events)) == ["missed 0", 0, "JobFinished"]
+
+
+async def test_cancelling_a_wait_loses_nothing() -> None:
+    """As with every iterator here."""
+    async with serving() as (server, store):
+        stream = EventStream(store)
+        async with follow_job(server.endpoint, "r") as events:
+            for rank in range(5):
+                waiting = asyncio.ensure_future(anext(events))
+                await store.peek("events#")
+                waiting.cancel()
+                await stream.write(started(rank))
+                with contextlib.suppress(asyncio.CancelledError):
+                    assert shown([await waiting]) == [rank]
+                    continue
+                assert shown(await taken(events, 1)) == [rank]
+
+
+async def test_no_store_answers() -> None:
+    """One line that names the endpoints, after the time allowed."""
+    with (
+        dead() as one,
+        dead() as two,
+        pytest.raises(StoreTimeout, match=r"^no store at 127.*, 127.* within 0\.3 s"),
+    ):
+        await follow_job(f"{one},{two}", "r", timeout=0.3).__aenter__()
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_the_store_is_gone_for_good() -> None:
+    """The iteration says so, and closing is possible all the same."""
+    async with contextlib.AsyncExitStack() as stack:
+        server, store = await stack.enter_async_context(serving())
+        await EventStream(store).write(started(0))
+        async with follow_job(server.endpoint, "r", timeout=0.3) as events:
+            assert shown(await taken(events, 1)) == [0]
+            await stack.aclose()
+            with dead(server.port), pytest.raises(StoreTimeout, match="no store at"):
+                await taken(events, 1)
+
+
+async def test_the_token_is_asked_for() -> None:
+    """A wrong one is refused at once, a right one opens."""
+    async with StoreServer("127.0.0.1", token="secret") as server:
+        for wrong in (None, "guess"):
+            with pytest.raises(StoreRefused):
+                await follow_job(server.endpoint, "r", token=wrong).__aenter__()
+        async with follow_job(server.endpoint, "r", token="secret") as events:
+            assert not events.has_begun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"endpoint": "a:b"}, "endpoint: must have a port"),
+        ({"run_id": ""}, "run_id: must not be empty"),
+        ({"after": -2}, "after: must be a whole number of at least -1"),
+        ({"after": True}, "after: must be a whole number of at least -1"),
+        ({"timeout": 0}, "timeout: must be a number above 0"),
+    ],
+)
+def test_unusable_arguments(arguments: dict[str, Any], message: str) -> None:
+    """Refused at once, by name."""
+    with pytest.raises(SpecError) as caught:
+        follow_job(**{"endpoint": "a:1", "run_id": "r", **arguments})
+    assert str(caught.value).startswith(message)
+
+
+async def test_nothing_is_followed_outside_of_the_block() -> None:
+    """Before it is entered, and after it is left."""
+    async with serving() as (server, store):
+        await EventStream(store).write(started(0))
+        following = follow_job(server.endpoint, "r")
+        with pytest.raises(StoreClosed):
+            await anext(following)
+        async with following as events:
+            assert shown(await taken(events, 1)) == [0]
+        with pytest.raises(StoreClosed):
+            await anext(following)
+
+
+def huge_failure(length: int) -> Failure:
+    return Failure(
+        rank=0,
+        local_rank=0,
+        pid=1,
+        host="a",
+        status=ExitStatus(code=1),
+        time=1.0,
+        order=0,
+        error=WorkerError("boom", "line\n" * length, 1.0, "/x"),
+        stderr_tail=("\udcff" * length,) * 50,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 1_000, 100_000])
+async def test_an_event_has_a_bounded_size(length: int) -> None:
+    """Texts and lists of a long one are cut; it stays an event of its kind."""
+    root = huge_failure(length)
+    event = AttemptFailed(attempt=3, root=root, failures=(root,) * 500)
+    async with MemoryStore() as store:
+        await EventStream(store).write([event])
+        value = await store.get(f"events/{0:012d}")
+    assert len(value) <= 16_384
+    read = event_from_json(value)
+    assert isinstance(read, AttemptFailed)
+    assert read.root.status == root.status
+    assert read.attempt == 3
+    assert read.seq == 0
+
+
+async def test_a_long_list_of_events_is_written_in_parts() -> None:
+    """However many there are."""
+    async with MemoryStore() as store:
+        await EventStream(store).write(started(*range(200)))
+        await EventStream(store).write([])
+        assert await store.get("events#") == b"200"
+        assert await store.check([f"events/{number:012d}" for number in range(200)])

@@ -1,0 +1,86 @@
+"""A worker that tells who it is, and does what it is told.
+
+It writes notes, a line of JSON each, into the named pipe `$NODE_FOLDER/notes`, and reads
+its orders from the named pipe `$NODE_FOLDER/<pid>`: `exit CODE`, `raise TEXT`, `connect`
+(to the master, noting the outcome) and `deaf` (to SIGTERM from now on).
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+NUMBERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_PORT",
+)
+TEXTS = ("ROLE_NAME", "MASTER_ADDR")
+
+folder = os.environ["NODE_FOLDER"]
+me = {
+    "pid": os.getpid(),
+    "restart_count": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    "max_restarts": int(os.environ["TORCHELASTIC_MAX_RESTARTS"]),
+    "run_id": os.environ["TORCHELASTIC_RUN_ID"],
+    "error_file": os.environ["TORCHELASTIC_ERROR_FILE"],
+    **{name.lower(): int(os.environ[name]) for name in NUMBERS},
+    **{name.lower(): os.environ[name] for name in TEXTS},
+}
+notes = os.open(f"{folder}/notes", os.O_WRONLY)
+
+
+def note(what: str, text: str = "") -> None:
+    line = json.dumps({"what": what, "text": text, "time": time.monotonic(), **me})
+    os.write(notes, line.encode() + b"\n")
+
+
+def stopped(number: int, frame: object) -> None:
+    note("signal", signal.Signals(number).name)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def connect() -> str:
+    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(master, timeout=10).close()
+    except OSError as error:
+        return f"failed: {error}"
+    return "connected"
+
+
+def obey(word: str, rest: str) -> None:
+    match word:
+        case "exit":
+            os._exit(int(rest))
+        case "raise":
+            raise ValueError(rest)
+        case "connect":
+            note("answer", connect())
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note("answer", "deaf")
+
+
+if __name__ == "__main__":
+    orders = f"{folder}/{os.getpid()}"
+    if os.path.exists(orders):  # of a process that had the same pid
+        os.unlink(orders)
+    os.mkfifo(orders)
+    signal.signal(signal.SIGTERM, stopped)
+    # For writing too, so that there is never an end to read.
+    with open(os.open(orders, os.O_RDWR), "rb", buffering=0) as file:
+        note("started")
+        for line in file:
+            word, _, rest = line.decode().strip().partition(" ")
+            obey(word, rest)
+    sys.exit("no more orders")
