@@ -53,7 +53,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
     """What every event has.
 
     Attributes:
-        seq: position in the run's events, from 0; a cursor for `Agent.events()`.
+        seq: position in the run's events, from 0; a cursor for `Agent.events()`.  Those
+            of `follow_job` have numbers of their own.
         time: Unix seconds.
         run_id: the run.
         attempt: the incarnation of the group that this is about, from 0.
@@ -225,8 +226,9 @@ class RoundForming(Event, frozen=True, kw_only=True):
 class RoundFormed(Event, frozen=True, kw_only=True):
     """This node has a place in a round; its workers are about to start.
 
-    `attempt` is the one that begins.  `changes` counts the rounds so far that a
-    change of the membership brought about.
+    `attempt` is the one that begins, and `group_rank` this node's place; -1 where the
+    event is about all nodes, as `follow_job` tells it.  `changes` counts the rounds so
+    far that a change of the membership brought about.
     """
 
     round: int
@@ -271,7 +273,7 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
 
 
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):
-    """The store at which the nodes meet does not answer any more; workers run on."""
+    """The store at which the nodes meet is lost (`why`); workers run on for a while."""
 
     endpoint: str
     why: str

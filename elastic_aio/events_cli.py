@@ -21,7 +21,7 @@ from elastic_aio.events import Event, event_to_json
 from elastic_aio.options.grammar import UsageError, whole
 from elastic_aio.options.tokenfile import read_token
 from elastic_aio.rendezvous.following import follow_job
-from elastic_aio.rendezvousspec import RendezvousSpec
+from elastic_aio.rendezvousspec import STATIC_PORT, RendezvousSpec
 from elastic_aio.report import describe
 
 __all__ = ["main_events"]
@@ -66,14 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     default = RendezvousSpec()
     parser = _Parser(
         prog="aio-elastic events",
-        description="Tell what happens in a job of several nodes, from its beginning to its end.",
+        description="Tell what happens in a job of several nodes, from its beginning to its end:"
+        " nodes that come and go, rounds, failures, restarts.",
+        epilog="Exit codes: 0 the job has finished, 1 no store answers, 2 wrong arguments.",
     )
     parser.add_argument(
         "--rdzv-endpoint",
         "--rdzv_endpoint",
         default=default.endpoint,
         metavar="HOST:PORT[,...]",
-        help=f"where the job's nodes meet (default {default.endpoint})",
+        help=f"where the job's nodes meet (default {default.endpoint}); with the backend"
+        f" 'static' its --master-addr and --master-port (there {STATIC_PORT})",
     )
     parser.add_argument(
         "--rdzv-id",
@@ -96,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="seconds to look for the store (default 30)",
+        help="seconds to look for a store, at the start and after a loss (default 30)",
     )
     return parser
 

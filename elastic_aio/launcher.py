@@ -48,6 +48,7 @@ async def launch(
 
     Raises:
         JobFailed: the workers failed and no restart is left.
+        RendezvousFailed: the nodes of the job did not come together.
         JobStopped: a signal ended the job.
         SpecError: a setting does not fit this machine.
         SurroundingsError: the machine or this process lacks something.

@@ -138,7 +138,7 @@ def _job_started(event: JobStarted) -> str:
     logs = f"logs in {event.log_dir}" if event.log_dir else "no log files"
     return (
         f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node}{nodes},"
-        f" {event.max_restarts} restarts, {logs}"
+        f" {_counted(event.max_restarts, 'restart')}, {logs}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ for _name in [name for name in os.environ if name.startswith("PET_")] + [
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 ]:
     os.environ.pop(_name, None)
+
+# A shell lets what it runs in the background ignore these; the tests' processes shall not.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # libuv opens a pipe for signals with its first loop and keeps it.
 uvloop.new_event_loop().close()

@@ -84,7 +84,7 @@ def test_one_line_at_the_start(tmp_path: Path) -> None:
     assert ended.code == 0
     (line,) = ended.errors
     assert line.startswith("aio-elastic: run mine: 2 workers of bash on ")
-    assert line.endswith(f"1 restarts, logs in {folder}")
+    assert line.endswith(f"1 restart, logs in {folder}")
     assert folder.name.startswith("mine_")
 
 

@@ -57,6 +57,7 @@ PURE = WORDS - {"_version"} | {
     "rendezvous.desk",
     "rendezvous.ending",
     "rendezvous.forming",
+    "rendezvous.incumbent",
     "rendezvous.job",
     "rendezvous.judging",
     "rendezvous.member",

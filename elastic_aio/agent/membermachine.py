@@ -105,7 +105,7 @@ from elastic_aio.rendezvous.base import (
     Running,
     Succeeded,
 )
-from elastic_aio.rendezvous.bulletin import follows, formed
+from elastic_aio.rendezvous.bulletin import follows, formed, restarting
 from elastic_aio.spec import LaunchSpec
 
 __all__ = ["MemberMachine"]
@@ -166,7 +166,7 @@ class MemberMachine(GroupMachine):
             case Halt():
                 return self._on_halt(instruction)
             case Pause(cause):
-                return [*self._publish_root(cause), *self._publish_restart(_restarting(cause))]
+                return [*self._publish_root(cause), *self._publish_restart(restarting(cause))]
             case Conclude(ending):
                 return self._end(_finish_of(ending))
 
@@ -344,12 +344,6 @@ def _finish_of(ending: Ending) -> Finish:
         ending.restarts,
         failures=ending.failures,
         is_rendezvous=ending.is_rendezvous,
-    )
-
-
-def _restarting(cause: Cause) -> Restarting:
-    return Restarting(
-        attempt=cause.attempt, why=cause.why, delay=cause.delay, restarts=cause.restarts
     )
 
 

@@ -20,7 +20,7 @@ Values = Mapping[str, str | None]
 
 RENDEZVOUS_OPTIONS: Final = (
     Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
-    Option("standalone", "one node that meets nobody (the default for one node)"),
+    Option("standalone", "one node that meets nobody (the default); not with a minimum of more"),
     Option(
         "rdzv-backend",
         "how several nodes meet: 'c10d', 'static' (the default, as in torchrun) or a plug-in",
@@ -41,12 +41,13 @@ RENDEZVOUS_OPTIONS: Final = (
     Option("rdzv-conf", "settings of the rendezvous: see below", metavar="KEY=VALUE,..."),
     Option(
         "node-rank",
-        "group rank of this node: its own with 'static', a wish with 'c10d' (default: Slurm's)",
+        "group rank of this node: its own with 'static' (default: Slurm's, else 0), a wish with"
+        " 'c10d' (default: Slurm's, else none)",
         metavar="N",
     ),
     Option(
         "master-addr",
-        "host of the node of rank 0, for 'static' (default 127.0.0.1)",
+        "host of the node of rank 0, with 'static' (default 127.0.0.1)",
         metavar="ADDR",
     ),
     Option(

@@ -205,7 +205,8 @@ class Rendezvous(abc.ABC):
         """Begin to take part; instructions come from now on.
 
         Returns before other nodes have come.  What goes wrong later comes as a
-        `Conclude`.
+        `Conclude`.  Cancelled when this node stops meanwhile; `leave` follows in any
+        case.
 
         Raises:
             SurroundingsError: this machine lacks something, such as a port.

@@ -6,7 +6,7 @@ from elastic_aio.events import Event, MembershipChanged, Restarting, RoundFormed
 from elastic_aio.rendezvous.base import Cause, Placement
 from elastic_aio.rendezvous.tickets import Gathering
 
-__all__ = ["follows", "formed", "forming"]
+__all__ = ["follows", "formed", "forming", "restarting"]
 
 
 def forming(gathering: Gathering) -> RoundForming:
@@ -25,13 +25,18 @@ def forming(gathering: Gathering) -> RoundForming:
 
 def follows(cause: Cause, placement: Placement) -> Event:
     """Say why an attempt follows another one."""
-    if cause.root is None:
-        return MembershipChanged(
-            attempt=placement.attempt,
-            why=cause.why,
-            round=placement.round,
-            nodes=placement.span.group_world_size,
-        )
+    if cause.root is not None:
+        return restarting(cause)
+    return MembershipChanged(
+        attempt=placement.attempt,
+        why=cause.why,
+        round=placement.round,
+        nodes=placement.span.group_world_size,
+    )
+
+
+def restarting(cause: Cause) -> Restarting:
+    """Say that a restart after a failure has been granted."""
     return Restarting(
         attempt=cause.attempt, why=cause.why, delay=cause.delay, restarts=cause.restarts
     )

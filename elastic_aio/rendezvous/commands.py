@@ -7,8 +7,9 @@ from msgspec import Struct
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.tickets import Order
+from elastic_aio.spec import NodeRange
 
-__all__ = ["Ask", "Command", "Raise", "Rules", "Send", "Tell"]
+__all__ = ["Ask", "Command", "Publish", "Raise", "Rules", "Send"]
 
 
 class Rules(Struct, frozen=True):
@@ -34,9 +35,7 @@ class Rules(Struct, frozen=True):
     @property
     def wanted(self) -> str:
         """How many nodes, as it is written on a command line."""
-        if self.minimum == self.maximum:
-            return str(self.minimum)
-        return f"{self.minimum}:{self.maximum}"
+        return str(NodeRange(self.minimum, self.maximum))
 
 
 class Send(Struct, frozen=True):
@@ -46,8 +45,8 @@ class Send(Struct, frozen=True):
     order: Order
 
 
-class Tell(Struct, frozen=True):
-    """Publish an event of the job."""
+class Publish(Struct, frozen=True):
+    """Tell an event of the job to whoever follows it."""
 
     event: Event
 
@@ -65,4 +64,4 @@ class Raise(Struct, frozen=True):
     epoch: int
 
 
-Command = Send | Tell | Ask | Raise
+Command = Send | Publish | Ask | Raise

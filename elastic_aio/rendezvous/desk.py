@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from elastic_aio.events import Event
 from elastic_aio.rendezvous.base import Begin
-from elastic_aio.rendezvous.commands import Ask, Command, Raise, Send, Tell
+from elastic_aio.rendezvous.commands import Ask, Command, Publish, Raise, Send
 from elastic_aio.rendezvous.roll import Entry
 from elastic_aio.rendezvous.tickets import Body, Order
 
@@ -42,9 +42,9 @@ class Desk:
         self._sends.pop(entry.member, None)
         self._sends[entry.member] = Send(entry.member, Order(self.epoch, self._serial, body))
 
-    def tell(self, event: Event) -> None:
-        """Publish an event of the job."""
-        self._others.append(Tell(event))
+    def publish(self, event: Event) -> None:
+        """Tell an event of the job to whoever follows it."""
+        self._others.append(Publish(event))
 
     def ask(self, question: Ask) -> None:
         """Ask the user's callback."""

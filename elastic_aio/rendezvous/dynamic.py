@@ -26,7 +26,7 @@ from elastic_aio.rendezvous.base import (
     Rendezvous,
     Report,
 )
-from elastic_aio.rendezvous.member import Action, Member, Probe
+from elastic_aio.rendezvous.member import Member, Probe, Reaction
 from elastic_aio.rendezvous.office import Office
 from elastic_aio.rendezvous.points import Found, MeetingPoints, PointsError
 from elastic_aio.rendezvous.session import Session
@@ -75,29 +75,10 @@ class Dynamic(Rendezvous):
         self._card = card
         self._listener = listener
         self._points = MeetingPoints(meeting, run_id)
-        self._member = Member(
-            Ticket(
-                serial=0,
-                card=card,
-                address="",
-                port=0,
-                wish=meeting.node_rank,
-                minimum=spec.nnodes.minimum,
-                maximum=spec.nnodes.maximum,
-            )
-        )
+        self._member = Member(_first_ticket(spec, card))
         # Torch's own clients know no token, and worker 0 may want to serve itself.
         self._shares_store = is_ranked and meeting.token is None and spec.hosts_store
-        self._rules = Rules(
-            minimum=spec.nnodes.minimum,
-            maximum=spec.nnodes.maximum,
-            join_timeout=meeting.join_timeout,
-            last_call_timeout=meeting.last_call_timeout,
-            keeps_workers=meeting.keeps_workers,
-            is_ranked=is_ranked,
-            is_shared=self._shares_store,
-            asks=spec.restart.decide is not None,
-        )
+        self._rules = _rules_of(spec, is_ranked=is_ranked, is_shared=self._shares_store)
         self._spec = spec
         self._book = RestartBook(spec.max_restarts, spec.restart, random.random)
         self._run_id = run_id
@@ -137,7 +118,7 @@ class Dynamic(Rendezvous):
         """Meet the others, and let no defect of ours make this node wait for ever."""
         try:
             await self._meet_wherever()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # a defect of ours: told, and the job ends here
             said = "a rendezvous has a defect"
             asyncio.get_running_loop().call_exception_handler(
                 {"message": said, "exception": error, "task": asyncio.current_task()}
@@ -197,7 +178,7 @@ class Dynamic(Rendezvous):
         )
         return await self._session.attend()
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Iterable[Reaction]) -> None:
         for action in actions:
             match action:
                 case Begin():
@@ -296,3 +277,29 @@ class Dynamic(Rendezvous):
                     await session.see_off()
                 finally:
                     self._stay = None
+
+
+def _first_ticket(spec: LaunchSpec, card: NodeCard) -> Ticket:
+    return Ticket(
+        serial=0,
+        card=card,
+        address="",
+        port=0,
+        wish=spec.rendezvous.node_rank,
+        minimum=spec.nnodes.minimum,
+        maximum=spec.nnodes.maximum,
+    )
+
+
+def _rules_of(spec: LaunchSpec, *, is_ranked: bool, is_shared: bool) -> Rules:
+    meeting = spec.rendezvous
+    return Rules(
+        minimum=spec.nnodes.minimum,
+        maximum=spec.nnodes.maximum,
+        join_timeout=meeting.join_timeout,
+        last_call_timeout=meeting.last_call_timeout,
+        keeps_workers=meeting.keeps_workers,
+        is_ranked=is_ranked,
+        is_shared=is_shared,
+        asks=spec.restart.decide is not None,
+    )

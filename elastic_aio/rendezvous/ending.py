@@ -20,7 +20,7 @@ def end(job: Job, ending: Ending) -> None:
     for entry in job.fit():
         entry.was_told_end = True
         job.desk.send(entry, Conclude(ending))
-    job.desk.tell(
+    job.desk.publish(
         JobFinished(
             attempt=max(0, job.attempt),
             state=ending.state,

@@ -78,8 +78,8 @@ def form(job: Job, candidates: Iterable[Entry], why: str = "") -> None:
         job.desk.send(entry, Begin(placed[entry.member], cause))
     first = placed[lead.member]
     if cause is not None:
-        job.desk.tell(follows(cause, first))
-    job.desk.tell(formed(first, group_rank=-1))
+        job.desk.publish(follows(cause, first))
+    job.desk.publish(formed(first, group_rank=-1))
 
 
 def _is_quiet(job: Job, here: list[Entry]) -> bool:
@@ -160,7 +160,7 @@ def _wait(job: Job, here: list[Entry], until: float) -> None:
     for entry in here:
         if not entry.ticket.is_busy:
             job.desk.send(entry, Stay(shown))
-    job.desk.tell(forming(shown))
+    job.desk.publish(forming(shown))
 
 
 def _gathering(job: Job, here: list[Entry]) -> Gathering:

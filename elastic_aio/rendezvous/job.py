@@ -66,8 +66,12 @@ class Job:
     `round`, `origin`, `attempt` and `changes` are those of the last round, and `seats`
     who has a place in it; `names` is kept of those who are gone, `done` holds those
     who left after their workers had succeeded, and `departed` counts those who did so
-    under another coordinator.  `whys` says why the round cannot stay
-    as it is, and `cause` why another attempt follows, once that is decided.
+    under another coordinator.  `whys` says why the round cannot stay as it is, and
+    `cause` why another attempt follows, once that is decided; `halting_why` is what
+    those hear who have to stop.  `failures` are the last round's, the root cause first,
+    `answer` what the user's callback said of it (text: why it failed itself), and
+    `not_before` when the delay is over.  `ready_since` is the time since which a
+    newcomer could be taken in.
     """
 
     def __init__(
@@ -216,7 +220,7 @@ class Job:
     def refuse(self, entry: Entry, why: str) -> None:
         """Say that a member may not take part, for the time being or at all."""
         entry.refused, entry.refused_at = why, self.clock.now
-        self.desk.tell(NodeRefused(name=entry.name, member=entry.member, why=why))
+        self.desk.publish(NodeRefused(name=entry.name, member=entry.member, why=why))
 
     def note(self, why: str) -> None:
         """Remember why the round cannot stay as it is."""

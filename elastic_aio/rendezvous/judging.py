@@ -11,7 +11,7 @@ from elastic_aio.rendezvous.ending import end
 from elastic_aio.rendezvous.job import Job, Phase
 from elastic_aio.rendezvous.tickets import sketched
 
-__all__ = ["ask", "halt", "judge_when_quiet", "pause"]
+__all__ = ["halt", "heed_answer", "judge_when_quiet", "wait_out_delay"]
 
 
 def halt(job: Job) -> None:
@@ -30,7 +30,7 @@ def judge_when_quiet(job: Job) -> None:
     job.failures = root_cause_first(failure for one in took_part for failure in one.ticket.failures)
     if job.failures:
         root = job.failures[0]
-        job.desk.tell(AttemptFailed(attempt=job.attempt, root=root, failures=job.failures))
+        job.desk.publish(AttemptFailed(attempt=job.attempt, root=root, failures=job.failures))
     final = next((one.ticket for one in took_part if one.ticket.is_final), None)
     granted = next(filter(None, map(job.granted, took_part)), None)
     if final is not None:
@@ -50,7 +50,7 @@ def judge_when_quiet(job: Job) -> None:
         _judge(job, Action.BY_POLICY)
 
 
-def ask(job: Job) -> None:
+def heed_answer(job: Job) -> None:
     """Do what the user's callback has answered, if it has."""
     match job.answer:
         case Action():
@@ -59,8 +59,8 @@ def ask(job: Job) -> None:
             _fail(job, job.answer)
 
 
-def pause(job: Job) -> None:
-    """Let the delay pass."""
+def wait_out_delay(job: Job) -> None:
+    """Let another round be formed once the delay is over."""
     if not job.clock.wait_until(job.not_before):
         job.wait_for_nodes()
 

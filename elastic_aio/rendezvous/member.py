@@ -47,7 +47,7 @@ from elastic_aio.rendezvous.tickets import (
     sketched,
 )
 
-__all__ = ["Action", "Member", "Probe"]
+__all__ = ["Member", "Probe", "Reaction"]
 
 
 class Probe(Struct, frozen=True):
@@ -58,7 +58,8 @@ class Probe(Struct, frozen=True):
     port: int
 
 
-Action = Instruction | Event | Probe
+Reaction = Instruction | Event | Probe
+"""What is to be done about what a member has heard."""
 
 
 class Member:
@@ -105,14 +106,14 @@ class Member:
         """Write the ticket anew, for a store that may not know it."""
         self._now()
 
-    def coordinated(self, name: str, epoch: int) -> list[Action]:
+    def coordinated(self, name: str, epoch: int) -> list[Reaction]:
         """Take in who coordinates now; an epoch that is not newer changes nothing."""
         if epoch <= self.ticket.epoch:
             return []
         self._now(epoch=epoch)
         return [CoordinatorChanged(name=name, epoch=epoch)]
 
-    def order(self, order: Order) -> list[Action]:
+    def order(self, order: Order) -> list[Reaction]:
         """Take in an order; return what is to be done about it."""
         seen = (order.epoch, order.serial)
         if seen <= self._seen or order.epoch < self.ticket.epoch or self._has_ended:
@@ -146,7 +147,7 @@ class Member:
                     self._now(departed=count)
                 return []
 
-    def give_up(self, why: str) -> list[Action]:
+    def give_up(self, why: str) -> list[Reaction]:
         """Let the job end for this node alone: it cannot meet the others."""
         if self._has_ended:
             return []
@@ -154,7 +155,7 @@ class Member:
         ending = Ending(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
         return [Conclude(ending)]
 
-    def cut_off(self, why: str) -> list[Action]:
+    def cut_off(self, why: str) -> list[Reaction]:
         """Stop what runs: the others must be taken to have gone on without this node."""
         if not self.ticket.is_busy:
             return []
@@ -189,7 +190,7 @@ class Member:
 
     # ------------------------------------------------------------------- changes
 
-    def _begin(self, begin: Begin, placement: Placement) -> list[Action]:
+    def _begin(self, begin: Begin, placement: Placement) -> list[Reaction]:
         ticket = self.ticket
         if placement == ticket.held:
             return []  # told again
@@ -220,7 +221,7 @@ class Member:
         promoted = Promoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, begin]
 
-    def _halt(self, round: int, why: str) -> list[Action]:
+    def _halt(self, round: int, why: str) -> list[Reaction]:
         if round < self.ticket.round:
             return []
         self._halting = max(round, self._halting)
@@ -230,13 +231,13 @@ class Member:
             self._now(quiet=round)
         return []
 
-    def _pause(self, pause: Pause, cause: Cause) -> list[Action]:
+    def _pause(self, pause: Pause, cause: Cause) -> list[Reaction]:
         if cause == self.ticket.granted:
             return []  # told again
         self._now(granted=cause)
         return [pause]
 
-    def _stand_by(self, round: int, maximum: int) -> list[Action]:
+    def _stand_by(self, round: int, maximum: int) -> list[Reaction]:
         if self._is_standing_by:
             return []
         self._is_standing_by = True

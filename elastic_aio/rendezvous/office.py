@@ -16,21 +16,21 @@ from elastic_aio.events import Event, NodeJoined, NodeLeft, NodeLost, NodeRefuse
 from elastic_aio.outcome import Failure
 from elastic_aio.policy import Action
 from elastic_aio.rendezvous.base import Begin, Listener, NodeCard
-from elastic_aio.rendezvous.state import Ask, Command, Coordinator, Raise, Rules, Send, Tell
+from elastic_aio.rendezvous.state import Ask, Command, Coordinator, Publish, Raise, Rules, Send
 from elastic_aio.rendezvous.stream import EventStream
 from elastic_aio.rendezvous.tickets import (
     PROTOCOL,
     Order,
     Refuse,
-    Ticket,
     Unreadable,
+    in_our_time,
     read_ticket,
     written,
 )
 from elastic_aio.restarts import RestartBook
 from elastic_aio.store.base import Change, ChangeKind, Lease, Store, Watch
 
-__all__ = ["Office", "in_our_time"]
+__all__ = ["Office"]
 
 _SHOWN_HERE = (NodeJoined, NodeLeft, NodeLost, NodeRefused)
 """What the coordinating node's own readers would not hear of otherwise."""
@@ -68,8 +68,8 @@ class Office:
         self._run_id = run_id
         self._news = asyncio.Event()
         self._changes: list[Change] = []
-        self._untold: list[Event] = []
-        self._has_untold = asyncio.Event()
+        self._unwritten: list[Event] = []
+        self._has_unwritten = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._own_key = ""
         self._is_parting = False
@@ -115,7 +115,7 @@ class Office:
                 await self._take(coordinator, lease, key, text, is_fresh=False)
             helpers = [
                 owned_task(self._collect(tickets), name="tickets"),
-                owned_task(self._publish(EventStream(store)), name="events of the job"),
+                owned_task(self._write_events(EventStream(store)), name="events of the job"),
             ]
             try:
                 while True:
@@ -177,7 +177,7 @@ class Office:
             refusal = Order(coordinator.epoch, 1, Refuse(why))
             await lease.set(f"o/{member}", written(refusal))
             return
-        coordinator.ticket(member, in_our_time(ticket) if is_fresh else ticket)
+        coordinator.ticket(member, in_our_time(ticket, time.time()) if is_fresh else ticket)
 
     # --------------------------------------------------------------- orders out
 
@@ -190,7 +190,7 @@ class Office:
         orders: dict[str, Order] = {}  # only the last one for each member matters
         for command in coordinator.decide(self._clock()):
             await self._do(command, coordinator, orders, announce)
-        begun = {place for one in orders.values() if (place := _round_of(one)) is not None}
+        begun = {which for one in orders.values() if (which := _round_of(one)) is not None}
         if self._root is not None and not begun <= self._cleared:
             # Only once for each: an order may be given again under a higher epoch.
             await _clear(self._root)
@@ -210,8 +210,8 @@ class Office:
                 orders[member] = order
             case Raise(epoch):
                 await announce(epoch)
-            case Tell(event):
-                self._tell(event)
+            case Publish(event):
+                self._publish(event)
             case Ask(attempt, failure):
                 asking = self._ask(coordinator, attempt, failure)
                 self._asking = owned_task(asking, name="restart.decide")
@@ -229,19 +229,19 @@ class Office:
 
     # ------------------------------------------------------------------- events
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         if isinstance(event, _SHOWN_HERE):
             self._listener.told(event)
         stamped = replace(event, time=time.time(), run_id=self._run_id, node=self._card.name)
-        self._untold.append(stamped)
-        self._has_untold.set()
+        self._unwritten.append(stamped)
+        self._has_unwritten.set()
 
-    async def _publish(self, stream: EventStream) -> None:
+    async def _write_events(self, stream: EventStream) -> None:
         """Write what happens into the job's stream, without holding up any order."""
         while True:
-            await self._has_untold.wait()
-            self._has_untold.clear()
-            events, self._untold = self._untold, []
+            await self._has_unwritten.wait()
+            self._has_unwritten.clear()
+            events, self._unwritten = self._unwritten, []
             for _ in range(2):  # a connection that breaks may be back already
                 with contextlib.suppress(StoreError):  # whoever follows sees a gap
                     await stream.write(events)
@@ -272,18 +272,3 @@ async def _clear(root: Store) -> None:
 
 def _member_of(key: str) -> str:
     return key.partition("/")[2]
-
-
-def in_our_time(ticket: Ticket) -> Ticket:
-    """Return a ticket that has just come, its failures in the time of our clock.
-
-    The clocks of two hosts may be hours apart; what can be compared is how long
-    before its sending a failure was seen.
-    """
-    if not ticket.failures:
-        return ticket
-    from dataclasses import replace as with_fields
-
-    offset = time.time() - ticket.sent_at
-    failures = tuple(with_fields(one, time=one.time + offset) for one in ticket.failures)
-    return replace(ticket, failures=failures)

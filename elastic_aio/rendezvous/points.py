@@ -38,8 +38,14 @@ _RECONNECT_FOR: Final = 0.25
 """Seconds; little more than leases linger, since later it would be of no use."""
 
 _KERNEL_SILENCE: Final = 60.0
+"""Seconds for which a client's kernel may be silent before ours ends the connection."""
+
 _OWN_TIMEOUT: Final = 1.0
-_PROBE_TIMEOUT: Final = 5.0
+"""Seconds for our own server to answer us."""
+
+_ELSEWHERE_TIMEOUT: Final = 5.0
+"""Seconds for a look at another endpoint while we serve one."""
+
 _PAUSE_ERROR: Final = 1.0
 """A pause is known to this many seconds."""
 
@@ -152,7 +158,7 @@ class MeetingPoints:
                 if one.result():
                     return point.text
 
-    # Finding.
+    # ------------------------------------------------------------------ finding
 
     async def _search(self, search: Search) -> Found:
         while True:
@@ -244,7 +250,7 @@ class MeetingPoints:
         except (Absent, TimeoutError):
             return None
 
-    # While this process serves the store.
+    # ------------------------------------------ while this process serves the store
 
     def _on_pause(self, seconds: float) -> None:
         # It is known only roughly; the others give up after a time that is known.
@@ -265,7 +271,7 @@ class MeetingPoints:
     async def _has_run(self, point: Point) -> bool:
         """Tell whether the run is under way at an endpoint, in another store than ours."""
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT):
+            async with asyncio.timeout(_ELSEWHERE_TIMEOUT):
                 answer = await look(await addresses_of(point.host, point.port), self._terms)
         except (Absent, OSError):  # a TimeoutError is one
             return False

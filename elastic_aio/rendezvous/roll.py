@@ -33,6 +33,7 @@ class Entry:
         self.begun: tuple[int, int] | None = None
         """Epoch and serial of the last order that gave it a place."""
         self.refused = ""
+        """Why it may not take part now; empty if it may."""
         self.refused_at = 0.0
         self.is_refused_for_good = False
         self.was_told_end = False

@@ -17,13 +17,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.aio import owned_task
 from elastic_aio.errors import StoreError, StoreLost
-from elastic_aio.rendezvous.member import Action, Member
+from elastic_aio.rendezvous.incumbent import Incumbent, read_incumbent
+from elastic_aio.rendezvous.member import Member, Reaction
 from elastic_aio.rendezvous.office import Office
 from elastic_aio.rendezvous.points import Found, MeetingPoints
 from elastic_aio.rendezvous.tickets import Unreadable, read_order, written
@@ -39,14 +38,6 @@ _DEFERENCE_S = 0.3
 """How long those who do not serve the store leave the office to the one who does."""
 
 
-class _Incumbent(Struct, frozen=True):
-    """Who coordinates, as it stands in the store."""
-
-    epoch: int
-    member: str
-    name: str
-
-
 class Session:
     """Takes part at one store until it is lost."""
 
@@ -60,7 +51,7 @@ class Session:
         run_id: str,
         member: Member,
         ttl: float,
-        act: Callable[[Iterable[Action]], None],
+        act: Callable[[Iterable[Reaction]], None],
         on_attended: Callable[[], None],
     ) -> None:
         """Prepare.
@@ -115,12 +106,12 @@ class Session:
                 enter = stack.enter_async_context
                 lease = await enter(self._store.lease(self._ttl, linger=_LINGER_S))
                 orders = await enter(self._store.watch(f"o/{self._name}"))
-                office = await enter(self._store.watch("coordinator"))
+                holders = await enter(self._store.watch("coordinator"))
                 self._member.again()
                 work = [
                     self._keep_writing(lease),
                     self._follow_orders(orders),
-                    self._follow_office(office, lease),
+                    self._follow_office(holders, lease),
                     self._outlive(lease),
                 ]
                 if self._found.is_host:
@@ -219,29 +210,30 @@ class Session:
 
     # ----------------------------------------------------------------- the office
 
-    async def _follow_office(self, office: Watch, lease: Lease) -> str:
-        present = office.present.get("coordinator")
+    async def _follow_office(self, holders: Watch, lease: Lease) -> str:
+        present = holders.present.get("coordinator")
         if present is None and not self._found.is_host:
-            present = await self._defer(office)
+            present = await self._defer(holders)
         while True:
-            incumbent = _read_incumbent(present)
+            incumbent = read_incumbent(present)
             is_ours = incumbent is not None and incumbent.member == self._name
-            if present is None or (is_ours and present not in self._mandates):
-                # Vacant, or ours by a lease that has ended or is about to.
+            if incumbent is None or (is_ours and present not in self._mandates):
+                # Vacant, or nobody's that can be read, or ours by a lease that has
+                # ended or is about to.
                 present = await self._campaign(lease, present or b"")
-                incumbent = _read_incumbent(present)
+                incumbent = read_incumbent(present)
             if incumbent is not None:
                 self._act(self._member.coordinated(incumbent.name, incumbent.epoch))
             if incumbent is not None and present in self._mandates:
-                present = await self._hold_office(incumbent.epoch, office, lease)
+                present = await self._hold_office(incumbent.epoch, holders, lease)
             else:
-                present = (await anext(office)).value
+                present = (await anext(holders)).value
 
-    async def _defer(self, office: Watch) -> bytes | None:
+    async def _defer(self, holders: Watch) -> bytes | None:
         """Let the node that serves the store go first; it is here already, or was."""
         try:
             async with asyncio.timeout(_DEFERENCE_S):
-                return (await anext(office)).value
+                return (await anext(holders)).value
         except TimeoutError:
             return None
 
@@ -255,14 +247,13 @@ class Session:
         return await lease.compare_set("coordinator", present, mine)
 
     def _text_of(self, epoch: int) -> bytes:
-        incumbent = _Incumbent(epoch, self._name, self._member.ticket.card.name)
-        return msgspec.json.encode(incumbent)
+        return Incumbent(epoch, self._name, self._member.ticket.card.name).written()
 
-    async def _hold_office(self, epoch: int, office: Watch, lease: Lease) -> bytes | None:
+    async def _hold_office(self, epoch: int, holders: Watch, lease: Lease) -> bytes | None:
         """Coordinate until the office is lost; return who has it then."""
         self._is_elected = True
         try:
-            work = [self._coordinate(epoch, lease), self._deposed(office)]
+            work = [self._coordinate(epoch, lease), self._deposed(holders)]
             if self._found.index and not self._found.is_host:
                 work.append(self._lead_others())
             return await _first(work)
@@ -294,10 +285,10 @@ class Session:
         except _DeposedError as error:
             return error.present
 
-    async def _deposed(self, office: Watch) -> bytes | None:
+    async def _deposed(self, holders: Watch) -> bytes | None:
         """Return who coordinates, when that is not this member any more."""
         while True:
-            await anext(office)  # of changes some are older than our election
+            await anext(holders)  # of changes some are older than our election
             present = await self._store.peek("coordinator")
             if present not in self._mandates:
                 return present
@@ -309,15 +300,6 @@ class _DeposedError(Exception):
     def __init__(self, present: bytes) -> None:
         super().__init__(present)
         self.present = present
-
-
-def _read_incumbent(text: bytes | None) -> _Incumbent | None:
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=_Incumbent)
-    except msgspec.DecodeError:
-        return None
 
 
 async def _first(work: list[Coroutine[Any, Any, T]]) -> T:

@@ -57,8 +57,11 @@ Another coordinator
               a member is gone, enough remain            RUNNING
               a member is gone, too few remain           FORMING
               newcomers are ready                        RUNNING
+              another round is due, and it would meet
+              at the same store as this one              FORMING
     HALTING   nothing of the round is left               ASKING, or at once:
     ASKING    the user's callback has answered           PAUSING or ENDING
+    HALTING   ... and nobody is left who saw a failure   FORMING
     PAUSING   the delay is over                          FORMING
 """
 
@@ -71,17 +74,18 @@ from elastic_aio.events import NodeJoined, NodeLeft, NodeLost
 from elastic_aio.policy import Action
 from elastic_aio.rendezvous.adopting import adopt
 from elastic_aio.rendezvous.base import Ending
-from elastic_aio.rendezvous.commands import Ask, Command, Raise, Rules, Send, Tell
+from elastic_aio.rendezvous.commands import Ask, Command, Publish, Raise, Rules, Send
 from elastic_aio.rendezvous.ending import say_goodbye
 from elastic_aio.rendezvous.forming import form_when_possible
 from elastic_aio.rendezvous.job import Job, Phase
-from elastic_aio.rendezvous.judging import ask, judge_when_quiet, pause
+from elastic_aio.rendezvous.judging import heed_answer, judge_when_quiet, wait_out_delay
 from elastic_aio.rendezvous.roll import Entry
 from elastic_aio.rendezvous.running import watch
 from elastic_aio.rendezvous.tickets import PROTOCOL, Refuse, Ticket
 from elastic_aio.restarts import RestartBook
+from elastic_aio.spec import NodeRange
 
-__all__ = ["Ask", "Command", "Coordinator", "Phase", "Raise", "Rules", "Send", "Tell"]
+__all__ = ["Ask", "Command", "Coordinator", "Phase", "Publish", "Raise", "Rules", "Send"]
 
 
 class Coordinator:
@@ -190,10 +194,10 @@ class Coordinator:
             return  # the end of the job was the last that was to be told
         if is_lost:
             why = "it is not heard of any more"
-            job.desk.tell(NodeLost(name=entry.name, member=member, why=why))
+            job.desk.publish(NodeLost(name=entry.name, member=member, why=why))
         else:
             why = "it has left by itself"
-            job.desk.tell(NodeLeft(name=entry.name, member=member, why=why))
+            job.desk.publish(NodeLeft(name=entry.name, member=member, why=why))
 
     def decided(self, attempt: int, action: Action) -> None:
         """Take in what the user's callback has answered."""
@@ -237,7 +241,7 @@ class Coordinator:
             if job.roll.get(entry.member) is not entry:
                 continue
             card = entry.ticket.card
-            job.desk.tell(
+            job.desk.publish(
                 NodeJoined(
                     name=card.name,
                     member=entry.member,
@@ -257,7 +261,7 @@ class Coordinator:
         if ticket.protocol != PROTOCOL:
             return f"it speaks version {ticket.protocol} of the protocol, not {PROTOCOL}"
         if (ticket.minimum, ticket.maximum) != (rules.minimum, rules.maximum):
-            theirs = f"{ticket.minimum}:{ticket.maximum}"
+            theirs = NodeRange(ticket.minimum, ticket.maximum)
             return f"it was started with --nnodes {theirs}, the job with {rules.wanted}"
         if not rules.is_ranked or ticket.wish is None:
             return ""
@@ -273,7 +277,7 @@ class Coordinator:
         Phase.FORMING: form_when_possible,
         Phase.RUNNING: watch,
         Phase.HALTING: judge_when_quiet,
-        Phase.ASKING: ask,
-        Phase.PAUSING: pause,
+        Phase.ASKING: heed_answer,
+        Phase.PAUSING: wait_out_delay,
         Phase.ENDING: say_goodbye,
     }

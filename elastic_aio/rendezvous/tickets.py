@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import (
@@ -41,6 +42,7 @@ __all__ = [
     "Unreadable",
     "bounded",
     "clean",
+    "in_our_time",
     "read_order",
     "read_ticket",
     "sketched",
@@ -84,6 +86,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     """A member's whole state.
 
     Attributes:
+        protocol: version of the form.
         serial: grows with each ticket of the member.
         card: who it is.
         address: where the others reach it.
@@ -285,6 +288,23 @@ def _nonsense(ticket: Ticket) -> str:
     if max(map(abs, numbers)) > _NUMBER_MAX:
         return "a number is too large"
     return ""
+
+
+def in_our_time(ticket: Ticket, now: float) -> Ticket:
+    """Return a ticket that has just come, its failures in the time of our clock.
+
+    The clocks of two hosts may be hours apart; what can be compared is how long
+    before its sending a failure was seen.
+
+    Args:
+        ticket: as it was read.
+        now: Unix seconds here.
+    """
+    if not ticket.failures:
+        return ticket
+    offset = now - ticket.sent_at
+    failures = tuple(with_fields(one, time=one.time + offset) for one in ticket.failures)
+    return replace(ticket, failures=failures)
 
 
 # ------------------------------------------------------------ texts that fit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 __all__ = ["port_holder"]
 
@@ -32,7 +31,8 @@ def _listeners(port: int) -> dict[str, str]:
     owners = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
-            lines = Path(table).read_text().splitlines()[1:]
+            with open(table, encoding="ascii") as file:
+                lines = file.read().splitlines()[1:]
         except OSError:
             continue  # an address family that the kernel was booted without
         for fields in map(str.split, lines):
@@ -57,7 +57,8 @@ def _process_with(wanted: set[str]) -> int | None:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
     except OSError:
         return "a process"
     text = b" ".join(words).decode(errors="replace")

@@ -35,7 +35,6 @@ the others                         None; the key is empty
 
 from __future__ import annotations
 
-import hmac
 import struct
 from dataclasses import dataclass
 from typing import Any, Final
@@ -211,6 +210,8 @@ def _sized(data: bytes) -> bytes:
 
 def token_code(token: str, nonce: bytes) -> bytes:
     """Return the proof that one knows `token`, good for one connection."""
+    import hmac  # tokens are rare, and it takes a millisecond
+
     return hmac.digest(token.encode(), nonce, "sha256")
 
 

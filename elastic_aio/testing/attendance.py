@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
+from elastic_aio.rendezvous.incumbent import Incumbent, read_incumbent
 from elastic_aio.rendezvous.tickets import read_order, written
 from elastic_aio.store import wire
 from elastic_aio.store.keyspace import Refusal
@@ -21,7 +20,7 @@ from elastic_aio.testing.places import Place, Visit
 if TYPE_CHECKING:
     from elastic_aio.testing.nodes import Node
 
-__all__ = ["Attendance", "Incumbent"]
+__all__ = ["Attendance"]
 
 _LINGER_S = 0.2
 _RECONNECT_FOR_S = 0.25
@@ -30,14 +29,6 @@ _PINGS = 3
 _names = itertools.count(1)
 
 Reply = Callable[[Any], None]
-
-
-class Incumbent(Struct, frozen=True):
-    """Who coordinates, as it stands in the store."""
-
-    epoch: int
-    member: str
-    name: str
 
 
 class Attendance:
@@ -267,7 +258,7 @@ class Attendance:
     def _campaign_as(self, count: int) -> None:
         self._is_new_store = count == 1
         epoch = max(count, self.node.member.ticket.epoch + 1)
-        self._office = msgspec.json.encode(Incumbent(epoch, self.node.name, self.node.name))
+        self._office = Incumbent(epoch, self.node.name, self.node.name).written()
         arguments = (b"", self._office, self._lease)
         self.request(wire.LEASED_COMPARE_SET, b"coordinator", arguments, self._voted)
 
@@ -275,26 +266,29 @@ class Attendance:
         self._is_campaigning = False
         self._office_is(present)
         if present == self._office and self.bureau is None and not self.is_over:
-            epoch = msgspec.json.decode(present, type=Incumbent).epoch
+            epoch = _holder_in(present).epoch
             self.bureau = Bureau(self, epoch, is_new_store=self._is_new_store)
             self.watch("tickets")
 
     def _office_is(self, text: bytes) -> None:
         # One of this member's own may be left of an earlier session: it is vacated soon.
-        incumbent = msgspec.json.decode(text, type=Incumbent)
+        incumbent = _holder_in(text)
         self.node.act(self.node.member.coordinated(incumbent.name, incumbent.epoch))
 
     def announce(self, epoch: int) -> None:
         """Make a higher epoch known, unless the office is another's by now."""
         name = self.node.name
-        former, self._office = (
-            self._office,
-            msgspec.json.encode(Incumbent(epoch, name, name)),
-        )
+        former, self._office = self._office, Incumbent(epoch, name, name).written()
         arguments = (former, self._office, self._lease)
         self.request(wire.LEASED_COMPARE_SET, b"coordinator", arguments, self._announced)
         self.node.act(self.node.member.coordinated(name, epoch))
 
     def _announced(self, present: bytes) -> None:
-        if msgspec.json.decode(present, type=Incumbent).member != self.node.name:
+        if _holder_in(present).member != self.node.name:
             self.end("another one coordinates by now")
+
+
+def _holder_in(text: bytes) -> Incumbent:
+    holder = read_incumbent(text)
+    assert holder is not None, text
+    return holder

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace as with_fields
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from elastic_aio.rendezvous.state import Ask, Coordinator, Raise, Send, Tell
-from elastic_aio.rendezvous.tickets import Ticket, Unreadable, read_ticket, written
+from elastic_aio.rendezvous.state import Ask, Coordinator, Publish, Raise, Send
+from elastic_aio.rendezvous.tickets import Unreadable, in_our_time, read_ticket, written
 
 if TYPE_CHECKING:
     from elastic_aio.testing.attendance import Attendance
@@ -63,7 +60,9 @@ class Bureau:
             ticket = read_ticket(text)
         except Unreadable:
             return
-        self.coordinator.ticket(_member(key), self._in_our_time(ticket) if is_fresh else ticket)
+        if is_fresh:
+            ticket = in_our_time(ticket, self._node.machine.calendar)
+        self.coordinator.ticket(_member(key), ticket)
         self._soon()
 
     def miss(self, key: bytes, *, is_lost: bool) -> None:
@@ -71,13 +70,6 @@ class Bureau:
         self._known.discard(key)
         self.coordinator.gone(_member(key), is_lost=is_lost)
         self._soon()
-
-    def _in_our_time(self, ticket: Ticket) -> Ticket:
-        if not ticket.failures:
-            return ticket
-        offset = self._node.machine.calendar - ticket.sent_at
-        failures = tuple(with_fields(one, time=one.time + offset) for one in ticket.failures)
-        return replace(ticket, failures=failures)
 
     def _soon(self) -> None:
         if not self._is_due:
@@ -101,7 +93,7 @@ class Bureau:
                     self._attendance.leased_set(f"o/{member}".encode(), written(order))
                 case Raise(epoch):
                     self._attendance.announce(epoch)
-                case Tell(event):
+                case Publish(event):
                     self._node.witness.told(self._node, event)
                 case Ask():
                     self._ask(command)

@@ -11,12 +11,11 @@ from msgspec import Struct
 
 from elastic_aio.events import Event, StandingBy
 from elastic_aio.outcome import Failure, JobState
-from elastic_aio.policy import Action as RestartAction
-from elastic_aio.policy import RestartPolicy
+from elastic_aio.policy import Action, RestartPolicy
 from elastic_aio.rendezvous.base import Begin, Conclude, Ending, Halt, NodeCard, Pause, Placement
 from elastic_aio.rendezvous.base import Report as AgentReport
 from elastic_aio.rendezvous.commands import Command, Rules
-from elastic_aio.rendezvous.member import Action, Member, Probe
+from elastic_aio.rendezvous.member import Member, Probe, Reaction
 from elastic_aio.rendezvous.state import Coordinator
 from elastic_aio.rendezvous.tickets import Ticket
 from elastic_aio.restarts import RestartBook
@@ -44,7 +43,7 @@ class Settings(Struct, frozen=True):
     endpoints: tuple[str, ...]
     max_restarts: int
     restart: RestartPolicy
-    decide: Callable[[Failure], RestartAction]
+    decide: Callable[[Failure], Action]
     deciding: float
     heartbeat_timeout: float
     store_grace: float
@@ -176,7 +175,7 @@ class Node:
         """Begin to look for the others."""
         self._look_for_store()
 
-    def act(self, actions: Iterable[Action]) -> None:
+    def act(self, actions: Iterable[Reaction]) -> None:
         """Do what the member has decided."""
         for action in actions:
             match action:

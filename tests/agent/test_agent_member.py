@@ -201,12 +201,14 @@ async def test_a_failure_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_begin", [False, True], ids=["halt", "begin"])
 async def test_a_failure_is_not_lost_to_an_instruction(tmp_path: Path, is_begin: bool) -> None:
     """What failed before the instruction came is told, whatever is to follow."""
-    fails = 'until [ -e "$NOTES/1" ]; do :; done; exit 5'
+    fails = 'until [ -e "$NOTES/started" ]; do :; done; exit 5'
     script = f"if [ $RANK = 0 ]; then {fails}; fi; exec sleep 99"
     spec = node_spec(tmp_path, deaf(script), stop=StopPlan.within(0.3))
     async with member(spec) as one:
         rendezvous = one.rendezvous
         rendezvous.begin(0)
+        await rendezvous.reported(Running)
+        (tmp_path / "started").touch()
         await rendezvous.reported(Failing)
         if is_begin:
             rendezvous.begin(1, group_rank=1)

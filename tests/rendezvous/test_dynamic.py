@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 
 import pytest
 
@@ -24,13 +23,11 @@ from elastic_aio.events import (
 )
 from elastic_aio.outcome import JobState
 from elastic_aio.policy import Action, RestartPolicy
-from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, Ended, NodeCard
-from elastic_aio.rendezvous.office import in_our_time
+from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, Ended
 from elastic_aio.rendezvous.static import make_static
-from elastic_aio.rendezvous.tickets import Ticket
 from elastic_aio.store import StoreServer, connect
 from tests.support.chaos import ChaosProxy
-from tests.support.members import Pretender, failure, free_endpoint, meeting, present
+from tests.support.members import Pretender, free_endpoint, meeting, present
 
 
 async def test_a_full_group_forms_at_once() -> None:
@@ -252,21 +249,6 @@ async def test_a_failure_restarts_all() -> None:
         assert a.causes[1].root.status.code == 40
 
 
-def test_failures_are_put_into_the_coordinators_time() -> None:
-    """A host whose clock is hours behind does not look like the first to fail."""
-    now = time.time()
-    behind = Ticket(
-        serial=1,
-        card=NodeCard("b", 1, 1, "default"),
-        address="",
-        port=0,
-        failures=(failure(time=now - 7200.5),),
-        sent_at=now - 7200.0,
-    )
-    (seen,) = in_our_time(behind).failures
-    assert seen.time == pytest.approx(now - 0.5, abs=0.2)
-
-
 async def test_a_delay_is_waited_once_for_all() -> None:
     """Back-off is the job's, too; the pause is told."""
     policy = RestartPolicy(backoff=Backoff(initial=0.3, jitter=False))
@@ -416,6 +398,22 @@ async def test_garbage_in_the_store_stops_nobody() -> None:
             await b.rendezvous.open()
             await b.formed(2)
             await a.formed(2)
+
+
+async def test_a_stranger_does_not_hold_the_office() -> None:
+    """Text under the coordinator's key that nobody can read is no coordinator."""
+    async with StoreServer("127.0.0.1", 0) as server:
+        endpoint = f"127.0.0.1:{server.port}"
+        async with connect(endpoint) as store:
+            await store.set("elastic_aio/run/coordinator", b"\xff garbage")
+        spec = meeting(endpoint, "2")
+        async with present(Pretender("a", spec), Pretender("b", spec)) as (a, b):
+            await a.formed(2)
+            await b.formed(2)
+            a.succeeds()
+            b.succeeds()
+            await a.ended()
+            await b.ended()
 
 
 async def test_static_ranks_are_orders() -> None:

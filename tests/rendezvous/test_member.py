@@ -22,7 +22,7 @@ from elastic_aio.rendezvous.base import (
     Running,
     Succeeded,
 )
-from elastic_aio.rendezvous.member import Action, Member, Probe
+from elastic_aio.rendezvous.member import Member, Probe, Reaction
 from elastic_aio.rendezvous.state import Rules
 from elastic_aio.rendezvous.tickets import (
     Body,
@@ -56,7 +56,7 @@ class Told:
         for body in bodies:
             self.tell(body)
 
-    def tell(self, body: Body, epoch: int = 1) -> list[Action]:
+    def tell(self, body: Body, epoch: int = 1) -> list[Reaction]:
         """Give the next order."""
         self.serial += 1
         return self.member.order(Order(epoch, self.serial, body))

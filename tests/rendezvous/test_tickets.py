@@ -27,6 +27,7 @@ from elastic_aio.rendezvous.tickets import (
     Ticket,
     Unreadable,
     bounded,
+    in_our_time,
     read_order,
     read_ticket,
     sketched,
@@ -171,3 +172,11 @@ def test_a_ticket_is_small() -> None:
     """A thousand of them are less than a megabyte."""
     full: Ticket = replace(PLAIN, held=placement(1000, 999), seen=(10, 10_000))
     assert len(written(full)) < 1000
+
+
+def test_failures_are_put_into_the_coordinators_time() -> None:
+    """A host whose clock is hours behind does not look like the first to fail."""
+    behind = replace(PLAIN, failures=(failure(time=1000.0),), sent_at=1000.5)
+    (seen,) = in_our_time(behind, 8200.75).failures
+    assert seen.time == 8200.25
+    assert in_our_time(PLAIN, 8200.75) is PLAIN

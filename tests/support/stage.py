@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure
-from elastic_aio.policy import Action as Answer
-from elastic_aio.policy import RestartPolicy
+from elastic_aio.policy import Action, RestartPolicy
 from elastic_aio.rendezvous.base import (
     Begin,
     Conclude,
@@ -20,8 +19,8 @@ from elastic_aio.rendezvous.base import (
     Placement,
     Succeeded,
 )
-from elastic_aio.rendezvous.member import Action, Member, Probe
-from elastic_aio.rendezvous.state import Ask, Coordinator, Phase, Raise, Rules, Send, Tell
+from elastic_aio.rendezvous.member import Member, Probe, Reaction
+from elastic_aio.rendezvous.state import Ask, Coordinator, Phase, Publish, Raise, Rules, Send
 from elastic_aio.rendezvous.tickets import (
     Body,
     Standing,
@@ -64,7 +63,7 @@ class Stage:
         self.rules = rules
         self.now = 0.0
         self.members: dict[str, Member] = {}
-        self.done: dict[str, list[Action]] = {}
+        self.done: dict[str, list[Reaction]] = {}
         """What each member had to do, in order."""
         self.sent: list[tuple[str, Body]] = []
         self.told: list[Event] = []
@@ -120,14 +119,14 @@ class Stage:
                 if member in self.members and member not in self._deaf:
                     order = read_order(written(order))
                     self.act(member, self.members[member].order(order))
-            case Tell(event):
+            case Publish(event):
                 self.told.append(event)
             case Ask():
                 self.asked.append(command)
             case Raise(epoch):
                 self.raised.append(epoch)
 
-    def act(self, name: str, actions: Iterable[Action]) -> None:
+    def act(self, name: str, actions: Iterable[Reaction]) -> None:
         """Do what a member was told: workers start and stop in no time."""
         member = self.members[name]
         for action in actions:
@@ -172,7 +171,7 @@ class Stage:
             self.coordinator.gone(name, is_lost=is_lost)
         self.go()
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Action) -> None:
         """Let the user's callback answer the last question."""
         self.coordinator.decided(self.asked[-1].attempt, answer)
         self.go()
@@ -197,7 +196,7 @@ class Stage:
             if member.held is not None and member.ticket.is_busy
         }
 
-    def last(self, name: str) -> Action:
+    def last(self, name: str) -> Reaction:
         """Return what a member had to do last."""
         return self.done[name][-1]
 
