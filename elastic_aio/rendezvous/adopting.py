@@ -35,6 +35,7 @@ def adopt(job: Job) -> None:
     if ending is not None:
         end(job, ending)
     elif not is_whole:
+        job.has_lost = True
         job.note(f"{counted(size - len(held) - departed, 'node')} did not come back")
     elif job.is_new_store and not job.rules.keeps_workers:
         job.note("the nodes meet at another store")

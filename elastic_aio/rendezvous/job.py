@@ -66,9 +66,9 @@ class Job:
     `round`, `origin`, `attempt` and `changes` are those of the last round, and `seats`
     who has a place in it; `names` is kept of those who are gone, `done` holds those
     who left after their workers had succeeded, and `departed` counts those who did so
-    under another coordinator.  `whys` says why the round cannot stay as it is, and
-    `cause` why another attempt follows, once that is decided; `halting_why` is what
-    those hear who have to stop.  `failures` are the last round's, the root cause first,
+    under another coordinator; `has_lost` tells that one of the others was lost.  `whys`
+    says why the round cannot stay as it is, and `cause` why another attempt follows,
+    once that is decided; `halting_why` is what those hear who have to stop.  `failures` are the last round's, the root cause first,
     `answer` what the user's callback said of it (text: why it failed itself), and
     `not_before` when the delay is over.  `ready_since` is the time since which a
     newcomer could be taken in.
@@ -95,6 +95,7 @@ class Job:
         self.names: dict[str, str] = {}
         self.done: set[str] = set()
         self.departed = 0
+        self.has_lost = False
         self.whys: dict[str, None] = {}  # without repetition, in order
         self.cause: Cause | None = None
         self.failures: tuple[Failure, ...] = ()
@@ -206,6 +207,7 @@ class Job:
         self.names = {member: self.roll[member].name for member in placed}
         self.done.clear()
         self.departed = 0
+        self.has_lost = False
         self.whys.clear()
         self.cause = None
         self.failures = ()

@@ -37,9 +37,10 @@ def judge_when_quiet(job: Job) -> None:
         _fail(job, final.final_why, final.exit_code)
     elif granted is not None:
         _restart(job, granted)
-    elif not job.failures:
-        # Whoever failed is gone, with all that was known of it.
-        job.note("a node has failed and is gone")
+    elif job.has_lost or not job.failures:
+        # Connections to a dead node's workers end before its lease does.
+        if not job.whys:
+            job.note("a node has failed and is gone")
         job.cause = job.cause_of_next()
         job.wait_for_nodes()
     elif job.rules.asks and not job.book.is_used_up:

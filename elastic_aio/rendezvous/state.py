@@ -20,7 +20,8 @@ Rules
   maximum, and while members have already succeeded, they stand by.
 * A failure on any member halts the round everywhere.  When nothing of it is left, the
   restart policy judges the earliest failure, once for all; changes of the membership
-  cost no restart.
+  cost no restart.  A round that has lost a member is not judged: the loss is what the
+  workers of the others failed of, long before anybody could know of it.
 * When all members of the round have succeeded, or the policy grants no further
   attempt, or nodes are missing for too long, the job ends, for all in the same way.
 
@@ -190,6 +191,7 @@ class Coordinator:
             job.done.add(member)
         elif member in job.seats:
             job.note(f"{entry.name} {'is lost' if is_lost else 'has left'}")
+            job.has_lost = job.has_lost or is_lost
         if job.phase is Phase.ENDING:
             return  # the end of the job was the last that was to be told
         if is_lost:

@@ -169,6 +169,25 @@ async def test_a_node_that_is_lost_is_done_without(fault: str) -> None:
         assert (await b.ended()).is_rendezvous, "it finds no store"
 
 
+async def test_a_failure_of_a_lost_node_is_not_judged() -> None:
+    """The others' workers fail at once when a node dies; no restart is counted for that."""
+    endpoint = free_endpoint()
+    a = Pretender("a", meeting(endpoint, "1:2", max_restarts=0))
+    async with present(a) as members, ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy:
+        b = Pretender("b", meeting(proxy.endpoint, "1:2", is_host=False, read_timeout=1.0))
+        members.append(b)
+        await b.rendezvous.open()
+        await a.formed(2)
+        await b.formed(2)
+        proxy.refuses = True
+        proxy.cut()
+        a.fails()
+        place = await a.formed(1)
+        assert (place.restarts, place.changes) == (0, 1)
+        assert "b is lost" in a.causes[-1].why
+        await b.ended()
+
+
 async def test_a_reset_connection_costs_nothing() -> None:
     """Who comes back in time has never been away."""
     endpoint = free_endpoint()
