@@ -64,14 +64,14 @@ class Job:
     """The state that the phases share.
 
     `round`, `origin`, `attempt` and `changes` are those of the last round, and `seats`
-    who has a place in it; `names` is kept of those who are gone, `done` holds those
-    who left after their workers had succeeded, and `departed` counts those who did so
-    under another coordinator; `has_lost` tells that one of the others was lost.  `whys`
-    says why the round cannot stay as it is, and `cause` why another attempt follows,
-    once that is decided; `halting_why` is what those hear who have to stop.  `failures` are the last round's, the root cause first,
-    `answer` what the user's callback said of it (text: why it failed itself), and
-    `not_before` when the delay is over.  `ready_since` is the time since which a
-    newcomer could be taken in.
+    who has a place in it; `names` is kept of those who are gone, `done` holds those who
+    left after their workers had succeeded, and `departed` counts those who did so under
+    another coordinator; `has_lost` tells that one of the others was lost. `whys` says
+    why the round cannot stay as it is, and `cause` why another attempt follows, once
+    that is decided; `halting_why` is what those hear who have to stop. `failures` are
+    the last round's, the root cause first, `answer` what the user's callback said of it
+    (text: why it failed itself), and `not_before` when the delay is over. `ready_since`
+    is the time since which a newcomer could be taken in.
     """
 
     def __init__(
