@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["Pausable", "all_done", "off_loop", "outlast", "owned_task", "see_through"]
+__all__ = ["Pausable", "all_done", "end_all", "off_loop", "outlast", "owned_task", "see_through"]
 
 T = TypeVar("T")
 
@@ -109,6 +109,16 @@ def owned_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio
     Each call names one owner; a task without an owner is a bug (RUF006).
     """
     return asyncio.get_running_loop().create_task(work, name=name)
+
+
+async def end_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended; what they raised counts as seen."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 class Pausable:

@@ -163,6 +163,11 @@ class InternalError(ElasticAioError):
     """The library broke one of its own rules; please report the message."""
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words, for a message."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def shown(value: object, limit: int = 120) -> str:
     """Return `value` as one line of at most `limit` characters, for a message."""
     text = " ".join(repr(value).split())

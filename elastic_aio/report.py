@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from elastic_aio.errors import counted
 from elastic_aio.events import (
     AttemptFailed,
     ConsoleLost,
@@ -103,10 +104,10 @@ def _describe_meeting(event: Event) -> tuple[int, str]:
         case RoundFormed():
             return Level.INFO, _round_formed(event)
         case MembershipChanged():
-            nodes = _counted(event.nodes, "node")
+            nodes = counted(event.nodes, "node")
             return Level.WARNING, f"going on as attempt {event.attempt} with {nodes}: {event.why}"
         case NodeJoined():
-            workers = _counted(event.nproc, "worker")
+            workers = counted(event.nproc, "worker")
             return Level.INFO, f"node {event.name} has joined with {workers} ({event.address})"
         case NodeLeft():
             return Level.INFO, f"node {event.name} has left: {event.why}"
@@ -128,17 +129,13 @@ def _describe_meeting(event: Event) -> tuple[int, str]:
     return Level.DEBUG, repr(event)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def _job_started(event: JobStarted) -> str:
-    workers = _counted(event.nproc_per_node, "worker")
+    workers = counted(event.nproc_per_node, "worker")
     nodes = f", one of {event.nnodes} nodes".replace(":", " to ") if event.nnodes != "1" else ""
     logs = f"logs in {event.log_dir}" if event.log_dir else "no log files"
     return (
         f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node}{nodes},"
-        f" {_counted(event.max_restarts, 'restart')}, {logs}"
+        f" {counted(event.max_restarts, 'restart')}, {logs}"
     )
 
 
@@ -151,11 +148,11 @@ def _attempt_failed(event: AttemptFailed) -> str:
 
 def _round_formed(event: RoundFormed) -> str:
     # The story of the whole job has no place of its own in the round.
-    nodes = _counted(event.group_world_size, "node")
+    nodes = counted(event.group_world_size, "node")
     is_ours = event.group_rank >= 0
     place = f"group rank {event.group_rank} of {event.group_world_size}" if is_ours else nodes
     where = f"{event.master_addr}:{event.master_port}"
-    workers = _counted(event.world_size, "worker")
+    workers = counted(event.world_size, "worker")
     return f"round {event.round}: {place}, {workers} in all, master at {where}"
 
 

@@ -56,8 +56,8 @@ class ReceivedSignals:
                 if former is not signal.SIG_IGN:
                     signal.signal(number, self._on_signal)
                     self._former[number] = former
-        except BaseException:
-            self._restore()  # a signal that cannot be handled leaves all as it was
+        except BaseException:  # KeyboardInterrupt too: all or none of them is handled
+            self._restore()
             raise
         return self
 

@@ -79,7 +79,7 @@ class ProcessGroup:
         self._loop = _LoopThread()
         try:
             self._loop.call(self._group.__aenter__)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt too: the loop's thread must end
             self._loop.close()
             raise
         return self
@@ -212,7 +212,7 @@ def start_context(
         context = loop.call(
             lambda: processes.start_context(fn, args, nprocs, False, daemon, start_method)
         )
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt too: the loop's thread must end
         loop.close()
         raise
     if context is None:

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from elastic_aio.aio import Pausable, all_done, outlast, owned_task, see_through
+from elastic_aio.aio import Pausable, all_done, end_all, outlast, owned_task, see_through
 
 GUARD = 10.0
 
@@ -338,3 +338,24 @@ async def test_a_cancelled_sleep_ends_at_once() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert clock.now() - began < 1
+
+
+async def test_tasks_are_ended_whatever_they_do() -> None:
+    """One that waits, one that cleans up after itself, and one that has failed already."""
+    ended = []
+
+    async def clean_up() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("clean")
+
+    async def fail() -> None:
+        raise ValueError("never looked at by anybody else")
+
+    tasks = [owned_task(asyncio.sleep(60)), owned_task(clean_up()), owned_task(fail())]
+    await asyncio.sleep(0)
+    await end_all(tasks)
+    assert [task.cancelled() for task in tasks] == [True, True, False]
+    assert ended == ["clean"]

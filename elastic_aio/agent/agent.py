@@ -102,8 +102,8 @@ class Agent:
         shell = self._shell = self._made_shell(resolve_nproc(self.spec))
         try:
             await shell.open()
-        except BaseException:
-            self._chronicle.close()  # nothing more will be told
+        except BaseException:  # a cancellation too: nothing more will be told
+            self._chronicle.close()
             raise
         return self
 

@@ -113,7 +113,7 @@ class CrewRun:
             starting = owned_task(host.start(0, places, 0), name=f"start {self.name}")
             await outlast(starting)
             starting.result()
-        except BaseException:
+        except BaseException:  # a cancellation too: what has been started must not stay
             await see_through(self._give_up)
             raise
 

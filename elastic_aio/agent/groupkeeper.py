@@ -117,7 +117,7 @@ class GroupKeeper:
         """
         try:
             await self.host.open()
-        except BaseException:
+        except BaseException:  # a cancellation too: half a host must be tidied up
             await see_through(self.host.close)
             raise
 

@@ -108,7 +108,7 @@ class ForkServer:
                     pass_fds=(theirs.fileno(), settings),
                 )
             )
-        except BaseException:
+        except BaseException:  # a cancellation too: nobody else knows the socket
             ours.close()
             raise
         finally:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from elastic_aio.errors import counted
 from elastic_aio.rendezvous.ending import end
-from elastic_aio.rendezvous.job import Job, counted
+from elastic_aio.rendezvous.job import Job
 
 __all__ = ["adopt"]
 

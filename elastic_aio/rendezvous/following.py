@@ -107,7 +107,7 @@ class JobEvents:
         """
         try:
             await self._begin()
-        except BaseException:
+        except BaseException:  # a cancellation too: no connection stays open
             await self.aclose()
             raise
         self._is_open = True

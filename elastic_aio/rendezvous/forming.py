@@ -57,7 +57,7 @@ def form(job: Job, candidates: Iterable[Entry], why: str = "") -> None:
     one is ended first.
     """
     candidates = list(candidates)
-    if job.rules.is_shared and not _is_quiet(job, candidates):
+    if job.rules.is_shared and not all(map(job.is_quiet, candidates)):
         _end_former(job, candidates, why)
         return
     here = sorted(candidates, key=lambda entry: _precedence(job, entry))[: job.rules.maximum]
@@ -80,14 +80,6 @@ def form(job: Job, candidates: Iterable[Entry], why: str = "") -> None:
     if cause is not None:
         job.desk.publish(follows(cause, first))
     job.desk.publish(formed(first, group_rank=-1))
-
-
-def _is_quiet(job: Job, here: list[Entry]) -> bool:
-    """Tell whether nothing of any round runs any more."""
-    return not any(
-        one.ticket.is_busy or (one.member in job.seats and one.ticket.quiet < job.round)
-        for one in here
-    )
 
 
 def _end_former(job: Job, here: list[Entry], why: str) -> None:

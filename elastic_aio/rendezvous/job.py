@@ -15,7 +15,7 @@ from elastic_aio.rendezvous.roll import Entry, Roll
 from elastic_aio.rendezvous.tickets import Gathering, Standing
 from elastic_aio.restarts import RestartBook
 
-__all__ = ["NAMES_MAX", "Clock", "Job", "Phase", "Waiting", "counted"]
+__all__ = ["NAMES_MAX", "Clock", "Job", "Phase", "Waiting"]
 
 NAMES_MAX = 8
 """How many names are listed where any number of nodes could be."""
@@ -121,6 +121,12 @@ class Job:
         return [entry for entry in self.fit() if entry.member not in self.seats]
 
     # --------------------------------------------------------------- one member
+
+    def is_quiet(self, entry: Entry) -> bool:
+        """Whether nothing runs there, of the round or of an earlier one."""
+        ticket = entry.ticket
+        has_place = entry.member in self.seats
+        return not ticket.is_busy and not (has_place and ticket.quiet < self.round)
 
     def holds(self, entry: Entry) -> bool:
         """Whether a member has taken its place in the round."""
@@ -235,8 +241,3 @@ class Job:
         whys = [*self.whys, *([why] if why else [])]
         said = "; ".join(whys[:NAMES_MAX]) or "other nodes take part"
         return Cause(self.attempt + 1, said, self.book.restarts)
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number of things in words."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -24,7 +24,7 @@ def judge_when_quiet(job: Job) -> None:
     """Judge the round's failures once nothing of it is left."""
     halt(job)
     present = job.present()
-    if any(one.ticket.is_busy or one.ticket.quiet < job.round for one in present):
+    if not all(map(job.is_quiet, present)):
         return
     took_part = [one for one in present if job.holds(one)]
     job.failures = root_cause_first(failure for one in took_part for failure in one.ticket.failures)

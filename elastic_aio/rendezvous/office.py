@@ -10,7 +10,7 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import owned_task
+from elastic_aio.aio import end_all, owned_task
 from elastic_aio.errors import StoreError
 from elastic_aio.events import Event, NodeJoined, NodeLeft, NodeLost, NodeRefused
 from elastic_aio.outcome import Failure
@@ -127,12 +127,7 @@ class Office:
             finally:
                 if self._asking is not None:
                     helpers.append(self._asking)
-                for task in helpers:
-                    task.cancel()
-                await asyncio.wait(helpers)
-                for task in helpers:
-                    if not task.cancelled():
-                        task.exception()  # seen
+                await end_all(helpers)
 
     # --------------------------------------------------------------- tickets in
 

@@ -127,7 +127,7 @@ class MeetingPoints:
                 return await self._search(search)
             finally:
                 await search.aclose()
-        except BaseException:
+        except BaseException:  # a cancellation too: nothing found stays open
             await self.abandon()
             raise
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from elastic_aio.errors import counted
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import Ending, Halt
 from elastic_aio.rendezvous.ending import end
 from elastic_aio.rendezvous.forming import form
-from elastic_aio.rendezvous.job import NAMES_MAX, Job, Phase, counted
+from elastic_aio.rendezvous.job import NAMES_MAX, Job, Phase
 from elastic_aio.rendezvous.judging import halt
 from elastic_aio.rendezvous.roll import Entry
 from elastic_aio.rendezvous.tickets import Departed, Prepare, StandBy

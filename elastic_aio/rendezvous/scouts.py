@@ -123,7 +123,7 @@ async def look(addresses: Sequence[Address], terms: Terms) -> Answer:
     try:
         best = await _first_answer(tasks)
         await see_through(lambda: _let_go(tasks, best))
-    except BaseException:
+    except BaseException:  # a cancellation too: no connection stays open
         await see_through(lambda: _let_go(tasks, None))
         raise
     return best
@@ -176,7 +176,7 @@ async def _knock(address: Address, terms: Terms) -> Answer:
     except StoreError as error:
         await store.aclose()
         raise Absent(str(error), is_stranger=True) from None
-    except BaseException:
+    except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise
     return Answer(store, local_address, has_run)
@@ -201,7 +201,7 @@ async def _dial(address: Address) -> socket.socket:
     except OSError as error:
         sock.close()
         raise Absent(_in_words(error)) from None
-    except BaseException:
+    except BaseException:  # a cancellation too: no connection stays open
         sock.close()
         raise
     return sock

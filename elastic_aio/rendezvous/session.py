@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import owned_task
+from elastic_aio.aio import end_all, owned_task
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.rendezvous.incumbent import Incumbent, read_incumbent
 from elastic_aio.rendezvous.member import Member, Reaction
@@ -220,7 +220,8 @@ class Session:
             if incumbent is None or (is_ours and present not in self._mandates):
                 # Vacant, or nobody's that can be read, or ours by a lease that has
                 # ended or is about to.
-                present = await self._campaign(lease, present or b"")
+                epoch = self._member.ticket.epoch + 1
+                present = await self._proclaim(lease, present or b"", epoch)
                 incumbent = read_incumbent(present)
             if incumbent is not None:
                 self._act(self._member.coordinated(incumbent.name, incumbent.epoch))
@@ -237,11 +238,8 @@ class Session:
         except TimeoutError:
             return None
 
-    async def _campaign(self, lease: Lease, present: bytes) -> bytes:
-        """Try to take the office from `present`; return who has it then."""
-        return await self._proclaim(lease, present, self._member.ticket.epoch + 1)
-
     async def _proclaim(self, lease: Lease, present: bytes, epoch: int) -> bytes:
+        """Try to take the office from `present`; return who has it then."""
         mine = self._text_of(epoch)
         self._mandates.add(mine)
         return await lease.compare_set("coordinator", present, mine)
@@ -311,9 +309,6 @@ async def _first(work: list[Coroutine[Any, Any, T]]) -> T:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    # All are asked, which marks what they raised as seen.
+        await end_all(tasks)
     raised = {task: not task.cancelled() and task.exception() is not None for task in tasks}
     return max(done, key=raised.__getitem__).result()

@@ -282,7 +282,7 @@ class RemoteStore(RequestStore):
                     raise self._over from error
                 if self._link is link:
                     self._link = None
-            except BaseException:
+            except BaseException:  # a cancellation too: nobody will read the watch
                 link.unwatch(view)
                 raise
             else:
@@ -374,7 +374,7 @@ class RemoteStore(RequestStore):
                 await self._take_over(link, is_same=is_same)
             except LinkLost:
                 continue
-            except BaseException:
+            except BaseException:  # a cancellation too: nobody else has the connection
                 link.fail("given up")
                 raise
             return link

@@ -129,7 +129,7 @@ def _bind_all(
             port = sock.getsockname()[1]
         if not sockets:
             raise OSError(errno.EADDRNOTAVAIL, "none of its addresses can be used")
-    except BaseException:
+    except BaseException:  # whatever it was, no socket stays open
         for sock in sockets:
             sock.close()
         raise
@@ -151,7 +151,7 @@ def _bound(
         sock.bind(address)
         if is_listening:
             sock.listen(socket.SOMAXCONN)
-    except BaseException:
+    except BaseException:  # whatever it was, the socket does not stay open
         sock.close()
         raise
     return sock

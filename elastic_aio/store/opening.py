@@ -52,7 +52,7 @@ async def open_link(
                 await _open_plain(link, silence, host, port)
                 try:
                     await _greet(link)
-                except BaseException:
+                except BaseException:  # a cancellation too: nobody else has the link
                     link.fail("it was not opened to the end")
                     raise
         except (OSError, StoreRefused) as error:

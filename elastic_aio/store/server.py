@@ -160,7 +160,7 @@ class StoreServer:
                 # Known before the next wait: a cancellation there must find it.
                 self._servers.append(server)
                 await server.start_serving()
-        except BaseException:
+        except BaseException:  # a cancellation too: no listener stays open
             self._stop_listening()
             raise
 

@@ -186,7 +186,7 @@ def _dump(value: object, file: Any) -> None:
     pickler: Any = _pickle_module().Pickler
     try:
         pickler(file, 5).dump(value)
-    except Exception:
+    except Exception:  # a value's own __reduce__ may raise anything
         # Classes of a notebook came by value, and can go back only so.
         cloudpickle = sys.modules.get("cloudpickle")
         if cloudpickle is None:
