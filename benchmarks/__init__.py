@@ -1,1 +1,1 @@
-"""elastic_aio side by side with torchrun and with what the machine itself allows."""
+"""elastic_aio beside torchrun and beside what the host itself allows."""

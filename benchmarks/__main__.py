@@ -1,8 +1,7 @@
-"""`python -m benchmarks`: run them all, print a table.
+"""`python -m benchmarks`: run all benchmarks and print a table.
 
-Every figure is a median; launchers and limits are measured in turns within one run,
-so that the ratios mean something on a busy machine too.  Goals are printed and
-never enforced.
+Every figure is a median; launchers and limits are measured in turns within one run, so that
+the ratios mean something on a busy host too.  Goals are printed and never enforced.
 """
 
 from __future__ import annotations
@@ -14,20 +13,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import crowd, failure, functions, network, nodes, output, start
-from benchmarks.measure import Contender, describe_machine, elastic_aio, find_torch, torchrun
+from benchmarks import failure, functions, nodes, output, scale, start, store
+from benchmarks.launchers import Launcher, describe_host, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
+from tests.support.leaks import begin_session
 
-_Row = Callable[[Contender, Contender | None, int], list[Line]]
+_Row = Callable[[Launcher, Launcher | None, int], list[Line]]
 _NODES: dict[str, _Row] = {
     "form": nodes.form,
     "loss": nodes.loss,
-    "partition": network.partition,
+    "partition": nodes.partition,
     "scale": nodes.scale,
     "failure": nodes.failure,
     "host": nodes.host,
-    "crowd": crowd.crowd,
-    "idle-group": network.idle_group,
+    "members": scale.members,
+    "idle-group": nodes.idle_group,
+}
+_STORE: dict[str, _Row] = {
+    "store-server": store.store_server,
+    "store-client": store.store_client,
+    "store-idle": store.store_idle,
+    "store-init": store.store_init,
 }
 _ROWS: dict[str, _Row] = {
     "start": start.start,
@@ -43,14 +49,16 @@ _ROWS: dict[str, _Row] = {
     "value": functions.value,
     "preload": functions.preload,
     **_NODES,
+    **_STORE,
 }
-_GROUPS = {"nodes": list(_NODES)}
+_GROUPS = {"nodes": list(_NODES), "store": list(_STORE)}
 _ROUNDS = 15
 _ROUNDS_QUICK = 3
 
 
 def main() -> int:
     """Run the benchmarks that the command line chooses."""
+    begin_session()
     arguments = _parser().parse_args()
     torch = find_torch(arguments.torch_python)
     if torch is None:
@@ -62,16 +70,16 @@ def main() -> int:
         began = time.monotonic()
         lines += _ROWS[name](elastic_aio(), theirs, rounds)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    machine = describe_machine(torch)
-    print(f"{machine}; medians of {rounds} rounds.\n\n{as_table(lines)}")
+    host = describe_host(torch)
+    print(f"{host}; medians of {rounds} rounds.\n\n{as_table(lines)}")
     if arguments.json:
-        content = {"machine": machine, "rounds": rounds, "lines": [as_json(line) for line in lines]}
+        content = {"host": host, "rounds": rounds, "lines": [as_json(line) for line in lines]}
         Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the rows that are asked for, those of a group in its place."""
+    """Return the names of the chosen rows, each group replaced by its rows."""
     return [row for name in names or () for row in _GROUPS.get(name, [name])]
 
 
@@ -88,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         choices=[*_ROWS, *_GROUPS],
         action="append",
-        help=f"run this row, or those of many `nodes`; may be given more than once:"
+        help=f"run this row, or all those of `nodes` or of `store`; may be given more than once:"
         f" {', '.join(_ROWS)}",
     )
     parser.add_argument("--quick", action="store_true", help=f"{_ROUNDS_QUICK} rounds, not more")

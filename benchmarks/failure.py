@@ -6,7 +6,8 @@ import statistics
 import time
 from functools import partial
 
-from benchmarks.measure import Contender, Notes, compare, new_notes, spawn_by_hand, worker
+from benchmarks.compare import compare, median_of_all
+from benchmarks.launchers import Launcher, Notes, new_notes, spawn_baseline, worker
 from benchmarks.table import Goal, Line
 
 __all__ = ["peer", "restart", "tail"]
@@ -15,31 +16,31 @@ __all__ = ["peer", "restart", "tail"]
 _FAILURES = 5
 
 
-def peer(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def peer(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """From one rank's exit with 1 to the SIGTERM of its peer."""
 
-    def measure(contender: Contender) -> list[float]:
+    def measure(launcher: Launcher) -> list[float]:
         with new_notes() as notes:
-            command = worker(notes, "fail", "hear", site=False)
-            with contender.job(2, command, f"--max-restarts={_FAILURES}") as job:
+            command = worker(notes, "fail", "receive", site=False)
+            with launcher.job(2, command, f"--max-restarts={_FAILURES}") as job:
                 job.succeed()
             fails = {note.attempt: note.at for note in notes.read("fails")}
-            return [(note.at - fails[note.attempt]) / 1e6 for note in notes.read("hears")]
+            return [(note.at - fails[note.attempt]) / 1e6 for note in notes.read("receives")]
 
     us, them = compare(max(rounds // 2, 1), measure, ours, theirs)
     return [
         Line(
             "a rank exits 1 → its peer receives SIGTERM",
             "ms",
-            _median_of_all(us),
-            _median_of_all(them) if them else None,
+            median_of_all(us),
+            median_of_all(them) if them else None,
             Goal(0.05),
             bound=3,
         )
     ]
 
 
-def restart(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def restart(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """From one rank's exit with 1 to the first instruction of the last restarted rank."""
     lines = []
     for ranks in (2, 4):
@@ -48,55 +49,55 @@ def restart(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line
             partial(_restarts, ranks),
             ours,
             theirs,
-            partial(_by_hand, ranks),
+            partial(_baseline, ranks),
         )
         lines.append(
             Line(
                 f"a rank exits 1 → first instruction of {ranks} restarted ranks",
                 "ms",
-                _median_of_all(us),
-                _median_of_all(them) if them else None,
+                median_of_all(us),
+                median_of_all(them) if them else None,
                 Goal(0.35),
-                "spawned by hand",
-                _median_of_all(limit),
+                "spawned without a supervisor",
+                median_of_all(limit),
                 Goal(1.5),
             )
         )
     return lines
 
 
-def _restarts(ranks: int, contender: Contender) -> list[float]:
+def _restarts(ranks: int, launcher: Launcher) -> list[float]:
     with new_notes() as notes:
-        command = worker(notes, "fail", "die")
-        with contender.job(ranks, command, f"--max-restarts={_FAILURES}") as job:
+        command = worker(notes, "fail", "end")
+        with launcher.job(ranks, command, f"--max-restarts={_FAILURES}") as job:
             job.succeed()
         return [
-            (_last_born(notes, note.attempt + 1) - note.at) / 1e6 for note in notes.read("fails")
+            (_last_started(notes, note.attempt + 1) - note.at) / 1e6 for note in notes.read("fails")
         ]
 
 
-def _by_hand(ranks: int) -> list[float]:
-    return [_born_by_hand(ranks) for _ in range(_FAILURES)]
+def _baseline(ranks: int) -> list[float]:
+    return [_started_baseline(ranks) for _ in range(_FAILURES)]
 
 
-def _born_by_hand(ranks: int) -> float:
+def _started_baseline(ranks: int) -> float:
     with new_notes() as notes:
-        began = time.monotonic_ns()
-        for process in spawn_by_hand(worker(notes, "fail", "die"), ranks):
+        started_at = time.monotonic_ns()
+        for process in spawn_baseline(worker(notes, "fail", "end"), ranks):
             process.wait()
-        return (_last_born(notes, 0) - began) / 1e6
+        return (_last_started(notes, 0) - started_at) / 1e6
 
 
-def _last_born(notes: Notes, attempt: int) -> int:
-    return max(note.at for note in notes.read("born") if note.attempt == attempt)
+def _last_started(notes: Notes, attempt: int) -> int:
+    return max(note.at for note in notes.read("started") if note.attempt == attempt)
 
 
-def tail(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def tail(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """From the last worker's exit to the launcher's."""
 
-    def measure(contender: Contender) -> float:
+    def measure(launcher: Launcher) -> float:
         with new_notes() as notes:
-            with contender.job(2, worker(notes, "leave", site=False)) as job:
+            with launcher.job(2, worker(notes, "leave", site=False)) as job:
                 ended = job.succeed()
             return (ended.at - max(note.at for note in notes.read("leaves"))) / 1e6
 
@@ -110,7 +111,3 @@ def tail(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
             Goal(0.1),
         )
     ]
-
-
-def _median_of_all(results: list[list[float]]) -> float:
-    return statistics.median(one for result in results for one in result)

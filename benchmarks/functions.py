@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.measure import Contender, Job, compare, new_notes
+from benchmarks.compare import compare, median_of_all
+from benchmarks.launchers import Job, Launcher, new_notes
 from benchmarks.table import Goal, Line
 
 __all__ = ["preload", "spawn", "value"]
@@ -22,12 +23,12 @@ _RANKS = 4
 _FAILURES = 3
 
 
-def spawn(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Call 8 trivial functions in new interpreters: wall and processor time."""
+def spawn(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Call 8 trivial functions in new interpreters: wall and CPU time."""
     python = theirs.command()[0] if theirs else sys.executable
     us, them, limit = compare(
         max(rounds // 3, 1),
-        lambda who: _calls("ours" if who is ours else "torch", python=python),
+        lambda launcher: _calls("ours" if launcher is ours else "torch", python=python),
         ours,
         theirs,
         lambda: _calls("bare", python=python),
@@ -47,11 +48,11 @@ def spawn(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     ]
 
 
-def value(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def value(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Return 100 MB: from the function's return to the caller, the job's end included."""
     us, _, limit = compare(
         max(rounds // 2, 1),
-        lambda who: _calls("value", number=_SIZE),
+        lambda launcher: _calls("value", number=_SIZE),
         ours,
         None,
         lambda: _calls("pipe", number=_SIZE),
@@ -68,12 +69,12 @@ def value(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     ]
 
 
-def preload(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def preload(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Restart 4 workers that import torch: from the failure until the last has done so."""
     if theirs is None:
         return []
     python = theirs.command()[0]
-    preloading = Contender(
+    preloading = Launcher(
         ours.name, lambda: [python, "-m", "elastic_aio", "run", "--preload=torch"]
     )
     us, them = compare(max(rounds // 5, 1), _restarts, preloading, theirs)
@@ -81,17 +82,17 @@ def preload(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line
         Line(
             f"a rank exits 1 → {_RANKS} restarted ranks have imported torch (preloaded by ours)",
             "ms",
-            statistics.median(one for some in us for one in some),
-            statistics.median(one for some in them for one in some),
+            median_of_all(us),
+            median_of_all(them),
             Goal(0.15),
         )
     ]
 
 
-def _restarts(contender: Contender) -> list[float]:
+def _restarts(launcher: Launcher) -> list[float]:
     with new_notes() as notes:
         options = [f"--nproc-per-node={_RANKS}", f"--max-restarts={_FAILURES}"]
-        with Job([*contender.command(), *options, _IMPORTING, str(notes.path)]) as job:
+        with Job([*launcher.command(), *options, _IMPORTING, str(notes.path)]) as job:
             job.succeed()
         ready = notes.read("ready")
         return [
@@ -102,6 +103,6 @@ def _restarts(contender: Contender) -> list[float]:
 
 def _calls(way: str, *, number: int = _FUNCTIONS, python: str = sys.executable) -> list[float]:
     with Job([python, "-m", _CALLS, way, str(number)], out=subprocess.PIPE) as job:
-        said = os.read(job.stdout, 1000)
+        output = os.read(job.stdout, 1000)
         job.succeed()
-    return [one / 1e6 for one in json.loads(said)]
+    return [one / 1e6 for one in json.loads(output)]

@@ -1,7 +1,6 @@
 """Running launchers, and reading clocks and counters while they run.
 
-Times are monotonic nanoseconds, so those that a worker notes and those that are
-read here compare.
+Times are monotonic nanoseconds, so that those of workers and those read here compare.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import platform
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,31 +20,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple, NoReturn, TypeVar
+from typing import IO, NamedTuple
+
+from tests.support.cli import REPOSITORY, environment
+from tests.support.leaks import SESSION_VARIABLE
+from tests.support.sockets import free_port
 
 __all__ = [
-    "Contender",
     "Finished",
     "Job",
+    "Launcher",
     "Note",
     "Notes",
     "Torch",
     "children_of",
-    "compare",
-    "describe_machine",
+    "describe_host",
     "elastic_aio",
+    "environment_changes",
     "find_torch",
     "new_notes",
     "run",
-    "spawn_by_hand",
+    "spawn_baseline",
     "torchrun",
     "wait_until",
     "worker",
 ]
 
-T = TypeVar("T")
-
-_ROOT = Path(__file__).parent.parent
 _WORKERS = Path(__file__).parent / "workers"
 _LIMIT_S = 120.0
 
@@ -61,19 +60,19 @@ class Torch:
 
 
 def find_torch(python: str) -> Torch | None:
-    """Ask an interpreter for its torch; None when it has none."""
+    """Return the torch of an interpreter; None when it has none."""
     code = (
         "import importlib.metadata as m, json, platform;"
         "print(json.dumps([m.version('torch'), platform.python_version()]))"
     )
-    asked = subprocess.run([python, "-c", code], capture_output=True, check=False)
-    if asked.returncode:
+    process = subprocess.run([python, "-c", code], capture_output=True, check=False)
+    if process.returncode:
         return None
-    return Torch(python, *json.loads(asked.stdout))
+    return Torch(python, *json.loads(process.stdout))
 
 
-def describe_machine(torch: Torch | None) -> str:
-    """Return one line on what the numbers were measured on."""
+def describe_host(torch: Torch | None) -> str:
+    """Return one line about the host that the figures come from."""
     model = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -91,8 +90,8 @@ def describe_machine(torch: Torch | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """One launcher: `command` runs it, followed by torchrun's options and a program."""
+class Launcher:
+    """A launcher: `command` runs it, followed by torchrun's options and a program."""
 
     name: str
     command: Callable[[], list[str]]
@@ -109,16 +108,16 @@ class Contender:
         return Job([*words, *program], out=out)
 
 
-def elastic_aio() -> Contender:
-    """Return ours, run from this checkout by this interpreter."""
-    return Contender("elastic_aio", lambda: [sys.executable, "-m", "elastic_aio", "run"])
+def elastic_aio() -> Launcher:
+    """Return our launcher, run from this checkout by this interpreter."""
+    return Launcher("elastic_aio", lambda: [sys.executable, "-m", "elastic_aio", "run"])
 
 
-def torchrun(torch: Torch) -> Contender:
-    """Return torchrun, with a port of its own: its default one may be in use."""
+def torchrun(torch: Torch) -> Launcher:
+    """Return torchrun with a free master port: the default one may be in use."""
     module = "torch.distributed.run"
-    return Contender(
-        "torchrun", lambda: [torch.python, "-m", module, f"--master-port={_free_port()}"]
+    return Launcher(
+        "torchrun", lambda: [torch.python, "-m", module, f"--master-port={free_port()}"]
     )
 
 
@@ -128,25 +127,24 @@ def worker(notes: Notes, *behaviour: str, site: bool = True) -> list[str]:
     return [sys.executable, *options, str(_WORKERS / "rank.py"), str(notes.path), *behaviour]
 
 
-def spawn_by_hand(
-    command: Sequence[str], ranks: int, folder: Path | None = None
+def spawn_baseline(
+    command: Sequence[str], ranks: int, directory: Path | None = None
 ) -> list[subprocess.Popen[bytes]]:
-    """Start workers at once and in the simplest way; nobody watches them.
+    """Start workers at once in the simplest way, without a supervisor.
 
     Args:
-        command: the worker's.
+        command: of each worker.
         ranks: how many.
-        folder: takes a file of each worker's output.
+        directory: for a file with the output of each worker.
     """
-    place = {"WORLD_SIZE": str(ranks)}
-    place.update(TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0")
+    counts = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     return [
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=(folder / f"{rank}").open("wb") if folder else None,
+            stdout=(directory / f"{rank}").open("wb") if directory else None,
             start_new_session=True,
-            env={**os.environ, **place, "RANK": str(rank)},
+            env={**os.environ, **counts, "WORLD_SIZE": str(ranks), "RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
@@ -171,14 +169,14 @@ class Job:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
         self._command = command
         self._finished: Finished | None = None
-        self.began = time.monotonic_ns()
+        self.started_at = time.monotonic_ns()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=self._errors,
-            cwd=_ROOT,
-            env=_environment(),
+            cwd=REPOSITORY,
+            env=environment(environment_changes()),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -238,13 +236,13 @@ class Job:
             _, status, used = os.wait4(self.pid, 0)
             self._process.returncode = code = os.waitstatus_to_exitcode(status)
             cpu = int((used.ru_utime + used.ru_stime) * 1e9)
-            self._finished = Finished(code, at - self.began, cpu, at)
+            self._finished = Finished(code, at - self.started_at, cpu, at)
             if self._process.stdout is not None:
                 self._process.stdout.close()
         return self._finished
 
     def succeed(self) -> Finished:
-        """Wait for its end, which must be a good one.
+        """Wait for its end, with exit code 0.
 
         Raises:
             RuntimeError: it failed.
@@ -252,11 +250,11 @@ class Job:
         finished = self.wait()
         if finished.returncode:
             code = finished.returncode
-            raise RuntimeError(f"{self._command} ended with {code}: {self.said()}")
+            raise RuntimeError(f"{self._command} ended with {code}: {self.error_text()}")
         return finished
 
-    def said(self) -> str:
-        """Return the end of what stands in its standard error by now."""
+    def error_text(self) -> str:
+        """Return the last 2000 bytes of its standard error."""
         size = os.fstat(self._errors.fileno()).st_size
         return os.pread(self._errors.fileno(), 2000, max(size - 2000, 0)).decode("utf-8", "replace")
 
@@ -267,13 +265,13 @@ class Job:
 
 
 def run(command: Sequence[str]) -> Finished:
-    """Run a command to its good end."""
+    """Run a command, which must succeed."""
     with Job(command) as job:
         return job.succeed()
 
 
 class Note(NamedTuple):
-    """What a worker has noted."""
+    """A note of a worker: what happened to it, and when."""
 
     what: str
     rank: int
@@ -283,106 +281,67 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The file in which the workers of one job note what happens."""
+    """The file of the notes of the workers of one job."""
 
     path: Path
 
     def read(self, what: str) -> list[Note]:
         """Return the notes of one kind."""
-        found = []
+        notes = []
         for line in self.path.read_text(encoding="ascii").splitlines():
             kind, rank, attempt, at = line.split()
             if kind == what:
-                found.append(Note(kind, int(rank), int(attempt), int(at)))
-        return found
+                notes.append(Note(kind, int(rank), int(attempt), int(at)))
+        return notes
 
 
 @contextmanager
 def new_notes() -> Iterator[Notes]:
-    """Make a file for notes, in a folder of its own that may take logs too."""
-    folder = Path(tempfile.mkdtemp(prefix="elastic_aio-benchmark-"))
+    """Create a file for notes, in a directory of its own that may hold logs too."""
+    directory = Path(tempfile.mkdtemp(prefix="elastic_aio-benchmark-"))
     try:
-        path = folder / "notes"
+        path = directory / "notes"
         path.touch()
         yield Notes(path)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, of all its threads."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
         children = Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii")
-        found.extend(int(child) for child in children.split())
-    return found
+        pids.extend(int(child) for child in children.split())
+    return pids
 
 
-def wait_until(is_so: Callable[[], bool], what: str, seconds: float = _LIMIT_S) -> None:
-    """Look every few milliseconds until something is so.
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = _LIMIT_S) -> None:
+    """Test a condition every few milliseconds until it holds.
 
     Raises:
-        TimeoutError: it was not in time.
+        TimeoutError: it did not hold in time.
     """
     end = time.monotonic() + seconds
-    while not is_so():
+    while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited for {what} in vain")
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
         time.sleep(0.005)
-
-
-def compare(
-    rounds: int,
-    measure: Callable[[Contender], T],
-    ours: Contender,
-    theirs: Contender | None,
-    *limits: Callable[[], T],
-) -> list[list[T]]:
-    """Measure in turns, so that a machine that slows down does so for all.
-
-    One round more is made first and not counted: it fills the caches.
-
-    Returns:
-        What was measured in each round: of ours, of theirs (nothing when there is
-        no such contender), and of each limit.
-    """
-    turns: list[Callable[[], T]] = [lambda: measure(ours)]
-    turns.append((lambda: measure(theirs)) if theirs else _nothing)
-    turns.extend(limits)
-    results: list[list[T]] = [[] for _ in turns]
-    for number in range(rounds + 1):
-        for result, turn in zip(results, turns, strict=True):
-            if turn is not _nothing:
-                value = turn()
-                if number:
-                    result.append(value)
-    return results
-
-
-def _nothing() -> NoReturn:
-    raise AssertionError("nobody takes this turn")
 
 
 _FOREIGN = ("PET_", "TORCH", "ELASTIC_AIO", "PYTHON", "LOGLEVEL", "OMP_NUM_THREADS")
 _NEEDED = ("PYTHONPATH", "PYTHONHOME")
 
 
-def _environment() -> dict[str, str]:
-    """Return our environment without what would change a launcher's ways.
+def environment_changes() -> dict[str, str | None]:
+    """Return changes that remove settings of a launcher from our environment.
 
-    PYTHONUNBUFFERED and PYTHONDONTWRITEBYTECODE, which containers like to set, for
-    two: they decide when a launcher prints and what it costs to start.
+    PYTHONUNBUFFERED and PYTHONDONTWRITEBYTECODE, which containers often set, are two of them:
+    they change when a launcher prints and how long it takes to start.
     """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _NEEDED or not name.startswith(_FOREIGN)
+    removed: dict[str, str | None] = {
+        name: None
+        for name in os.environ
+        if name.startswith(_FOREIGN) and name not in (*_NEEDED, SESSION_VARIABLE)
     }
-    return {**env, "OMP_NUM_THREADS": "1"}  # spares torchrun a warning
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    return {**removed, "OMP_NUM_THREADS": "1"}  # torchrun would print a warning

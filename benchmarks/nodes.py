@@ -1,59 +1,72 @@
-"""Many nodes: forming a group, and what follows when one comes, fails or is lost.
+"""Many nodes: forming a group, and what follows when one joins, fails, is lost or cut off.
 
-The agents run on this machine, as if each had one of its own.  Where torchrun never
-gets there, that is said, with the seconds that it was watched.
+The agents run on this host, as if each had one of its own.  A measure that torchrun never
+reaches says so, with the seconds that it was watched.
 """
 
 from __future__ import annotations
 
-import math
+import asyncio
 import os
 import signal
 import statistics
-import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
-from benchmarks.agents import (
-    Nodes,
-    born_by_hand,
-    new_nodes,
-    node_worker,
-    singles,
-    start_together,
+from benchmarks.cluster import (
+    LauncherCluster,
+    baseline_failure,
+    baseline_start,
+    baseline_stop,
+    isolated,
 )
-from benchmarks.measure import Contender, compare, spawn_by_hand, wait_until
+from benchmarks.compare import compare, median_of_all, medians
+from benchmarks.launchers import Launcher
 from benchmarks.table import Goal, Line
+from tests.support.netns import Network, why_impossible
+from tests.support.sockets import can_count_traffic, free_port, traffic_of
 
-__all__ = ["failure", "form", "host", "loss", "scale"]
+__all__ = ["failure", "form", "host", "idle_group", "loss", "partition", "scale"]
 
-_FLEETS = (2, 4, 8)
+_Pair = tuple[float, float]
+
+_CLUSTERS = (2, 4, 8)
 _FAILURES = 5
 # How long torchrun is watched where it is known never to get there.
 _WATCH_S = 20
 # It gives up a new node after its read_timeout of 60 s.
 _WATCH_SCALE_S = 75
-# With no more rounds than these, what takes that long is left out.
+# With no more rounds than these, the measures that take that long are left out.
 _QUICK = 3
-_UNSHARED = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+_UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_HEARTBEAT_S = 2
+_WATCH_PARTITION_S = 30
+# torchrun's own settings for how soon a node counts as lost.
+_QUICKEST = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+_IDLE_S = 20.0
+_SETTLE_S = 3.0
 
 
-def form(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def form(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Start the agents of a full group together, until the last worker runs.
 
-    What is subtracted is the same for as many jobs of one node: the start of as many
-    launchers and workers on this machine.
+    The same number of jobs of one node is subtracted: the start of as many launchers and
+    workers on this host.
     """
     lines = []
-    for count in _FLEETS:
+    for count in _CLUSTERS:
 
-        def measure(contender: Contender, count: int = count) -> tuple[float, float]:
-            return _formed(contender, count), _apart(contender, count)
+        async def measure(launcher: Launcher, directory: Path, count: int = count) -> _Pair:
+            async with LauncherCluster(launcher, directory / "group", f"{count}") as cluster:
+                for _ in range(count):
+                    cluster.start_agent()
+                whole = await _since_start(cluster, count, size=count)
+            return whole, await _singles(launcher, directory, count)
 
-        us, them = compare(max(rounds // 5, 1), measure, ours, theirs)
-        whole, alone = _medians(us)
-        their_whole, their_alone = _medians(them) if them else (None, None)
+        us, them = compare(max(rounds // 5, 1), isolated(measure), ours, theirs)
+        whole, alone = medians(us)
+        their_whole, their_alone = medians(them) if them else (None, None)
         what = f"{count} agents started together → last worker's first instruction"
         lines += [
             Line(
@@ -75,59 +88,64 @@ def form(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     return lines
 
 
-def _formed(contender: Contender, count: int) -> float:
-    with new_nodes(contender, f"{count}") as nodes:
-        for number in range(count):
-            nodes.start(f"n{number}")
-        return _since_start(nodes, nodes.must_see("born", count, size=count)[-1].at)
+async def _singles(launcher: Launcher, directory: Path, count: int) -> float:
+    async with LauncherCluster(launcher, directory / "singles", "1") as cluster:
+        for _ in range(count):
+            cluster.start_single()
+        return await _since_start(cluster, count)
 
 
-def _apart(contender: Contender, count: int) -> float:
-    with singles(contender, count) as nodes:
-        return _since_start(nodes, nodes.must_see("born", count)[-1].at)
+async def _since_start(cluster: LauncherCluster, count: int, size: int = 0) -> float:
+    """Return the milliseconds from the first agent's start to the last worker's."""
+    notes = await cluster.all_noted("started", count, size=size)
+    return (notes[-1].at - min(node.started_ns for node in cluster.nodes)) / 1e6
 
 
-def _since_start(nodes: Nodes, at: int) -> float:
-    return (at - min(job.began for job in nodes.agents.values())) / 1e6
-
-
-def loss(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def loss(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Kill an agent that does not serve the store, until the other's worker runs alone."""
 
-    def measure(contender: Contender) -> float:
-        with new_nodes(contender, "1:2") as nodes:
-            start_together(nodes, 2)
-            at = nodes.kill("n1")
-            return _after(at, nodes, 1, _watch(contender, ours))
+    async def measure(launcher: Launcher, directory: Path) -> float:
+        async with LauncherCluster(launcher, directory, "1:2") as cluster:
+            await cluster.start_together(2)
+            return await cluster.since(cluster.kill(1), 1, _watch_s(launcher, ours))
 
-    us, _, limit = compare(max(rounds // 3, 1), measure, ours, None, born_by_hand)
+    us, _, limit = compare(max(rounds // 3, 1), isolated(measure), ours, None, baseline_start)
     return [
         Line(
             f"kill -9 of an agent → the survivor's worker runs alone (watched {_WATCH_S} s)",
             "ms",
             statistics.median(us),
-            measure(theirs) if theirs else None,
+            isolated(measure)(theirs) if theirs else None,
             bound=round(500 + statistics.median(limit)),
         )
     ]
 
 
-def scale(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def scale(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Start a second agent, until both workers run at a world size of 2.
 
     torchrun is made to open a new store for the workers of each round; by default it
     does not, and loses both nodes.
     """
 
-    def measure(contender: Contender) -> tuple[float, float]:
-        unshared = () if contender is ours else _UNSHARED
-        return _scaled(contender, unshared, _WATCH_SCALE_S), _apart(contender, 1)
+    async def scaled(launcher: Launcher, directory: Path, env: dict[str, str]) -> float:
+        async with LauncherCluster(
+            launcher, directory, "1:2", conf={"last_call_timeout": 1}, max_restarts=3
+        ) as cluster:
+            cluster.start_agent(env=env)
+            await cluster.all_noted("ready", 1, size=1)
+            second = cluster.start_agent(env=env)
+            return await cluster.since(second.started_ns, 2, _WATCH_SCALE_S)
+
+    async def measure(launcher: Launcher, directory: Path) -> _Pair:
+        whole = await scaled(launcher, directory / "group", {} if launcher is ours else _UNSHARED)
+        return whole, await _singles(launcher, directory, 1)
 
     us, them, stop = compare(
-        max(rounds // 3, 1), measure, ours, theirs, lambda: (_stop_by_hand(), 0.0)
+        max(rounds // 3, 1), isolated(measure), ours, theirs, lambda: (baseline_stop(), 0.0)
     )
-    whole, alone = _medians(us)
-    their_whole, their_alone = _medians(them) if them else (None, None)
+    whole, alone = medians(us)
+    their_whole, their_alone = medians(them) if them else (None, None)
     what = "a second agent starts → both workers run at a world size of 2"
     lines = [
         Line(
@@ -136,136 +154,148 @@ def scale(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
             whole - alone,
             None if their_whole is None or their_alone is None else their_whole - their_alone,
             Goal(0.1),
-            bound=round(500 + _medians(stop)[0]),
+            bound=round(500 + medians(stop)[0]),
         ),
         Line(f"{what}: all of it", "ms", whole, their_whole, None, "a job of one node", alone),
     ]
     if theirs is not None and rounds > _QUICK:
-        default = _scaled(theirs, (), _WATCH_SCALE_S)
-        lines.append(
-            Line(f"{what}: torchrun by default (watched {_WATCH_SCALE_S} s)", "ms", whole, default)
-        )
+
+        async def by_default(launcher: Launcher, directory: Path) -> float:
+            return await scaled(launcher, directory, {})
+
+        title = f"{what}: torchrun by default (watched {_WATCH_SCALE_S} s)"
+        lines.append(Line(title, "ms", whole, isolated(by_default)(theirs)))
     return lines
 
 
-def _scaled(contender: Contender, prefix: tuple[str, ...], seconds: float) -> float:
-    with new_nodes(contender, "1:2", "--max-restarts=3", last_call_timeout=1) as nodes:
-        nodes.start("n0", prefix=prefix)
-        nodes.must_see("ready", 1, size=1)
-        second = nodes.start("n1", prefix=prefix)
-        return _after(second.began, nodes, 2, seconds)
+def failure(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Kill a worker on one node, until the worker on the other receives SIGTERM."""
 
+    async def measure(launcher: Launcher, directory: Path) -> list[float]:
+        async with LauncherCluster(launcher, directory, "2", max_restarts=_FAILURES) as cluster:
+            await cluster.start_together(2)
+            return [await _fail(cluster) for _ in range(_FAILURES)]
 
-def failure(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Kill a worker on one node, until the worker on the other hears SIGTERM."""
-
-    def measure(contender: Contender) -> list[float]:
-        with new_nodes(contender, "2", f"--max-restarts={_FAILURES}") as nodes:
-            start_together(nodes, 2)
-            return [_heard(nodes) for _ in range(_FAILURES)]
-
-    us, them, limit = compare(max(rounds // 5, 1), measure, ours, theirs, lambda: [_hear_by_hand()])
+    us, them, limit = compare(
+        max(rounds // 5, 1), isolated(measure), ours, theirs, lambda: [baseline_failure()]
+    )
     return [
         Line(
             "a worker is killed on one node → SIGTERM of the worker on the other",
             "ms",
-            _median_of_all(us),
-            _median_of_all(them) if them else None,
+            median_of_all(us),
+            median_of_all(them) if them else None,
             Goal(0.05),
             "waitpid and kill",
-            _median_of_all(limit),
+            median_of_all(limit),
             bound=20,
         )
     ]
 
 
-def _heard(nodes: Nodes) -> float:
+async def _fail(cluster: LauncherCluster) -> float:
     """Kill the worker of node 0 in the present round, and wait for the next one."""
-    victim = next(note for note in reversed(nodes.read("ready")) if note.node == "n0")
+    victim = [note for note in cluster.notes_of("ready") if note.node == "n0"][-1]
     at = time.monotonic_ns()
     os.kill(victim.pid, signal.SIGKILL)
-    (heard,) = nodes.must_see("hears", 1, since=at)
-    nodes.must_see("ready", 2, since=heard.at, size=2)
-    return (heard.at - at) / 1e6
+    (received,) = await cluster.all_noted("receives", 1, since=at)
+    await cluster.all_noted("ready", 2, since=received.at, size=2)
+    return (received.at - at) / 1e6
 
 
-def host(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def host(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Kill the agent that serves the store, until the two others' workers run.
 
-    Ours can meet at two endpoints; torchrun has one.
+    Ours has two endpoints; torchrun has one.
     """
 
-    def measure(contender: Contender) -> float:
-        endpoints = 2 if contender is ours else 1
-        with new_nodes(contender, "2:3", endpoints=endpoints) as nodes:
-            start_together(nodes, 3)
-            at = nodes.kill("n0")
-            return _after(at, nodes, 2, _watch(contender, ours))
+    async def measure(launcher: Launcher, directory: Path) -> float:
+        endpoints = 2 if launcher is ours else 1
+        async with LauncherCluster(launcher, directory, "2:3", endpoints=endpoints) as cluster:
+            await cluster.start_together(3)
+            return await cluster.since(cluster.kill(0), 2, _watch_s(launcher, ours))
 
-    us, _ = compare(max(rounds // 3, 1), measure, ours, None)
+    us, _ = compare(max(rounds // 3, 1), isolated(measure), ours, None)
     return [
         Line(
             f"kill -9 of the store's host → two survivors re-formed (watched {_WATCH_S} s)",
             "ms",
             statistics.median(us),
-            measure(theirs) if theirs else None,
+            isolated(measure)(theirs) if theirs else None,
             bound=2000,
         )
     ]
 
 
-def _after(at: int, nodes: Nodes, size: int, seconds: float) -> float:
-    """Return the milliseconds from `at` until a world of `size` nodes runs, if ever."""
-    born = nodes.seen("born", size, since=at, size=size, seconds=seconds)
-    return (born[-1].at - at) / 1e6 if born else math.inf
+def partition(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Drop all packets of a node, without resets, until the other's worker runs alone."""
+    if reason := why_impossible():
+        print(f"partition is left out: {reason}", file=sys.stderr)
+        return []
+
+    async def measure(launcher: Launcher, directory: Path) -> float:
+        conf = {"heartbeat_timeout": _HEARTBEAT_S} if launcher is ours else _QUICKEST
+        with Network(directory / "network", "here", "there") as network:
+            names = "".join(f"{host.address} {host.name}\n" for host in network.hosts.values())
+            for host in network.hosts.values():
+                (host.etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            endpoint = f"{network['here'].address}:{free_port()}"
+            async with LauncherCluster(
+                launcher, directory / "group", "1:2", endpoint=endpoint, conf={**conf}
+            ) as cluster:
+                for host in network.hosts.values():
+                    cluster.start_agent(
+                        host=host,
+                        local_addr=host.address,
+                        # torchrun cannot tell by an address in a namespace.
+                        conf=None if launcher is ours else {"is_host": int(host.name == "here")},
+                    )
+                await cluster.all_noted("ready", 2, size=2)
+                at = time.monotonic_ns()
+                network.isolate("there")
+                return await cluster.since(at, 1, _WATCH_PARTITION_S)
+
+    us, _, limit = compare(max(rounds // 5, 1), isolated(measure), ours, None, baseline_start)
+    return [
+        Line(
+            f"a silent partition → the worker on our side runs alone, at a heartbeat_timeout of"
+            f" {_HEARTBEAT_S} s (watched {_WATCH_PARTITION_S} s)",
+            "ms",
+            statistics.median(us),
+            isolated(measure)(theirs) if theirs else None,
+            bound=round(1000 * _HEARTBEAT_S + 500 + statistics.median(limit)),
+        )
+    ]
 
 
-def _watch(contender: Contender, ours: Contender) -> float:
-    return 60 if contender is ours else _WATCH_S
+def idle_group(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Count what two agents of idle workers send to the store and receive from it."""
+    if not can_count_traffic():
+        print("idle_group is left out: needs `ss`", file=sys.stderr)
+        return []
+
+    async def measure(launcher: Launcher, directory: Path) -> tuple[float, float, float]:
+        async with LauncherCluster(launcher, directory, "2") as cluster:
+            await cluster.start_together(2)
+            await asyncio.sleep(_SETTLE_S)
+            port = int(cluster.endpoint.rpartition(":")[2])
+            before, began = traffic_of(port), time.monotonic()
+            await asyncio.sleep(_IDLE_S)
+            added = traffic_of(port) - before
+            node_seconds = 2 * (time.monotonic() - began)
+            both = added.bytes_in + added.bytes_out
+            figures = added.messages_in, added.messages_out, both
+            return figures[0] / node_seconds, figures[1] / node_seconds, both / node_seconds
+
+    us = isolated(measure)(ours)
+    them = isolated(measure)(theirs) if theirs else (None, None, None)
+    what = "an idle group, a node"
+    return [
+        Line(f"{what}: messages to the store", "/s", us[0], them[0], Goal(1), bound=1),
+        Line(f"{what}: messages from the store", "/s", us[1], them[1]),
+        Line(f"{what}: bytes both ways", "B/s", us[2], them[2]),
+    ]
 
 
-def _stop_by_hand() -> float:
-    """Return the milliseconds from the SIGTERM of a worker to its end."""
-    with _workers_by_hand(1) as (_, (worker,)):
-        at = time.monotonic_ns()
-        worker.terminate()
-        worker.wait()
-        return (time.monotonic_ns() - at) / 1e6
-
-
-def _hear_by_hand() -> float:
-    """Return the milliseconds from the kill of a worker to the SIGTERM of another."""
-    with _workers_by_hand(2) as (nodes, (victim, other)):
-        at = time.monotonic_ns()
-        victim.kill()
-        victim.wait()
-        other.terminate()
-        other.wait()
-        return (nodes.read("hears")[0].at - at) / 1e6
-
-
-@contextmanager
-def _workers_by_hand(
-    count: int,
-) -> Iterator[tuple[Nodes, list[subprocess.Popen[bytes]]]]:
-    """Start workers without a launcher, until they are ready."""
-    with new_nodes(Contender("by hand", list), "") as nodes:
-        workers = [
-            spawn_by_hand(node_worker(nodes.notes, f"n{number}"), 1)[0] for number in range(count)
-        ]
-        try:
-            wait_until(lambda: len(nodes.read("ready")) == count, "the workers")
-            yield nodes, workers
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-
-
-def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    first, second = zip(*pairs, strict=True)
-    return statistics.median(first), statistics.median(second)
-
-
-def _median_of_all(results: list[list[float]]) -> float:
-    return statistics.median(one for result in results for one in result)
+def _watch_s(launcher: Launcher, ours: Launcher) -> float:
+    return 60 if launcher is ours else _WATCH_S

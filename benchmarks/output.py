@@ -1,4 +1,4 @@
-"""How a launcher shows what its workers say: how much, how soon, and at what cost."""
+"""How a launcher shows the output of its workers: throughput, latency, CPU time, lost lines."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.measure import Contender, Job, compare, new_notes, spawn_by_hand, wait_until, worker
+from benchmarks.compare import compare, median_of_all
+from benchmarks.launchers import (
+    Job,
+    Launcher,
+    new_notes,
+    spawn_baseline,
+    wait_until,
+    worker,
+)
 from benchmarks.table import TIMES, Goal, Line
 
 __all__ = ["latency", "tee"]
 
 _WORKERS = 4
 _LINES = 100_000
-_NUMBERED = re.compile(rb"\[default(\d)\]:rank \1 line \d+ of a job that says a lot")
+_NUMBERED = re.compile(rb"\[default(\d)\]:rank \1 line \d+ of a job with much output")
 _TIMED = re.compile(rb"\[default\d\]:at (\d+)")
-# A launcher that has shown everything and still does not end is a defect.
+# A launcher that runs for longer than this after the last line has a defect.
 _END_S = 3.0
 
 
@@ -30,12 +38,12 @@ class _Teed(NamedTuple):
     lost: int  # lines that did not arrive, or not whole
 
 
-def tee(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def tee(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Show many lines of four workers in a pipe that is read at once.
 
     The time runs from the first line that a worker prints to the last one that is
-    read, the launcher's processor time likewise.  The limit is what the workers
-    write when nobody follows: being watched slows them down.
+    read; the CPU time of the launcher likewise.  The limit is the output of the workers
+    without a reader, which slows them down.
     """
     lines = []
     for name, at_once in (("100 a write", 100), ("one a write", 1)):
@@ -78,12 +86,12 @@ def tee(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     return lines
 
 
-def _tee(at_once: int, contender: Contender) -> _Teed:
+def _tee(at_once: int, launcher: Launcher) -> _Teed:
     with new_notes() as notes, open(notes.path, "rb") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         command = worker(notes, "print", str(_LINES), str(at_once), site=False)
         options = ["-t", "3", "--log-dir", str(notes.path.parent)]
-        with contender.job(_WORKERS, command, *options, out=subprocess.PIPE) as job:
+        with launcher.job(_WORKERS, command, *options, out=subprocess.PIPE) as job:
             wait_until(lambda: len(notes.read("ready")) == _WORKERS, "the workers")
             time.sleep(0.2)
             cpu = job.cpu()
@@ -100,7 +108,7 @@ def _write_only(at_once: int) -> _Teed:
     with new_notes() as notes, open(notes.path, "rb") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         command = worker(notes, "print", str(_LINES), str(at_once), site=False)
-        processes = spawn_by_hand(command, _WORKERS, notes.path.parent)
+        processes = spawn_baseline(command, _WORKERS, notes.path.parent)
         wait_until(lambda: len(notes.read("ready")) == _WORKERS, "the workers")
         fcntl.flock(gate, fcntl.LOCK_UN)
         for process in processes:
@@ -112,17 +120,17 @@ def _write_only(at_once: int) -> _Teed:
 
 def _cat() -> _Teed:
     with new_notes() as notes:
-        line = b"[default0]:rank 0 line 000000 of a job that says a lot\n"
+        line = b"[default0]:rank 0 line 000000 of a job with much output\n"
         notes.path.write_bytes(line * _LINES)
         with Job(["cat", *[str(notes.path)] * _WORKERS], out=subprocess.PIPE) as job:
             _, ended, _ = _read_all(job)
             finished = job.succeed()
     total = _WORKERS * _LINES
-    return _Teed(total / ((ended - job.began) / 1e9), finished.cpu / 1e6, 0)
+    return _Teed(total / ((ended - job.started_at) / 1e9), finished.cpu / 1e6, 0)
 
 
 def _read_all(job: Job) -> tuple[list[bytes], int, int]:
-    """Read all that a job shows; return it, the time of the last chunk, and the CPU then."""
+    """Read the output of a job; return it, the time of the last chunk, and the CPU time then."""
     chunks = []
     at = cpu = 0
     while chunk := os.read(job.stdout, 1 << 20):
@@ -133,29 +141,29 @@ def _read_all(job: Job) -> tuple[list[bytes], int, int]:
     return chunks, at, cpu
 
 
-def latency(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def latency(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """From a worker's write of a line to its arrival in the launcher's pipe."""
     us, them = compare(max(rounds // 5, 1), _latencies, ours, theirs)
     return [
         Line(
             "a line is written → it is on the console, a pipe",
             "ms",
-            statistics.median(one for result in us for one in result),
-            statistics.median(one for result in them for one in result) if them else None,
+            median_of_all(us),
+            median_of_all(them) if them else None,
             Goal(0.01),
             bound=2,
         )
     ]
 
 
-def _latencies(contender: Contender) -> list[float]:
-    found = []
+def _latencies(launcher: Launcher) -> list[float]:
+    latencies = []
     with new_notes() as notes:
         command = worker(notes, "tick", "100", "0.02")
         options = ["-t", "3", "--log-dir", str(notes.path.parent)]
-        with contender.job(2, command, *options, out=subprocess.PIPE) as job:
+        with launcher.job(2, command, *options, out=subprocess.PIPE) as job:
             while chunk := os.read(job.stdout, 1 << 20):
                 now = time.monotonic_ns()
-                found += [(now - int(at)) / 1e6 for at in _TIMED.findall(chunk)]
+                latencies += [(now - int(at)) / 1e6 for at in _TIMED.findall(chunk)]
             job.succeed()
-    return found
+    return latencies

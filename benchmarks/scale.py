@@ -10,34 +10,34 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measure import Contender, Job
-from benchmarks.sockets import is_counting
+from benchmarks.launchers import Job, Launcher
 from benchmarks.table import Goal, Line
+from tests.support.sockets import can_count_traffic
 
-__all__ = ["crowd"]
+__all__ = ["members"]
 
 _FEW, _MANY = 100, 1000
 _BOUND_S = 3
 _PACKAGE = "benchmarks.workers"
 
 
-def crowd(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Form a group of very many, and again after one was lost."""
-    if not is_counting():
-        print("crowd is left out: needs `ss`", file=sys.stderr)
+def members(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Form a group of very many members, and again after one was lost."""
+    if not can_count_traffic():
+        print("members is left out: needs `ss`", file=sys.stderr)
         return []
     times = max(rounds // 5, 1)
     python = theirs.command()[0] if theirs else ""
     lines: list[Line] = []
     carried: dict[int, dict[str, list[float]]] = {}
     for count in (_FEW, _MANY):
-        results, bare = _members(count, times)
+        results, bare = _measure(count, times)
         formed, reformed = (_median(results, name) for name in ("formed", "reformed"))
-        # In as many threads as there are members: at a thousand that takes minutes.
-        torch = _said(python, "meetings", "torch", count) if python and count == _FEW else None
+        # torch needs a thread for each member, so that a thousand take minutes.
+        torch = _run(python, "other_members", "torch", count) if python and count == _FEW else None
         lines += [
             Line(
-                f"{count} members in one process: first opens → last begins",
+                f"{count} members in one process: first opens → last starts",
                 "s",
                 formed,
                 torch,
@@ -47,7 +47,7 @@ def crowd(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
                 bound=_BOUND_S,
             ),
             Line(
-                f"{count} members in one process: one is lost → last begins again",
+                f"{count} members in one process: one is lost → last starts again",
                 "s",
                 reformed,
                 bound=_BOUND_S,
@@ -55,8 +55,8 @@ def crowd(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
         ]
         carried[count] = {
             phase: [
-                statistics.median(some)
-                for some in zip(*(one[phase] for one in results), strict=True)
+                statistics.median(figures)
+                for figures in zip(*(result[phase] for result in results), strict=True)
             ]
             for phase in ("forming", "reforming")
         }
@@ -64,7 +64,7 @@ def crowd(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
 
 
 def _growth(carried: Mapping[int, Mapping[str, list[float]]]) -> list[Line]:
-    """Compare what each member sends and gets in a group of many with one of few."""
+    """Compare the traffic of each member in a group of many with that in one of few."""
     lines = []
     for phase in ("forming", "reforming"):
         few, many = carried[_FEW][phase], carried[_MANY][phase]
@@ -82,20 +82,20 @@ def _growth(carried: Mapping[int, Mapping[str, list[float]]]) -> list[Line]:
     return lines
 
 
-def _members(count: int, times: int) -> tuple[list[dict[str, Any]], float]:
-    results = [_said(sys.executable, "members", "ours", count) for _ in range(times)]
-    bare = [_said(sys.executable, "meetings", "bare", count) for _ in range(times)]
+def _measure(count: int, times: int) -> tuple[list[dict[str, Any]], float]:
+    results = [_run(sys.executable, "members", "ours", count) for _ in range(times)]
+    bare = [_run(sys.executable, "other_members", "bare", count) for _ in range(times)]
     return results, statistics.median(bare)
 
 
 def _median(results: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(float(one[name]) for one in results)
+    return statistics.median(float(result[name]) for result in results)
 
 
-def _said(python: str, module: str, way: str, count: int) -> Any:
-    """Run one of the workers; return what it says."""
+def _run(python: str, module: str, way: str, count: int) -> Any:
+    """Run one of the programs in `workers`; return the JSON that it prints."""
     command = [python, "-m", f"{_PACKAGE}.{module}", way, str(count)]
     with Job(command, out=subprocess.PIPE) as job:
-        said = os.read(job.stdout, 10_000)
+        output = os.read(job.stdout, 10_000)
         job.succeed()
-    return json.loads(said)
+    return json.loads(output)

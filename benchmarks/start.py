@@ -1,4 +1,4 @@
-"""What it costs to be there: starting, memory, many workers, doing nothing."""
+"""What a launcher costs: its start, its memory, many workers, idle workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measure import (
-    Contender,
+from benchmarks.compare import compare
+from benchmarks.launchers import (
     Finished,
     Job,
+    Launcher,
     children_of,
-    compare,
     run,
     wait_until,
 )
@@ -30,11 +30,11 @@ _SPAWN_LOOP = str(Path(__file__).parent / "workers" / "spawn_loop.py")
 _MANY = 256
 
 
-def start(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Start two workers that end at once: wall and processor time, children's included."""
+def start(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Start two workers that end at once: wall and CPU time, children included."""
 
-    def measure(contender: Contender) -> Finished:
-        with contender.job(2, ["/bin/true"]) as job:
+    def measure(launcher: Launcher) -> Finished:
+        with launcher.job(2, ["/bin/true"]) as job:
             return job.succeed()
 
     us, them, limit = compare(
@@ -68,8 +68,8 @@ class _Memory(NamedTuple):
     guardian_pss: float
 
 
-def memory(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Look at the memory of a launcher with two workers, until its end."""
+def memory(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Read the memory of a launcher with two workers, until its end."""
     us, them = compare(
         max(rounds // 3, 1),
         _memory,
@@ -92,33 +92,33 @@ def memory(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]
             bound=5,
         ),
         Line(
-            "memory of its guardian: with its share of what others use too (PSS)",
+            "memory of its guardian: with its share of shared pages (PSS)",
             "MB",
             statistics.median(one.guardian_pss for one in us),
         ),
     ]
 
 
-def _memory(contender: Contender) -> _Memory:
+def _memory(launcher: Launcher) -> _Memory:
     peak = 0.0
     guardian: dict[str, float] = {}
-    with contender.job(2, ["/bin/sleep", "0.5"]) as job:
+    with launcher.job(2, ["/bin/sleep", "0.5"]) as job:
         while job.is_running:
             peak = max(peak, _fields(f"/proc/{job.pid}/status").get("VmHWM", 0))
             for child in children_of(job.pid) if not guardian else ():
                 if "guardian" in _command(child):
-                    time.sleep(0.2)  # it is starting up
+                    time.sleep(0.2)  # until it has started
                     guardian = _fields(f"/proc/{child}/smaps_rollup")
             time.sleep(0.001)
         job.succeed()
     return _Memory(peak, guardian.get("Private_Dirty", 0), guardian.get("Pss", 0))
 
 
-def many(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
+def many(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Start many workers that end at once."""
 
-    def measure(contender: Contender) -> float:
-        with contender.job(_MANY, ["/bin/true"]) as job:
+    def measure(launcher: Launcher) -> float:
+        with launcher.job(_MANY, ["/bin/true"]) as job:
             return job.succeed().wall / 1e6
 
     inside: list[float] = []
@@ -159,8 +159,8 @@ def many(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     ]
 
 
-def _duration(ours: Contender) -> float:
-    """Return how long a job of many workers took by its own account, in milliseconds."""
+def _duration(ours: Launcher) -> float:
+    """Return the milliseconds of a job of many workers, as its last event reports them."""
     with tempfile.NamedTemporaryFile() as file:
         with ours.job(_MANY, ["/bin/true"], f"--events={file.name}") as job:
             job.succeed()
@@ -174,8 +174,8 @@ class _Idle(NamedTuple):
     threads: int
 
 
-def idle(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
-    """Watch a launcher whose workers say nothing, with all that belongs to it."""
+def idle(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Watch a launcher with idle workers, its guardian included."""
     us, them = compare(max(rounds // 5, 1), _idle, ours, theirs)
     lines = []
     for name, unit, figure, bound in (
@@ -196,24 +196,24 @@ def idle(ours: Contender, theirs: Contender | None, rounds: int) -> list[Line]:
     return lines
 
 
-def _idle(contender: Contender) -> _Idle:
+def _idle(launcher: Launcher) -> _Idle:
     workers = 8
     with (
-        tempfile.TemporaryDirectory() as folder,
-        contender.job(workers, ["/bin/sleep", "60"], "-t", "3", "--log-dir", folder) as job,
+        tempfile.TemporaryDirectory() as directory,
+        launcher.job(workers, ["/bin/sleep", "60"], "-t", "3", "--log-dir", directory) as job,
     ):
         wait_until(
             lambda: (
-                sum(_command(one) == "/bin/sleep 60" for one in children_of(job.pid)) == workers
+                sum(_command(pid) == "/bin/sleep 60" for pid in children_of(job.pid)) == workers
             ),
             "the workers",
         )
         time.sleep(1)
-        mine = [job.pid, *(one for one in children_of(job.pid) if "guardian" in _command(one))]
-        before = [_activity(pid) for pid in mine]
+        pids = [job.pid, *(pid for pid in children_of(job.pid) if "guardian" in _command(pid))]
+        before = [_activity(pid) for pid in pids]
         began = time.monotonic()
         time.sleep(3)
-        after = [_activity(pid) for pid in mine]
+        after = [_activity(pid) for pid in pids]
         seconds = time.monotonic() - began
         threads = len(os.listdir(f"/proc/{job.pid}/task"))
     pairs = list(zip(before, after, strict=True))
@@ -243,12 +243,12 @@ def _command(pid: int) -> str:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return ""  # gone
+        return ""  # it has ended
     return command.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
 
 
 def _fields(path: str) -> dict[str, float]:
-    """Read the sizes in a file of `/proc`, in megabytes; nothing when the process is gone."""
+    """Return the sizes in a file of `/proc`, in megabytes; empty when the process has ended."""
     fields = {}
     try:
         text = Path(path).read_text(encoding="utf-8")

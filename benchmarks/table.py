@@ -1,4 +1,4 @@
-"""What is measured, what is wanted of it, and how both are printed."""
+"""Figures, the goals for them, and the table of both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What our figure must be, as a multiple of another's."""
+    """Our figure has to be at most, or at least, a multiple of another one."""
 
     factor: float
     at_least: bool = False
 
     def is_met(self, ours: float, other: float) -> bool:
-        """Tell whether our figure meets it."""
+        """Tell whether our figure meets the goal."""
         bound = self.factor * other
         return ours >= bound if self.at_least else ours <= bound
 
@@ -30,7 +30,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table; figures are in `unit`, and infinite for what never came.
+    """A line of the table; figures are in `unit`, and infinite for what never happened.
 
     Either `limit` is the figure of something that cannot be beaten by much, called
     `limit_name`, or `bound` is the most that our figure may be.
@@ -48,7 +48,7 @@ class Line:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether every goal that could be judged is met; None when there is none."""
+        """Whether every goal with a figure to compare with is met; None without such a goal."""
         met = []
         if self.goal is not None and self.theirs is not None:
             met.append(self.goal.is_met(self.ours, self.theirs))
@@ -92,7 +92,7 @@ def as_table(lines: Iterable[Line]) -> str:
 
 
 def as_json(line: Line) -> dict[str, Any]:
-    """Return a line as JSON takes it."""
+    """Return the fields of a line for JSON."""
     fields = {**asdict(line), "is_met": line.is_met}
     return {name: "never" if value == math.inf else value for name, value in fields.items()}
 

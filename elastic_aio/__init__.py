@@ -1,21 +1,37 @@
-"""elastic_aio: an asyncio-native supervisor for groups of worker processes.
+"""An asyncio-native supervisor for groups of worker processes: torchrun's job without torch.
 
-The public names load on first use, so that `from elastic_aio.worker import record`
-inside a worker does not import asyncio.
+The public modules:
+
+elastic_aio                  describe jobs, run them, and read their events and results
+elastic_aio.worker           inside a worker: `WorkerContext`, `record`; never loads asyncio
+elastic_aio.multiprocessing  groups of processes without restarts, as in torch.multiprocessing
+elastic_aio.sync             the same groups for programs without an event loop
+elastic_aio.store            the key-value store with the protocol of torch's TCPStore
+elastic_aio.testing          simulated jobs of many nodes, in virtual time
+elastic_aio.plugins          what log layouts and rendezvous backends of others build on
+
+Every other module is internal and may change in any release.
+
+The names of this package are loaded when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
-from elastic_aio._version import __version__
+from elastic_aio._version import __version__ as __version__
+from elastic_aio.lazy import lazy_exports
+
+if sys.platform != "linux":
+    raise ImportError(f"elastic_aio needs Linux 5.3 or newer (this is {sys.platform})")
 
 if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent as Agent
-    from elastic_aio.backoff import Backoff as Backoff
-    from elastic_aio.backoff import RestartWindow as RestartWindow
+    from elastic_aio.agent.event_log import EventListener as EventListener
+    from elastic_aio.channel import EventReader as EventReader
     from elastic_aio.errors import ElasticAioError as ElasticAioError
+    from elastic_aio.errors import HostError as HostError
     from elastic_aio.errors import InternalError as InternalError
     from elastic_aio.errors import JobEnded as JobEnded
     from elastic_aio.errors import JobFailed as JobFailed
@@ -28,13 +44,12 @@ if TYPE_CHECKING:
     from elastic_aio.errors import StoreLost as StoreLost
     from elastic_aio.errors import StoreRefused as StoreRefused
     from elastic_aio.errors import StoreTimeout as StoreTimeout
-    from elastic_aio.errors import SurroundingsError as SurroundingsError
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
     from elastic_aio.events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
-    from elastic_aio.events import GuardianReplaced as GuardianReplaced
+    from elastic_aio.events import GuardianRestarted as GuardianRestarted
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
     from elastic_aio.events import MembershipChanged as MembershipChanged
@@ -42,14 +57,14 @@ if TYPE_CHECKING:
     from elastic_aio.events import NodeLeft as NodeLeft
     from elastic_aio.events import NodeLost as NodeLost
     from elastic_aio.events import NodeRefused as NodeRefused
-    from elastic_aio.events import Promoted as Promoted
+    from elastic_aio.events import NodeStandby as NodeStandby
     from elastic_aio.events import RendezvousStoreLost as RendezvousStoreLost
-    from elastic_aio.events import RendezvousStoreRegained as RendezvousStoreRegained
+    from elastic_aio.events import RendezvousStoreRecovered as RendezvousStoreRecovered
     from elastic_aio.events import Restarting as Restarting
     from elastic_aio.events import RoundFormed as RoundFormed
     from elastic_aio.events import RoundForming as RoundForming
     from elastic_aio.events import SignalForwarded as SignalForwarded
-    from elastic_aio.events import StandingBy as StandingBy
+    from elastic_aio.events import StandbyPromoted as StandbyPromoted
     from elastic_aio.events import StopEscalated as StopEscalated
     from elastic_aio.events import StopRequested as StopRequested
     from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
@@ -67,112 +82,61 @@ if TYPE_CHECKING:
     from elastic_aio.outcome import ResourceUsage as ResourceUsage
     from elastic_aio.outcome import WorkerError as WorkerError
     from elastic_aio.outcome import WorkerResult as WorkerResult
-    from elastic_aio.policy import Action as Action
-    from elastic_aio.policy import RestartPolicy as RestartPolicy
-    from elastic_aio.policy import SignalSpec as SignalSpec
-    from elastic_aio.policy import StopPlan as StopPlan
-    from elastic_aio.policy import StopStep as StopStep
-    from elastic_aio.rendezvous.following import follow_job as follow_job
-    from elastic_aio.rendezvousspec import RendezvousSpec as RendezvousSpec
+    from elastic_aio.rendezvous.event_reader import JobEvents as JobEvents
+    from elastic_aio.rendezvous.event_reader import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
-    from elastic_aio.spec import Command as Command
-    from elastic_aio.spec import Function as Function
-    from elastic_aio.spec import LaunchSpec as LaunchSpec
-    from elastic_aio.spec import LogSpec as LogSpec
-    from elastic_aio.spec import Module as Module
-    from elastic_aio.spec import NodeRange as NodeRange
-    from elastic_aio.spec import Script as Script
-    from elastic_aio.std import Std as Std
-    from elastic_aio.std import StdMap as StdMap
-
-_HOMES = {
-    "agent.agent": ["Agent"],
-    "backoff": ["Backoff", "RestartWindow"],
-    "errors": [
-        "ElasticAioError",
-        "InternalError",
-        "JobEnded",
-        "JobFailed",
-        "JobStopped",
-        "RendezvousFailed",
-        "SpawnError",
-        "SpecError",
-        "StoreClosed",
-        "StoreError",
-        "StoreLost",
-        "StoreRefused",
-        "StoreTimeout",
-        "SurroundingsError",
-    ],
-    "events": [
-        "AttemptFailed",
-        "ConsoleLost",
-        "CoordinatorChanged",
-        "Event",
-        "EventsMissed",
-        "GuardianReplaced",
-        "JobFinished",
-        "JobStarted",
-        "MembershipChanged",
-        "NodeJoined",
-        "NodeLeft",
-        "NodeLost",
-        "NodeRefused",
-        "Promoted",
-        "RendezvousStoreLost",
-        "RendezvousStoreRegained",
-        "Restarting",
-        "RoundFormed",
-        "RoundForming",
-        "SignalForwarded",
-        "StandingBy",
-        "StopEscalated",
-        "StopRequested",
-        "WorkerAbandoned",
-        "WorkerExited",
-        "WorkerStarted",
-        "event_from_json",
-        "event_to_json",
-    ],
-    "launcher": ["launch", "run"],
-    "outcome": [
-        "AttemptResult",
-        "ExitStatus",
-        "Failure",
-        "JobState",
-        "LaunchResult",
-        "ResourceUsage",
-        "WorkerError",
-        "WorkerResult",
-    ],
-    "policy": ["Action", "RestartPolicy", "SignalSpec", "StopPlan", "StopStep"],
-    "rendezvous.following": ["follow_job"],
-    "rendezvousspec": ["RendezvousSpec"],
-    "report": ["format_failure"],
-    "spec": [
-        "Command",
-        "Function",
-        "LaunchSpec",
-        "LogSpec",
-        "Module",
-        "NodeRange",
-        "Script",
-    ],
-    "std": ["Std", "StdMap"],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = ["__version__", *sorted(_HOME_OF)]
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from the module that defines it (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from elastic_aio.spec.job import Command as Command
+    from elastic_aio.spec.job import Function as Function
+    from elastic_aio.spec.job import LaunchSpec as LaunchSpec
+    from elastic_aio.spec.job import Module as Module
+    from elastic_aio.spec.job import NodeRange as NodeRange
+    from elastic_aio.spec.job import Script as Script
+    from elastic_aio.spec.job import StartMethod as StartMethod
+    from elastic_aio.spec.logs import LogSpec as LogSpec
+    from elastic_aio.spec.logs import Std as Std
+    from elastic_aio.spec.logs import StdMap as StdMap
+    from elastic_aio.spec.rendezvous import RendezvousSpec as RendezvousSpec
+    from elastic_aio.spec.restart import Backoff as Backoff
+    from elastic_aio.spec.restart import Decide as Decide
+    from elastic_aio.spec.restart import RestartAction as RestartAction
+    from elastic_aio.spec.restart import RestartPolicy as RestartPolicy
+    from elastic_aio.spec.restart import RestartWindow as RestartWindow
+    from elastic_aio.spec.stop import SignalSpec as SignalSpec
+    from elastic_aio.spec.stop import StopPlan as StopPlan
+    from elastic_aio.spec.stop import StopStep as StopStep
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "elastic_aio._version": "__version__",
+            "elastic_aio.agent.agent": "Agent",
+            "elastic_aio.agent.event_log": "EventListener",
+            "elastic_aio.channel": "EventReader",
+            "elastic_aio.errors": """
+                ElasticAioError HostError InternalError JobEnded JobFailed JobStopped
+                RendezvousFailed SpawnError SpecError StoreClosed StoreError StoreLost
+                StoreRefused StoreTimeout
+            """,
+            "elastic_aio.events": """
+                AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianRestarted
+                JobFinished JobStarted MembershipChanged NodeJoined NodeLeft NodeLost NodeRefused
+                NodeStandby RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed
+                RoundForming SignalForwarded StandbyPromoted StopEscalated StopRequested
+                WorkerAbandoned WorkerExited WorkerStarted event_from_json event_to_json
+            """,
+            "elastic_aio.launcher": "launch run",
+            "elastic_aio.outcome": """
+                AttemptResult ExitStatus Failure JobState LaunchResult ResourceUsage WorkerError
+                WorkerResult
+            """,
+            "elastic_aio.rendezvous.event_reader": "JobEvents follow_job",
+            "elastic_aio.report": "format_failure",
+            "elastic_aio.spec.job": """
+                Command Function LaunchSpec Module NodeRange Script StartMethod
+            """,
+            "elastic_aio.spec.logs": "LogSpec Std StdMap",
+            "elastic_aio.spec.rendezvous": "RendezvousSpec",
+            "elastic_aio.spec.restart": "Backoff Decide RestartAction RestartPolicy RestartWindow",
+            "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
+        },
+    )

@@ -1,60 +1,80 @@
-"""The few asyncio helpers that the rest of the library stands on."""
+"""Asyncio primitives of this package: shielded work, threads, notification, a clock.
+
+The public functions can be called from asyncio and from anyio code, so cancellation
+arrives in two ways: once per native `Task.cancel()`, or at every await inside a
+cancelled anyio scope.  anyio is used here, and only here, to be correct under both: a
+shielded `CancelScope` keeps the second kind away from a teardown that must complete.
+
+Files on disks are read through aiofiles (`read_file`), all other blocking calls are
+made by `run_in_thread`.  Both packages are imported when first needed: a start-up needs
+neither, and anyio's asyncio backend alone takes 20 ms to import.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, TypeVar
-
-__all__ = ["Pausable", "all_done", "end_all", "off_loop", "outlast", "owned_task", "see_through"]
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 
-async def see_through(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a piece of work to its end, however often anybody is cancelled meanwhile.
-
-    The caller's cancellation is raised afterwards.  When an event loop shuts down
-    it cancels every task, the one that does the work included; then the work is
-    started again, so it must bear that, and it must be bounded in time.
-
-    Args:
-        start: makes the coroutine that does the work.
-
-    Returns:
-        What the work returns.
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the running event loop; public entry points call it before they do anything.
 
     Raises:
-        asyncio.CancelledError: the caller was cancelled; the work is done.
-        Exception: what the work raised.
+        RuntimeError: this code is not run by asyncio, but by trio for example.
     """
-    task = owned_task(start())
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("elastic_aio runs on asyncio only") from None
+
+
+async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the coroutine that `start` makes to its end, however often the caller is cancelled.
+
+    A closing event loop cancels every task, the one that runs the coroutine included;
+    then a new coroutine is started.  It must therefore be idempotent, and it must be
+    bounded in time.
+
+    Cancellation: raised after the coroutine has ended.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled; the coroutine has ended.
+        Exception: raised by the coroutine.
+    """
+    task = create_task(start())
     cancelled: asyncio.CancelledError | None = None
     while True:
         try:
-            await outlast(task)
+            await wait_shielded(task)
         except asyncio.CancelledError as error:
             cancelled = error
         if not task.cancelled():
             break
-        task = owned_task(start())
+        task = create_task(start())
     if cancelled is not None:
-        task.exception()  # marks it as seen: the cancellation takes its place
+        task.exception()  # marks it as retrieved: the cancellation takes its place
         raise cancelled
     return task.result()
 
 
-async def outlast(future: asyncio.Future[Any]) -> None:
+async def wait_shielded(future: asyncio.Future[Any]) -> None:
     """Wait until `future` is done, however often the caller is cancelled meanwhile.
 
-    Two protections are needed at once.  A native `Task.cancel()` is withstood by
-    waiting again and again; inside a cancelled anyio scope that loop would spin,
-    since anyio delivers its cancellation anew at every await, so the wait happens
-    under an anyio shield too.  A scope can only exist where anyio has been
-    imported, hence the look into `sys.modules`: its asyncio backend costs 20 ms to
-    import, at the very moment when a job should end.
+    Two protections are needed at once.  A native `Task.cancel()` is answered by waiting
+    again.  Inside a cancelled anyio scope that loop would spin, since anyio raises its
+    cancellation anew at every await; so the wait is also under an anyio shield.  A
+    scope can exist only if anyio has been imported, hence the check of `sys.modules`.
+
+    Cancellation: raised after `future` is done.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled; `future` is done.
@@ -70,31 +90,6 @@ async def outlast(future: asyncio.Future[Any]) -> None:
         raise cancelled
 
 
-async def off_loop(work: Callable[[], T]) -> T:
-    """Do a piece of blocking work in a thread of its own; return what it returns.
-
-    Not in the loop's default executor, whose threads would outlive the job.  A
-    machine that has no thread left does it here.  When the caller is cancelled, the
-    thread ends in its own time.
-    """
-    # Imported here: most jobs need no thread.
-    from concurrent.futures import ThreadPoolExecutor
-
-    executor = ThreadPoolExecutor(max_workers=1)
-    is_idle = False
-    try:
-        working = asyncio.get_running_loop().run_in_executor(executor, work)
-    except RuntimeError:  # can't start new thread
-        return work()
-    try:
-        result = await working
-        is_idle = True
-        return result
-    finally:
-        # An idle thread ends at once; a busy one is not waited for.
-        executor.shutdown(wait=is_idle)
-
-
 def _anyio_shield() -> contextlib.AbstractContextManager[object]:
     if "anyio" not in sys.modules:
         return contextlib.nullcontext()
@@ -103,16 +98,98 @@ def _anyio_shield() -> contextlib.AbstractContextManager[object]:
     return anyio.CancelScope(shield=True)
 
 
-def owned_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
-    """Start a task that its caller keeps, awaits and ends.
+async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool = False) -> T:
+    """Run a blocking function in a new thread; without one to be had, run it here.
+
+    The loop's default executor is not used: its threads would outlive the job.
+
+    Cancellation: leaves the thread running; its result is dropped.
+
+    Args:
+        function: called with `args`; its result is returned, its exception raised.
+        daemon: do not wait for the thread when the program exits.  For calls that may
+            block for long, such as a resolver that does not answer.
+    """
+    executor = _ThreadPerCall(daemon=daemon)
+    result = await asyncio.wrap_future(executor.submit(function, *args))
+    executor.shutdown()
+    return result
+
+
+async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
+    """Read a part of a file off the loop: a disk may be slow, or not answer at all.
+
+    Cancellation: leaves a thread that a disk blocks running; it ends with the program.
+
+    Args:
+        offset: where to begin, in bytes.
+        size: how many bytes to read; -1 (the default) reads to the end.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    import aiofiles
+
+    executor = _ThreadPerCall(daemon=True)
+    # Not `async with`: its end closes the file in the loop's default executor.
+    file = await aiofiles.open(path, "rb", executor=executor)
+    try:
+        if offset:
+            await file.seek(offset)
+        content = await file.read(size)
+    finally:
+        await file.close()
+    executor.shutdown()
+    return content
+
+
+class _ThreadPerCall(Executor):
+    """Runs each call in a new thread, or in the caller's where none can be started."""
+
+    def __init__(self, *, daemon: bool) -> None:
+        self._daemon = daemon
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a thread cannot be cancelled
+
+        def run() -> None:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        thread = threading.Thread(target=run, name="run_in_thread", daemon=self._daemon)
+        try:
+            thread.start()
+        except RuntimeError:  # can't start new thread
+            run()
+        else:
+            self._threads.append(thread)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the threads: each has delivered its result and is about to end.
+
+        A process that forks should have no other thread (fork(2)).
+        """
+        for thread in self._threads:
+            thread.join()
+
+
+def create_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+    """Start a task that the caller keeps, awaits and cancels.
 
     Each call names one owner; a task without an owner is a bug (RUF006).
     """
     return asyncio.get_running_loop().create_task(work, name=name)
 
 
-async def end_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until all have ended; what they raised counts as seen."""
+async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended; their exceptions are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -121,34 +198,91 @@ async def end_all(tasks: Collection[asyncio.Task[Any]]) -> None:
             task.exception()
 
 
-class Pausable:
-    """A monotonic clock, in seconds, that stands still while the job is paused.
+class Notifier:
+    """Wakes the tasks of one loop that wait for a change of some state.
 
-    A job stopped by Ctrl-Z must not find all its deadlines passed when it comes
-    back.  `loop.time()` runs on meanwhile; whoever resumes the job tells how long
-    it was away.
+    A condition variable without a lock: tasks of one loop need none.  A notification
+    is not remembered, so a waiter checks the state, waits, and checks again::
+
+        while not self._unread:
+            await self._changed.wait()
     """
 
     def __init__(self) -> None:
-        """Start at the running loop's time."""
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the next notification; return False if `timeout` seconds pass first."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(future)
+        try:
+            if timeout is None:
+                await future
+            else:
+                await asyncio.wait([future], timeout=timeout)
+            return future.done()
+        finally:
+            self._waiters.discard(future)
+
+    def notify_all(self) -> None:
+        """Wake all tasks that wait now."""
+        for future in self._waiters:
+            set_result_if_pending(future, None)
+
+
+def set_result_if_pending(future: asyncio.Future[T], value: T) -> None:
+    """Set the result of `future` unless it is done: its waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(value)
+
+
+def when_all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None]:
+    """Return a future that is done when all of `futures` are; it never fails.
+
+    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs one
+    callback each, however often it is awaited.
+    """
+    result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pending = set(futures)
+
+    def on_done(future: asyncio.Future[Any]) -> None:
+        pending.discard(future)
+        if not pending:
+            set_result_if_pending(result, None)
+
+    for future in tuple(pending):
+        future.add_done_callback(on_done)
+    if not pending:
+        result.set_result(None)
+    return result
+
+
+class PausableClock:
+    """A monotonic clock, in seconds, that stands still while the job is suspended.
+
+    Deadlines of a job that Ctrl-Z has suspended must not all expire when it resumes.
+    `loop.time()` runs on meanwhile, so `skip` subtracts the time of the suspension.
+    """
+
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._paused_s = 0.0
 
     def now(self) -> float:
-        """Return the seconds that count."""
+        """Return the present time, suspensions left out."""
         return self._loop.time() - self._paused_s
 
     def skip(self, seconds: float) -> None:
-        """Leave `seconds` that have just passed out of account."""
+        """Leave out the last `seconds`: the job was suspended."""
         self._paused_s += seconds
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until `seconds` that count have passed."""
+        """Wait until `seconds` of this clock have passed."""
         never = asyncio.get_running_loop().create_future()
         await self.wait_for(never, seconds=seconds)
 
     async def wait_for(self, *futures: asyncio.Future[Any], seconds: float) -> bool:
-        """Wait until one of `futures` is done, `seconds` at most; tell whether one is.
+        """Wait until one of `futures` is done; return False after `seconds` of this clock.
 
         The futures are neither cancelled nor read.
         """
@@ -156,24 +290,3 @@ class Pausable:
         while not any(future.done() for future in futures) and (left := end - self.now()) > 0:
             await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         return any(future.done() for future in futures)
-
-
-def all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None]:
-    """Return a future that is done when all of `futures` are; it never fails.
-
-    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs
-    one callback each, however often it is waited for.
-    """
-    result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiting = set(futures)
-
-    def one_done(future: asyncio.Future[Any]) -> None:
-        waiting.discard(future)
-        if not waiting and not result.done():
-            result.set_result(None)
-
-    for future in tuple(waiting):
-        future.add_done_callback(one_done)
-    if not waiting:
-        result.set_result(None)
-    return result

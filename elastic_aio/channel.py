@@ -1,113 +1,94 @@
-"""One writer, many readers: the last N items of a stream, each reader at its own pace.
+"""A stream with one writer and many readers: the last items are kept for slow readers.
 
-Readers keep a position, not a queue: the writer never waits for them, an idle
-reader costs nothing, and one that falls behind the kept items is told how many it
-has missed.  The last item is always among those kept, so nobody misses the end.
+A reader has a position, not a queue.  The writer never waits, an idle reader costs
+nothing, and a reader that falls behind the kept items gets the number of items that it
+missed.  The last item is always kept, so every reader gets the end.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["History", "Reader"]
+from elastic_aio.aio import Notifier
 
 T = TypeVar("T")
 
 
-class History(Generic[T]):
-    """The recent items of a stream that has an end."""
+class EventHistory(Generic[T]):
+    """The recent items of a stream, which `close` ends."""
 
-    def __init__(self, keep: int, missed: Callable[[int, int], T]) -> None:
-        """Keep `keep` items; `missed(count, next)` makes the item that replaces lost ones.
+    def __init__(self, keep: int, on_gap: Callable[[int, int], T]) -> None:
+        """Keep the last `keep` items.
 
-        `next` is the position of the first item that is still there.
+        `on_gap` makes the item that stands for dropped ones; it is called with their number
+        and the position of the oldest kept item.
         """
         self._items: deque[T] = deque(maxlen=keep)
-        self._missed = missed
-        self._count = 0
-        self._closed = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._on_gap = on_gap
+        self.count = 0
+        """How many items were ever added, which is the position of the next one."""
+        self._is_closed = False
+        self._changed = Notifier()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
-        return f"<History {state} after {self._count} items, {len(self._items)} kept>"
-
-    @property
-    def count(self) -> int:
-        """How many items were ever added; the position of the next one."""
-        return self._count
+        state = "closed" if self._is_closed else "open"
+        return f"<EventHistory {state} after {self.count} items, {len(self._items)} kept>"
 
     def append(self, item: T) -> None:
         """Add an item and wake the readers."""
         self._items.append(item)
-        self._count += 1
-        self._wake()
+        self.count += 1
+        self._changed.notify_all()
 
     def close(self) -> None:
         """End the stream: readers stop after the last item."""
-        self._closed = True
-        self._wake()
+        self._is_closed = True
+        self._changed.notify_all()
 
-    def read(self, start: int = 0) -> Reader[T]:
-        """Return a reader that begins at position `start`."""
-        return Reader(self, start)
-
-    def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        self._waiting.clear()
+    def read(self, start: int = 0) -> EventReader[T]:
+        """Return a reader that starts at position `start`."""
+        return EventReader(self, start)
 
     def _at(self, position: int) -> tuple[T, int] | None:
-        """Return the item at `position` and the position after it; None if not there yet."""
-        oldest = self._count - len(self._items)
+        """Return the item at `position` and the next position; None if not there yet."""
+        oldest = self.count - len(self._items)
         if position < oldest:
-            return self._missed(oldest - position, oldest), oldest
-        if position < self._count:
+            return self._on_gap(oldest - position, oldest), oldest
+        if position < self.count:
             return self._items[position - oldest], position + 1
         return None
 
-    async def _wait(self) -> bool:
-        """Wait for the next item or the end; false at the end."""
-        if self._closed:
-            return False
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            await future
-        finally:
-            self._waiting.discard(future)
-        return True
 
+class EventReader(Generic[T]):
+    """An async iterator over an `EventHistory`.
 
-class Reader(Generic[T]):
-    """An async iterator over a `History`.
+    It is a class and not an async generator, so that breaking out of `async for` leaves
+    no suspended frame.
 
-    It is a class and not an async generator, so that breaking out of `async for`
-    leaves nothing suspended.  Cancelling a wait loses no item.
+    Cancellation: loses no item.
     """
 
-    def __init__(self, history: History[T], start: int) -> None:
-        """Begin at position `start` of `history`."""
+    def __init__(self, history: EventHistory[T], start: int) -> None:
         self._history = history
         self._position = start
-        self._closed = False
+        self._is_closed = False
 
-    def __aiter__(self) -> Reader[T]:
+    def __aiter__(self) -> EventReader[T]:
         return self
 
     async def __anext__(self) -> T:
-        while not self._closed:
-            if found := self._history._at(self._position):
-                item, self._position = found
+        history = self._history
+        while not self._is_closed:
+            if entry := history._at(self._position):
+                item, self._position = entry
                 return item
-            if not await self._history._wait() and self._position >= self._history.count:
+            if history._is_closed:
                 break
+            await history._changed.wait()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Stop iterating; the next item asked for ends the iteration."""
-        self._closed = True
+        """End the iteration: the next item requested raises `StopAsyncIteration`."""
+        self._is_closed = True

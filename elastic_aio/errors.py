@@ -1,47 +1,31 @@
-"""Every exception of the library, sorted by whose doing it is.
+"""Every exception of the library, sorted by its cause.
 
 ::
 
     ElasticAioError
-    ├── SpecError (ValueError)      the caller: a setting that cannot be accepted
-    ├── SurroundingsError           the machine: something a job needs is not there
-    ├── SpawnError                  the machine: one worker could not be started
-    ├── StoreError                  the store that nodes and workers meet at
-    │   ├── StoreClosed             ... we closed it ourselves
-    │   ├── StoreLost               ... the connection broke, or the server has gone
-    │   ├── StoreTimeout            ... what was waited for has not come in time
-    │   └── StoreRefused            ... the peer will not do it, and said why
-    ├── JobEnded                    the job ended without success; `.result` tells all
+    ├── SpecError (ValueError)      the caller: a setting cannot be accepted
+    ├── HostError                   the host lacks something that a job needs
+    ├── SpawnError                  the host: a worker could not be started
+    ├── StoreError                  the store of nodes and workers
+    │   ├── StoreClosed             ... was closed by this process
+    │   ├── StoreLost               ... broke the connection, or is unreachable
+    │   ├── StoreTimeout            ... did not have a key in time
+    │   └── StoreRefused            ... refused the operation
+    ├── JobEnded                    the job ended without success; see `.result`
     │   ├── JobFailed               ... because its workers failed
-    │   │   └── RendezvousFailed    ... or because its nodes did not come together
-    │   └── JobStopped              ... because a signal or `Agent.stop()` ended it
-    └── InternalError               us: please report it
+    │   │   └── RendezvousFailed    ... because its nodes formed no round
+    │   └── JobStopped              ... because of a signal or `Agent.stop()`
+    └── InternalError               a defect of the library; please report it
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic_aio.text import format_value
 
 if TYPE_CHECKING:
     from elastic_aio.outcome import Failure, LaunchResult
-
-__all__ = [
-    "ElasticAioError",
-    "InternalError",
-    "JobEnded",
-    "JobFailed",
-    "JobStopped",
-    "RendezvousFailed",
-    "SpawnError",
-    "SpecError",
-    "StoreClosed",
-    "StoreError",
-    "StoreLost",
-    "StoreRefused",
-    "StoreTimeout",
-    "SurroundingsError",
-]
 
 
 class ElasticAioError(Exception):
@@ -51,53 +35,48 @@ class ElasticAioError(Exception):
 class SpecError(ElasticAioError, ValueError):
     """A setting cannot be accepted.
 
-    The message is one line: the field, the value, and what is accepted.
+    The message is one line: `field: problem (got value)`.
     """
 
-    def __init__(self, field: str, value: object, accepted: str) -> None:
-        """Name the `field`, the `value` that was given, and what is `accepted`."""
-        super().__init__(field, value, accepted)
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        """Name the `field` as the caller wrote it, its `value`, and the `problem` with it."""
+        super().__init__(field, value, problem)
         self.field = field
         self.value = value
-        self.accepted = accepted
+        self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.accepted}, not {shown(self.value)}"
+        return f"{self.field}: {self.problem} (got {format_value(self.value)})"
 
 
-class SurroundingsError(ElasticAioError):
-    """The machine or the embedding program lacks something that a job needs.
+class HostError(ElasticAioError):
+    """The host or the embedding program lacks something that a job needs.
 
-    Examples: no `pidfd_open`, ignored SIGCHLD, a log folder that cannot be made.
+    Examples: no `pidfd_open`, an ignored SIGCHLD, a log directory that cannot be created.
     """
 
 
 class SpawnError(ElasticAioError):
-    """A worker could not be started.
+    """A worker could not be started."""
 
-    `permanent` is true when another attempt cannot help (the command is missing,
-    is not executable, its folder is gone); `exit_code` is what a shell would
-    report: 127 for a missing command, 126 for one that cannot be executed, 1 for
-    a lack of resources.
-    """
+    def __init__(self, message: str, permanent: bool, exit_code: int, local_rank: int = 0) -> None:
+        """Keep the parts of the error.
 
-    def __init__(
-        self, message: str, *, permanent: bool, exit_code: int, local_rank: int = 0
-    ) -> None:
-        """Keep the one-line `message`, `permanent`, the shell's `exit_code` and the worker."""
-        super().__init__(message)
+        Args:
+            message: one line.
+            permanent: whether another attempt cannot help: the command is missing or not
+                executable, or its directory is gone.
+            exit_code: what a shell would report: 127 for a missing command, 126 for one
+                that cannot be executed, 1 for a lack of resources.
+            local_rank: the worker.
+        """
+        super().__init__(message, permanent, exit_code, local_rank)
         self.permanent = permanent
         self.exit_code = exit_code
         self.local_rank = local_rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(
-            type(self),
-            permanent=self.permanent,
-            exit_code=self.exit_code,
-            local_rank=self.local_rank,
-        )
-        return again, self.args
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StoreError(ElasticAioError):
@@ -105,33 +84,30 @@ class StoreError(ElasticAioError):
 
 
 class StoreClosed(StoreError):
-    """This program has closed the store; nothing is wrong with the world."""
+    """The store was closed by this process."""
 
 
 class StoreLost(StoreError):
-    """The connection broke before the answer came, or the store is gone.
+    """The connection broke before the reply arrived, or the store is unreachable.
 
-    Only operations that change something fail at once when the connection breaks:
-    they may have been carried out or not.  Questions are asked again.
+    Only operations that modify the store fail as soon as the connection breaks: they may
+    have been carried out or not.  Reads are sent again.
     """
 
 
 class StoreTimeout(StoreError):
-    """What was waited for has not come within the time allowed."""
+    """The awaited key or reply did not arrive within the timeout."""
 
 
 class StoreRefused(StoreError):
-    """The peer will not do what was asked; asking again does not help."""
+    """The server refuses the operation; a retry does not help."""
 
 
 class JobEnded(ElasticAioError):
-    """The job ended without success.
-
-    `result` is the whole `LaunchResult`, as on success.
-    """
+    """The job ended without success."""
 
     def __init__(self, message: str, result: LaunchResult) -> None:
-        """Keep the one-line `message` and the `result` up to the end."""
+        """Keep the one-line `message` and the whole `result`, as on success."""
         super().__init__(message, result)
         self.result = result
 
@@ -144,14 +120,22 @@ class JobFailed(JobEnded):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Failures of the last attempt, the root cause first."""
+        """Failures of the last attempt, the root cause first; empty if no worker failed."""
         return self.result.failures
+
+    @property
+    def root_cause(self) -> Failure | None:
+        """The first of `failures`; None where the job failed without a failed worker.
+
+        The rendezvous of a `RendezvousFailed`, for example, may fail before workers start.
+        """
+        return next(iter(self.failures), None)
 
 
 class RendezvousFailed(JobFailed):
-    """The nodes of the job did not come together, or could not stay so.
+    """The nodes of the job did not form a round, or could not keep it.
 
-    The message says who was there, who was missing, and who was refused.
+    The message names the nodes that were present, missing and refused.
     """
 
 
@@ -160,15 +144,4 @@ class JobStopped(JobEnded):
 
 
 class InternalError(ElasticAioError):
-    """The library broke one of its own rules; please report the message."""
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number of things in words, for a message."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def shown(value: object, limit: int = 120) -> str:
-    """Return `value` as one line of at most `limit` characters, for a message."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    """The library violated one of its own invariants; please report the message."""

@@ -1,86 +1,62 @@
 """Every event of a run, and its JSON form.
 
-An event is a frozen value that says what has happened.  The JSON form is one
-object a line: `schema` is the version of the form, `event` the name of the type,
-and the rest are its fields.  Readers must ignore fields that they do not know.
+An event is a frozen value.  Its JSON form is one object per line: `schema` is the version
+of the form, `event` the name of the type, and the rest are its fields.  Readers must
+ignore fields that they do not know.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import functools
+import operator
+from typing import Any
 
 import msgspec
 
 from elastic_aio.outcome import ExitStatus, Failure, JobState, ResourceUsage
-
-__all__ = [
-    "SCHEMA",
-    "AttemptFailed",
-    "ConsoleLost",
-    "CoordinatorChanged",
-    "Event",
-    "EventsMissed",
-    "GuardianReplaced",
-    "JobFinished",
-    "JobStarted",
-    "MembershipChanged",
-    "NodeJoined",
-    "NodeLeft",
-    "NodeLost",
-    "NodeRefused",
-    "Promoted",
-    "RendezvousStoreLost",
-    "RendezvousStoreRegained",
-    "Restarting",
-    "RoundFormed",
-    "RoundForming",
-    "SignalForwarded",
-    "StandingBy",
-    "StopEscalated",
-    "StopRequested",
-    "WorkerAbandoned",
-    "WorkerExited",
-    "WorkerStarted",
-    "event_from_json",
-    "event_to_json",
-]
+from elastic_aio.text import jsonable
 
 SCHEMA = 1
-"""Version of the JSON form; it grows when a field changes its meaning."""
+"""Version of the JSON form; incremented when a field changes its meaning."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
-    """What every event has.
-
-    Attributes:
-        seq: position in the run's events, from 0; a cursor for `Agent.events()`.  Those
-            of `follow_job` have numbers of their own.
-        time: Unix seconds.
-        run_id: the run.
-        attempt: the incarnation of the group that this is about, from 0.
-        node: name of the host that saw it.
-    """
+    """What every event has."""
 
     seq: int = -1
+    """Position in the stream, from 0: the cursor of `Agent.events()` and of `follow_job()`.
+
+    The two streams of one run number their events independently.
+    """
     time: float = 0.0
+    """Unix seconds."""
     run_id: str = ""
+    """Identifier of the run."""
     attempt: int = 0
+    """The attempt that the event is about, from 0."""
     node: str = ""
+    """Name of the host that reports the event."""
 
 
 class JobStarted(Event, frozen=True, kw_only=True):
-    """The job begins; nothing has been spawned yet."""
+    """The job begins; no process has been started yet.
+
+    `max_restarts` and `nproc_per_node` are the spec's; `agent_pid` is this process.
+    """
 
     entrypoint: str
+    """What the workers run, as in `LaunchSpec.name`."""
     nproc_per_node: int
     nnodes: str
+    """`N` or `MIN:MAX`."""
     max_restarts: int
     agent_pid: int
     log_dir: str | None = None
+    """Directory of this run's logs; None if nothing is captured."""
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
-    """A worker's process exists."""
+    """The process `pid` of the worker `rank` (on this node `local_rank`) exists."""
 
     rank: int
     local_rank: int
@@ -88,10 +64,9 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
-    """A worker's own process (its leader) has ended.
+    """The process `pid` of a worker has exited as `status` says; its children may still run.
 
-    `is_victim` is true when the supervisor had asked it to stop; `duration` is in
-    seconds; `usage` is there when the supervisor reaped it itself.
+    `rank` is the worker's global rank, `local_rank` the one on this node.
     """
 
     rank: int
@@ -99,90 +74,99 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     pid: int
     status: ExitStatus
     duration: float
+    """Seconds since the worker was started."""
     is_victim: bool = False
+    """Whether the supervisor had signalled the worker to stop."""
     usage: ResourceUsage | None = None
+    """None where the event loop reaped the process instead of the supervisor."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
-    """An attempt failed and all its processes are gone.
-
-    `root` is the root cause; `failures` are all of them, the root first.
-    """
+    """An attempt failed and all its processes are gone."""
 
     root: Failure
+    """The root cause."""
     failures: tuple[Failure, ...]
+    """All failures of the attempt, the root cause first."""
 
 
 class Restarting(Event, frozen=True, kw_only=True):
-    """Another attempt follows after `delay` seconds; `why` is the rule that fired.
-
-    `attempt` is the number of the attempt to come, `restarts` counts restarts
-    after failures, this one included.
-    """
+    """Another attempt follows after a failure; `attempt` is its number."""
 
     why: str
+    """The rule of the restart policy that applies."""
     delay: float
+    """Seconds until the attempt begins."""
     restarts: int
+    """Restarts after failures so far, this one included."""
 
 
 class StopRequested(Event, frozen=True, kw_only=True):
-    """The workers are about to be stopped by `plan`, because of `reason`."""
+    """The workers are about to be stopped; `reason` says why."""
 
     reason: str
     plan: str
+    """The signals and graces in order, such as `SIGTERM 30 s, SIGKILL`."""
     signal: int | None = None
+    """The signal that the launcher received, if that is the reason."""
 
 
 class StopEscalated(Event, frozen=True, kw_only=True):
-    """A grace has passed: `signal` goes to the processes `pids` that are left."""
+    """The grace period expired; the next `signal` of the plan is sent."""
 
     signal: int
     pids: tuple[int, ...]
+    """The processes that remain."""
 
 
 class WorkerAbandoned(Event, frozen=True, kw_only=True):
-    """A process could not be killed; `state` is what `/proc` says of it."""
+    """The process `pid` did not exit after SIGKILL and is left behind."""
 
     pid: int
     state: str
+    """Its state in `/proc`, such as `D in nfs_wait`: an uninterruptible system call."""
 
 
 class SignalForwarded(Event, frozen=True, kw_only=True):
-    """A signal was passed on to the leader of every live worker."""
+    """`signal` was forwarded to the leader (`pids`) of each live worker."""
 
     signal: int
     pids: tuple[int, ...]
 
 
-class GuardianReplaced(Event, frozen=True, kw_only=True):
-    """The guardian process died and a new one has taken its place."""
+class GuardianRestarted(Event, frozen=True, kw_only=True):
+    """The guardian process exited and was replaced."""
 
     pid: int
+    """The new guardian."""
 
 
 class ConsoleLost(Event, frozen=True, kw_only=True):
-    """The console takes no more output (`why`); what is not shown is in the logs."""
+    """The console accepts no more output (`why`); the logs still receive all of it."""
 
     stream: str
+    """`stdout` or `stderr`."""
     why: str
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):
-    """A node has come to the rendezvous (told where the coordinator is).
-
-    `name` is its host's name, `member` its unique name in this job, `address` where
-    others reach it.
-    """
+    """A node of `nproc` workers with a `role` joined the rendezvous, says the coordinator."""
 
     name: str
+    """Name of the node's host."""
     member: str
+    """Unique name of the node within the run."""
     address: str
+    """Where the other nodes reach the node."""
     nproc: int
     role: str
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):
-    """A node has left by itself: it was stopped, or it is done (`why`)."""
+    """A node left the rendezvous: it was stopped, or its workers are done (`why`).
+
+    `name` and `member` are as in `NodeJoined`.
+    """
 
     name: str
     member: str
@@ -190,7 +174,10 @@ class NodeLeft(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """A node is no longer heard of: it died, or the network lost it (`why`)."""
+    """The lease of a node expired (`why`): the node was killed, or is unreachable.
+
+    `name` and `member` are as in `NodeJoined`.
+    """
 
     name: str
     member: str
@@ -198,7 +185,10 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class NodeRefused(Event, frozen=True, kw_only=True):
-    """A node may not take part, for the time being or at all; `why` tells."""
+    """A node was refused, temporarily or permanently; `why` gives the reason.
+
+    `name` and `member` are as in `NodeJoined`.
+    """
 
     name: str
     member: str
@@ -206,133 +196,110 @@ class NodeRefused(Event, frozen=True, kw_only=True):
 
 
 class RoundForming(Event, frozen=True, kw_only=True):
-    """Nodes are waiting for a round: `joined` of `minimum` to `maximum`.
-
-    `present` and `missing` name some of them (those that are missing are known when
-    they took part before); `time_left` is how many seconds this can go on, and
-    `refused` says who was turned away, and why.
-    """
+    """The job waits for `minimum` to `maximum` nodes to form the round number `round`."""
 
     round: int
     joined: int
+    """How many nodes are there."""
     minimum: int
     maximum: int
     present: tuple[str, ...] = ()
+    """Names of some of the nodes that are there."""
     missing: tuple[str, ...] = ()
+    """Names of some nodes that took part before and are not there."""
     refused: tuple[str, ...] = ()
+    """Nodes that were refused, each with the reason."""
     time_left: float | None = None
+    """Seconds until the wait ends; None if it has no end."""
 
 
 class RoundFormed(Event, frozen=True, kw_only=True):
-    """This node has a place in a round; its workers are about to start.
+    """This node is part of `round`; the workers of `attempt` are about to start.
 
-    `attempt` is the one that begins, and `group_rank` this node's place; -1 where the
-    event is about all nodes, as `follow_job` tells it.  `changes` counts the rounds so
-    far that a change of the membership brought about.
+    They meet at `master_addr` and `master_port`.
     """
 
     round: int
     group_rank: int
+    """Rank of this node; -1 in the events of `follow_job()`, which are about all nodes."""
     group_world_size: int
+    """Number of nodes."""
     world_size: int
+    """Number of workers."""
     master_addr: str
     master_port: int
     changes: int = 0
+    """Rounds so far that a membership change caused, not a failure."""
 
 
 class MembershipChanged(Event, frozen=True, kw_only=True):
-    """Other nodes than before take part from now on; `why` says who came or went.
-
-    `attempt` is the number of the attempt to come.  No restart is counted.
-    """
+    """The job goes on with other nodes in `round`, as `attempt`; no restart is counted."""
 
     why: str
+    """Which nodes joined, left or were lost."""
     round: int
     nodes: int
+    """Number of nodes from now on."""
 
 
-class StandingBy(Event, frozen=True, kw_only=True):
-    """The job is full: this node waits to take the place of another."""
+class NodeStandby(Event, frozen=True, kw_only=True):
+    """`round` has its `maximum` of nodes: this one replaces the next that is lost."""
 
     round: int
     maximum: int
 
 
-class Promoted(Event, frozen=True, kw_only=True):
-    """This node was standing by and has a place now."""
+class StandbyPromoted(Event, frozen=True, kw_only=True):
+    """This node was on standby and is part of `round` now, with `group_rank`."""
 
     round: int
     group_rank: int
 
 
 class CoordinatorChanged(Event, frozen=True, kw_only=True):
-    """Another node decides about rounds: `name`, in `epoch`."""
+    """Another node is the coordinator."""
 
     name: str
-    epoch: int
+    """Name of the node's host."""
+    term: int
+    """The term of its election; a higher term replaces a lower one."""
 
 
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):
-    """The store at which the nodes meet is lost (`why`); workers run on for a while."""
+    """The store at `endpoint` is unreachable (`why`); workers run on for `store_grace`."""
 
     endpoint: str
     why: str
 
 
-class RendezvousStoreRegained(Event, frozen=True, kw_only=True):
-    """The nodes meet again, at the store at `endpoint`; `is_host`: this node serves it."""
+class RendezvousStoreRecovered(Event, frozen=True, kw_only=True):
+    """The nodes are connected to a rendezvous store again, at `endpoint`."""
 
     endpoint: str
     is_host: bool
+    """Whether this node serves the store."""
 
 
 class EventsMissed(Event, frozen=True, kw_only=True):
-    """Stands for `count` events that this reader came too late for."""
+    """Stands for events that are no longer kept, or have not arrived, for this reader."""
 
     count: int
+    """How many; 0 if that is unknown."""
 
 
 class JobFinished(Event, frozen=True, kw_only=True):
-    """The job is over; nothing of it is left.  Always the last event.
-
-    `why` is the rule that ended it, `duration` is in seconds, and `exit_code` is
-    what a command-line launcher exits with.
-    """
+    """The job is over (`state`) and no process of it is left; always the last event."""
 
     state: JobState
     why: str
+    """The rule or request that ended the job."""
     exit_code: int
+    """What a command-line launcher exits with."""
     duration: float
+    """Seconds."""
     restarts: int
+    """Restarts after failures."""
 
-
-AnyEvent: TypeAlias = (
-    JobStarted
-    | WorkerStarted
-    | WorkerExited
-    | AttemptFailed
-    | Restarting
-    | StopRequested
-    | StopEscalated
-    | WorkerAbandoned
-    | SignalForwarded
-    | GuardianReplaced
-    | ConsoleLost
-    | NodeJoined
-    | NodeLeft
-    | NodeLost
-    | NodeRefused
-    | RoundForming
-    | RoundFormed
-    | MembershipChanged
-    | StandingBy
-    | Promoted
-    | CoordinatorChanged
-    | RendezvousStoreLost
-    | RendezvousStoreRegained
-    | EventsMissed
-    | JobFinished
-)
 
 _encoder = msgspec.json.Encoder()
 
@@ -342,7 +309,7 @@ def event_to_json(event: Event) -> bytes:
     try:
         body = _encoder.encode(event)
     except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-        body = _encoder.encode(_printable(msgspec.to_builtins(event)))
+        body = _encoder.encode(jsonable(msgspec.to_builtins(event)))
     return b'{"schema":%d,' % SCHEMA + body[1:]
 
 
@@ -350,7 +317,7 @@ def event_from_json(line: bytes | str) -> Event:
     """Read what `event_to_json` wrote.
 
     Raises:
-        ValueError: the line is no event, or its schema is newer than `SCHEMA`.
+        ValueError: the line is not an event, or its schema is newer than `SCHEMA`.
     """
     head: Any = msgspec.json.decode(line, type=_Head)
     if head.schema > SCHEMA:
@@ -359,28 +326,12 @@ def event_from_json(line: bytes | str) -> Event:
     return decoded
 
 
-def _printable(value: Any) -> Any:
-    """Return a copy in which text holds no lone surrogates, which JSON cannot carry."""
-    match value:
-        case str():
-            return value.encode("utf-8", "backslashreplace").decode()
-        case dict():
-            return {key: _printable(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_printable(one) for one in value]
-    return value
-
-
 class _Head(msgspec.Struct):
     schema: int
 
 
+@functools.cache
 def _decoder() -> msgspec.json.Decoder[Any]:
-    # Made on first use: a launcher only writes, and the union takes a while to build.
-    global _made_decoder
-    if _made_decoder is None:
-        _made_decoder = msgspec.json.Decoder(AnyEvent)
-    return _made_decoder
-
-
-_made_decoder: msgspec.json.Decoder[Any] | None = None
+    # Built on first use: a launcher only encodes, and the union takes milliseconds to build.
+    kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == __name__]
+    return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))

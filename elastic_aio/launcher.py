@@ -1,4 +1,4 @@
-"""`launch(spec)`: a whole job in one await, and `run(spec)` for programs without a loop."""
+"""`launch(spec)` runs a job in one await; `run(spec)` does so for programs without a loop."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from elastic_aio.agent.agent import Agent
-from elastic_aio.agent.chronicle import Listener
-from elastic_aio.aio import outlast, owned_task
-from elastic_aio.logs.sink import Console
+from elastic_aio.agent.event_log import EventListener
+from elastic_aio.aio import create_task, running_loop, wait_shielded
+from elastic_aio.errors import SpecError
 from elastic_aio.outcome import LaunchResult
-from elastic_aio.policy import SignalSpec
 from elastic_aio.signals import ReceivedSignals
-from elastic_aio.spec import LaunchSpec
-
-__all__ = ["launch", "no_thread_per_child", "run", "run_coroutine"]
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import SignalSpec
 
 T = TypeVar("T")
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 async def launch(
     spec: LaunchSpec,
     *,
     signals: bool | SignalSpec = False,
-    console: Console | None = None,
-    listeners: Sequence[Listener] = (),
+    console: tuple[int, int] | None = None,
+    listeners: Sequence[EventListener] = (),
 ) -> LaunchResult:
-    """Run a job to its end.
+    """Run a job to its end, on any asyncio event loop.
 
     Args:
         spec: the job.
         signals: whether this launch handles the process's signals: True for the
             defaults of `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop
-            the job by its plan (a second one at once), SIGUSR1 and SIGUSR2 go to
-            the workers, SIGTSTP holds the job.  Needs the main thread; the former
-            handlers return afterwards.
-        console: where tee'd output goes; None is this process's own.
+            the job by its plan (a second one kills it), SIGUSR1 and SIGUSR2 are
+            forwarded to the workers, SIGTSTP suspends the job.  Needs the main thread;
+            the former handlers are restored afterwards.
+        console: descriptors for the shown stdout and stderr; None is 1 and 2.
         listeners: called with every event as it happens; they must not block.
 
     Returns:
@@ -48,51 +47,56 @@ async def launch(
 
     Raises:
         JobFailed: the workers failed and no restart is left.
-        RendezvousFailed: the nodes of the job did not come together.
+        RendezvousFailed: the nodes of the job did not form a round.
         JobStopped: a signal ended the job.
-        SpecError: a setting does not fit this machine.
-        SurroundingsError: the machine or this process lacks something.
-        asyncio.CancelledError: the caller was cancelled; the stop plan has run and
-            nothing of the job is left.
+        SpecError: a setting does not fit this host.
+        HostError: the host or this process lacks something that the job needs.
+        RuntimeError: the running event loop is not asyncio's, but trio's for example.
+
+    Cancellation: the stop plan runs to its end and no process of the job is left; then
+    `asyncio.CancelledError` is raised.  Further cancellations do not shorten the plan.
     """
+    running_loop()
     agent = Agent(spec, console=console, listeners=listeners)
     if not signals:
         async with agent:
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
+    if not isinstance(chosen, SignalSpec):
+        raise SpecError("signals", signals, "must be True, False or a SignalSpec")
     with ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP]) as received:
-        # What was meant for the workers ends with them.
+        # On exit, unread signals are delivered again; those for the workers must not be.
         received.discard(chosen.forward)
         async with agent:
-            reading = owned_task(_heed(received, chosen, agent), name="heed signals")
+            handler = create_task(_handle_signals(received, chosen, agent), name="handle signals")
             try:
                 return await agent.wait()
             finally:
-                reading.cancel()
-                await outlast(reading)
+                handler.cancel()
+                await wait_shielded(handler)
 
 
-async def _heed(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> None:
-    """Do what each received signal asks for."""
-    was_asked_to_stop = False
+async def _handle_signals(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> None:
+    """Suspend, forward, stop or kill, as each received signal requires."""
+    is_stopping = False
     async for number in received:
         if number == signal.SIGTSTP:
             try:
-                await agent.pause_while(_hold_this_process, signal.SIGSTOP, signal.SIGCONT)
+                await agent._suspend_while(_suspend_this_process)
             except OSError:
-                continue  # no descriptor left to find the workers by: the job goes on
+                continue  # no descriptor is left to scan /proc with: the job goes on
         elif number in chosen.forward:
             agent.forward_signal(number)
-        elif was_asked_to_stop:
+        elif is_stopping:
             agent.kill()
         else:
-            was_asked_to_stop = True
-            received.discard(chosen.forward | chosen.stop)  # it has been heeded
+            is_stopping = True
+            received.discard(chosen.forward | chosen.stop)  # this signal is handled
             agent.stop(signal=number, reason=f"{signal.Signals(number).name} was received")
 
 
-def _hold_this_process() -> None:
-    # SIGSTOP and not SIGTSTP: our handler is in place, and the shell sees the same.
+def _suspend_this_process() -> None:
+    # SIGSTOP and not SIGTSTP, which has a handler here; the shell sees the same state.
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -100,42 +104,56 @@ def run(
     spec: LaunchSpec,
     *,
     signals: bool | SignalSpec = False,
-    listeners: Sequence[Listener] = (),
+    console: tuple[int, int] | None = None,
+    listeners: Sequence[EventListener] = (),
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> LaunchResult:
     """Run a job to its end in a program that has no event loop.
 
-    Arguments and outcomes are those of `launch`.
+    Arguments, results and errors are those of `launch`.
+
+    Args:
+        loop_factory: makes the event loop, as in `asyncio.Runner`; None is the default of
+            the event loop policy, `uvloop.new_event_loop` gives uvloop.
 
     Raises:
-        RuntimeError: an event loop runs in this thread; use `await launch(spec)`.
+        RuntimeError: an event loop is running in this thread; use `await launch(spec)`.
     """
+    return run_coroutine(
+        lambda: launch(spec, signals=signals, console=console, listeners=listeners),
+        loop_factory=loop_factory,
+    )
 
-    return run_coroutine(lambda: launch(spec, signals=signals, listeners=listeners))
 
+def run_coroutine(
+    make: Callable[[], Coroutine[Any, Any, T]], *, loop_factory: LoopFactory | None = None
+) -> T:
+    """Run the coroutine that `make` returns on a new event loop.
 
-def run_coroutine(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run what `make` returns on a new loop.
+    Args:
+        make: called only if there is no running loop, so that no coroutine is left over.
+        loop_factory: as in `run`.
 
     Raises:
-        RuntimeError: an event loop runs in this thread.
+        RuntimeError: an event loop is running in this thread.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass  # none: as it should be
+        pass  # no loop is running, as required
     else:
         raise RuntimeError("an event loop is running in this thread: use `await launch(spec)`")
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(make())
 
 
 @contextmanager
-def no_thread_per_child() -> Iterator[None]:
-    """Let asyncio wait for children by pidfd on Python 3.11, as later versions do.
+def use_pidfd_child_watcher() -> Iterator[None]:
+    """Make asyncio wait for children by pidfd on Python 3.11, as later versions do.
 
-    Its default there is a thread per child, which can even signal a recycled pid.
-    The watcher belongs to the process, so only one that we own may change it: the
-    command line.
+    The default of 3.11 is a thread per child, which can even signal a recycled pid.
+    The watcher is a setting of the process, so only a program that owns its process may
+    change it: the command line.
     """
     if sys.version_info >= (3, 12):
         yield

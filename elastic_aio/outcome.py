@@ -5,29 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
-from elastic_aio.signames import signal_name
+# Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
+# x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
+_IN_ORDER: Final = """
+HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT
+STOP TSTP TTIN TTOU URG XCPU XFSZ VTALRM PROF WINCH IO PWR SYS
+"""
+SIGNAL_NUMBERS: Final = {
+    f"SIG{name}": number for number, name in enumerate(_IN_ORDER.split(), start=1)
+}
+"""The number of each signal that has a name."""
+_NAMES: Final = {number: name for name, number in SIGNAL_NUMBERS.items()}
+_SIGRTMIN, _SIGRTMAX = 34, 64
 
-__all__ = [
-    "AttemptResult",
-    "ExitStatus",
-    "Failure",
-    "JobState",
-    "LaunchResult",
-    "ResourceUsage",
-    "WorkerError",
-    "WorkerResult",
-    "root_cause_first",
-]
+SIGKILL: Final = SIGNAL_NUMBERS["SIGKILL"]
+SIGTERM: Final = SIGNAL_NUMBERS["SIGTERM"]
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGTERM` or `SIGRTMIN+2`, else `signal 99`."""
+    if name := _NAMES.get(number):
+        return name
+    if _SIGRTMIN <= number <= _SIGRTMAX:
+        return "SIGRTMIN" if number == _SIGRTMIN else f"SIGRTMIN+{number - _SIGRTMIN}"
+    return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How a process ended: by an exit code, by a signal, or unknown.
+    """How a process ended.
 
-    Exactly one of `code` and `signal` is set; neither when the status was lost
-    (another part of the embedding program reaped our child).
+    At most one of `code` and `signal` is set; neither if the status was lost, because
+    another part of the embedding program reaped the process.
     """
 
     code: int | None = None
@@ -35,7 +46,7 @@ class ExitStatus:
 
     @classmethod
     def from_returncode(cls, returncode: int | None) -> ExitStatus:
-        """Read `subprocess`'s convention: negative numbers are signals."""
+        """Return the status for a `subprocess` return code: negative numbers are signals."""
         if returncode is None:
             return cls()
         return cls(signal=-returncode) if returncode < 0 else cls(code=returncode)
@@ -47,12 +58,12 @@ class ExitStatus:
 
     @property
     def returncode(self) -> int | None:
-        """The number in `subprocess`'s convention; None when it was lost."""
+        """The number in `subprocess`'s convention; None if it was lost."""
         return self.code if self.signal is None else -self.signal
 
     @property
     def shell_code(self) -> int:
-        """The number a shell would report: the code, 128 + the signal, or 255."""
+        """The number a shell would report: the code, 128 + the signal, or 255 if lost."""
         if self.signal is not None:
             return 128 + self.signal
         return 255 if self.code is None else self.code
@@ -65,11 +76,18 @@ class ExitStatus:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """What a reaped process used (`getrusage`): seconds, bytes and counts."""
+    """What a process used, from its start to its exit (`getrusage(2)`).
+
+    `minor_faults` are page faults without I/O and `major_faults` those with;
+    `voluntary_switches` and `involuntary_switches` are context switches.
+    """
 
     user_s: float
+    """Seconds of CPU time in user mode."""
     system_s: float
+    """Seconds of CPU time in the kernel."""
     max_rss_bytes: int
+    """The largest resident set."""
     minor_faults: int
     major_faults: int
     voluntary_switches: int
@@ -78,69 +96,75 @@ class ResourceUsage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerError:
-    """What a worker wrote about its own end (torch's `error.json`).
-
-    `timestamp` is in Unix seconds; `path` is the file it was read from, empty when a
-    function's result told it.
-    """
+    """The `message` and `traceback` that a worker recorded before it exited (`error.json`)."""
 
     message: str
     traceback: str | None
     timestamp: float
+    """Unix seconds."""
     path: str
+    """The error file; empty for a function, whose error comes back with its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One worker that did not succeed.
-
-    `is_victim` tells the culprits from those that the supervisor stopped because
-    of them.  `time` is Unix seconds: when the worker recorded its error, or else
-    when its exit was seen; `order` is the position of its exit among all exits.
-    `stderr_tail` holds the last lines of its stderr, where that was captured;
-    `notes` adds what the kernel knows (an OOM kill, a full disk).
-    """
+    """A worker that did not succeed: its ranks, its process and its error."""
 
     rank: int
+    """Global rank."""
     local_rank: int
+    """Rank on its host."""
     pid: int | None
+    """None if the worker could not be started."""
     host: str
+    """Name of its host."""
     status: ExitStatus
+    """How it exited; lost if it could not be started."""
     time: float
+    """Unix seconds: when the worker recorded its error, else when its exit was seen."""
     order: int
+    """Position of its exit among the exits of the attempt, from 0."""
     is_victim: bool = False
+    """Whether the supervisor stopped it because of another failure."""
     error: WorkerError | None = None
+    """What the worker recorded; None if it recorded nothing."""
     message: str = ""
+    """What is known without an `error`, such as why the worker could not be started."""
     stderr_tail: tuple[str, ...] = ()
+    """The last lines of its stderr, where that is captured."""
     stderr_path: str | None = None
+    """File with its stderr; None if that is not captured."""
     notes: tuple[str, ...] = ()
+    """What the kernel adds: an OOM kill, a full disk."""
 
     @property
     def summary(self) -> str:
-        """One line: who it was, how it ended, and what it said last."""
-        who = f"rank {self.rank}" if self.pid is None else f"rank {self.rank} (pid {self.pid})"
+        """One line: the worker, how it ended, and the last line of its message."""
+        worker = f"rank {self.rank}" if self.pid is None else f"rank {self.rank} (pid {self.pid})"
         if self.pid is None and self.message:
-            return f"{who}: {self.message}"
-        said = self.error.message if self.error else self.message
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-        text = f"{who}: {self.status}"
+            return f"{worker}: {self.message}"
+        message = self.error.message if self.error else self.message
+        last = next((line for line in reversed(message.splitlines()) if line.strip()), "")
+        text = f"{worker}: {self.status}"
         return f"{text}: {last.strip()}" if last else text
 
 
 def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Order failures: culprits before victims, the earliest error first.
+    """Sort failures so that the root cause comes first.
 
-    Victims never become the root while there is a culprit.  Equal times keep the
-    order in which the exits were seen.
+    Victims come last; the others by time, then by the order in which exits were seen.
     """
-    return tuple(sorted(failures, key=lambda one: (one.is_victim, one.time, one.order, one.rank)))
+    return tuple(
+        sorted(failures, key=lambda item: (item.is_victim, item.time, item.order, item.rank))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """How one worker of one attempt lived and ended; times in seconds.
+    """How one worker of one attempt ended.
 
-    `usage` is None where the event loop reaped the worker instead of us.
+    `rank` is the global rank, `local_rank` the one on this host; `status` is how the process
+    `pid` exited.  `stdout_path` and `stderr_path` are None if the stream is not captured.
     """
 
     rank: int
@@ -148,26 +172,32 @@ class WorkerResult:
     pid: int
     status: ExitStatus
     duration: float
+    """Seconds."""
     usage: ResourceUsage | None = None
+    """None where the event loop reaped the process instead of the supervisor."""
     stdout_path: str | None = None
     stderr_path: str | None = None
-    # Not shown: it may have 100 MB, and asyncio looks at what its tasks return.
+    # Not in the repr: it may have 100 MB, and asyncio formats what its tasks return.
     return_value: Any = field(default=None, repr=False)
+    """What the worker's function returned; None for commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """One incarnation of the group; `duration` is seconds, `started_at` Unix seconds.
-
-    `failures` is empty on success and after a stop; the root cause comes first.
-    """
+    """One attempt: a start of the worker group and what became of it."""
 
     number: int
+    """From 0."""
     started_at: float
+    """Unix seconds."""
     duration: float
+    """Seconds."""
     workers: tuple[WorkerResult, ...] = ()
+    """The workers of this host, by local rank."""
     failures: tuple[Failure, ...] = ()
+    """The root cause first; empty after a success or a stop."""
     log_dir: str | None = None
+    """Directory of this attempt's logs."""
 
 
 class JobState(StrEnum):
@@ -179,23 +209,45 @@ class JobState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchResult:
-    """What became of a job: every attempt, and what it returned.
+class JobOutcome:
+    """How the whole job ended, the same for every node.
 
-    `return_values` maps global ranks to what their functions returned (None for
-    commands); `restarts` counts restarts after failures; `exit_code` is what a
-    command-line launcher should exit with; `log_dir` is the folder of this run.
+    `state` is the result, `why` the rule that led to it, `exit_code` what the launcher exits
+    with, and `restarts` the number of restarts after failures.  `failures` are those that
+    ended the job, on any node, the root cause first.  `is_rendezvous`: not the workers
+    failed, but the rendezvous of the nodes.
     """
 
-    run_id: str
     state: JobState
-    reason: str
+    why: str
     exit_code: int
-    duration: float
     restarts: int = 0
+    failures: tuple[Failure, ...] = ()
+    is_rendezvous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """How a job ended, with every attempt and what the functions returned."""
+
+    run_id: str
+    """Identifier of the run."""
+    state: JobState
+    """Succeeded, failed or stopped."""
+    reason: str
+    """The rule or request that ended the job, in one line."""
+    exit_code: int
+    """What a command-line launcher should exit with."""
+    duration: float
+    """Seconds."""
+    restarts: int = 0
+    """Restarts after failures; membership changes are not counted."""
     attempts: tuple[AttemptResult, ...] = ()
+    """The attempts on this host, in order."""
     return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    """What the function of each worker of this host returned, by global rank."""
     log_dir: str | None = None
+    """Directory of this run's logs."""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

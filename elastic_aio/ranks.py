@@ -1,4 +1,4 @@
-"""Node sizes in, ranks out: who is who in a world of several nodes."""
+"""Ranks of nodes and workers, computed from the sizes of the nodes of a round."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from dataclasses import dataclass
 
 from elastic_aio.errors import SpecError
 
-__all__ = ["NodeSize", "Place", "Span", "assign_places", "assign_spans"]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeSize:
-    """What one node brings to a round: its role and its number of workers."""
+    """The role and the number of workers of one node of a round."""
 
     role: str
     nproc: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one worker: its ranks and the sizes they count within."""
+class WorkerRanks:
+    """The ranks of one worker, and the sizes of the worlds they count in, as in torchrun.
+
+    `rank` counts in the job (`world_size`), `local_rank` on the node (`local_world_size`),
+    `role_rank` among the workers of the role (`role_world_size`); `group_rank` is the rank of
+    the node among the nodes (`group_world_size`).
+    """
 
     rank: int
     local_rank: int
@@ -33,8 +36,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The ranks that one node's workers have: where they begin, and of how many."""
+class NodeRanks:
+    """The ranks of one node and the first ranks of its workers.
+
+    `group_rank` is the node's among `group_world_size` nodes; `first_rank` its first worker's
+    among the `world_size` of the job; `first_role_rank` the same among the `role_world_size`
+    workers of its role.
+    """
 
     group_rank: int
     group_world_size: int
@@ -43,10 +51,10 @@ class Span:
     first_role_rank: int
     role_world_size: int
 
-    def places(self, nproc: int) -> tuple[Place, ...]:
-        """Return the places of the node's `nproc` workers, by local rank."""
+    def worker_ranks(self, nproc: int) -> tuple[WorkerRanks, ...]:
+        """Return the ranks of the node's `nproc` workers, by local rank."""
         return tuple(
-            Place(
+            WorkerRanks(
                 rank=self.first_rank + local_rank,
                 local_rank=local_rank,
                 role_rank=self.first_role_rank + local_rank,
@@ -60,17 +68,17 @@ class Span:
         )
 
 
-def assign_spans(nodes: Sequence[NodeSize]) -> tuple[Span, ...]:
-    """Return the span of every node of a round, in group rank order.
+def assign_node_ranks(nodes: Sequence[NodeSize]) -> tuple[NodeRanks, ...]:
+    """Return the ranks of every node of a round, in group rank order.
 
-    Global ranks are cumulative in node order, role ranks cumulative among the
-    nodes of the same role (torch.distributed.elastic assigns them so).
+    Global ranks are cumulative in node order, role ranks cumulative among the nodes of
+    the same role, as in torch.distributed.elastic.
 
     Args:
         nodes: every node of the round, in group rank order.
 
     Raises:
-        SpecError: a node is empty.
+        SpecError: a node has no worker.
     """
     role_worlds: dict[str, int] = {}
     for node in nodes:
@@ -78,12 +86,12 @@ def assign_spans(nodes: Sequence[NodeSize]) -> tuple[Span, ...]:
             raise SpecError("nproc", node.nproc, "must be at least 1")
         role_worlds[node.role] = role_worlds.get(node.role, 0) + node.nproc
     world = sum(role_worlds.values())
-    spans = []
+    ranks = []
     first = 0
     first_of_role = dict.fromkeys(role_worlds, 0)
     for group_rank, node in enumerate(nodes):
-        spans.append(
-            Span(
+        ranks.append(
+            NodeRanks(
                 group_rank=group_rank,
                 group_world_size=len(nodes),
                 first_rank=first,
@@ -94,19 +102,4 @@ def assign_spans(nodes: Sequence[NodeSize]) -> tuple[Span, ...]:
         )
         first += node.nproc
         first_of_role[node.role] += node.nproc
-    return tuple(spans)
-
-
-def assign_places(nodes: Sequence[NodeSize], group_rank: int) -> tuple[Place, ...]:
-    """Return the places of the workers of one node, by local rank (see `assign_spans`).
-
-    Args:
-        nodes: every node of the round, in group rank order.
-        group_rank: the node whose workers are wanted.
-
-    Raises:
-        SpecError: the group rank is not one of the nodes, or a node is empty.
-    """
-    if not 0 <= group_rank < len(nodes):
-        raise SpecError("group_rank", group_rank, f"must be from 0 to {len(nodes) - 1}")
-    return assign_spans(nodes)[group_rank].places(nodes[group_rank].nproc)
+    return tuple(ranks)

@@ -1,53 +1,20 @@
-"""What people read: one line for an event, and the failure report in torch's layout.
-
-All of it is made from events and results alone.
-"""
+"""Text for the console: one line per event, and the failure report in torchrun's layout."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from elastic_aio.errors import counted
-from elastic_aio.events import (
-    AttemptFailed,
-    ConsoleLost,
-    CoordinatorChanged,
-    Event,
-    EventsMissed,
-    GuardianReplaced,
-    JobFinished,
-    JobStarted,
-    MembershipChanged,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    NodeRefused,
-    Promoted,
-    RendezvousStoreLost,
-    RendezvousStoreRegained,
-    Restarting,
-    RoundFormed,
-    RoundForming,
-    SignalForwarded,
-    StandingBy,
-    StopEscalated,
-    StopRequested,
-    WorkerAbandoned,
-    WorkerExited,
-    WorkerStarted,
-)
-from elastic_aio.outcome import Failure, LaunchResult
-from elastic_aio.signames import signal_name
-
-__all__ = ["Level", "describe", "format_failure"]
+from elastic_aio import events
+from elastic_aio.events import Event
+from elastic_aio.outcome import Failure, LaunchResult, signal_name
+from elastic_aio.text import counted
 
 _HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _WIDTH_MAX = 60
 
 
 class Level:
-    """How much an event matters, with the numbers of `logging`."""
+    """Severity of an event, with the numbers of `logging`."""
 
     DEBUG = 10
     INFO = 20
@@ -55,81 +22,80 @@ class Level:
 
 
 def describe(event: Event) -> tuple[int, str]:
-    """Return the level of an event and one line about it."""
+    """Return the `Level` of an event and one line that describes it."""
     match event:
-        case JobStarted():
+        case events.JobStarted():
             return Level.WARNING, _job_started(event)
-        case WorkerStarted():
+        case events.WorkerStarted():
             return Level.INFO, f"rank {event.rank} started (pid {event.pid})"
-        case WorkerExited():
+        case events.WorkerExited():
             return Level.INFO, _worker_exited(event)
-        case AttemptFailed():
+        case events.AttemptFailed():
             return Level.WARNING, _attempt_failed(event)
-        case Restarting():
+        case events.Restarting():
             after = f" after {event.delay:.3g} s" if event.delay else ""
             return Level.WARNING, f"restarting as attempt {event.attempt}{after}: {event.why}"
-        case StopRequested():
+        case events.StopRequested():
             level = Level.INFO if event.signal is None else Level.WARNING
             return level, f"stopping the workers ({event.plan}): {event.reason}"
-        case StopEscalated():
-            who = f"{len(event.pids)} process{'es' if len(event.pids) != 1 else ''}"
-            listed = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
+        case events.StopEscalated():
+            processes = counted(len(event.pids), "process", "processes")
+            pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
             name = signal_name(event.signal)
-            return Level.WARNING, f"{who} did not stop in time, sending {name} (pid {listed})"
-        case WorkerAbandoned():
-            return (
-                Level.WARNING,
-                f"process {event.pid} could not be killed (state {event.state}) and is left behind",
-            )
-        case SignalForwarded():
-            name = signal_name(event.signal)
-            return Level.INFO, f"{name} was passed on to {len(event.pids)} workers"
-        case GuardianReplaced():
-            return Level.INFO, f"the guardian process had died; pid {event.pid} replaces it"
-        case ConsoleLost():
-            return Level.WARNING, f"{event.stream} takes no more output ({event.why}); see the logs"
-        case EventsMissed():
-            return Level.WARNING, f"{event.count or 'some'} events were missed"
-        case JobFinished():
-            ended = f"the job has {event.state.value} after {event.duration:.3g} s"
+            return Level.WARNING, f"{processes} did not stop in time, sending {name} (pid {pids})"
+        case events.WorkerAbandoned():
+            process = f"process {event.pid} did not exit after SIGKILL"
+            return Level.WARNING, f"{process} (state {event.state}), left behind"
+        case events.SignalForwarded():
+            workers = counted(len(event.pids), "worker")
+            return Level.INFO, f"{signal_name(event.signal)} forwarded to {workers}"
+        case events.GuardianRestarted():
+            return Level.INFO, f"guardian process exited, restarted as pid {event.pid}"
+        case events.ConsoleLost():
+            text = f"{event.stream} accepts no more output ({event.why}); see the logs"
+            return Level.WARNING, text
+        case events.EventsMissed():
+            return Level.WARNING, f"{event.count or 'some'} events missed"
+        case events.JobFinished():
+            ended = f"job {event.state.value} after {event.duration:.3g} s"
             return Level.INFO, f"{ended}: {event.why}"
-    return _describe_meeting(event)
+    return _describe_rendezvous(event)
 
 
-def _describe_meeting(event: Event) -> tuple[int, str]:
-    """Do what `describe` does for what happens between nodes."""
+def _describe_rendezvous(event: Event) -> tuple[int, str]:
+    """Describe the events of nodes, rounds, the coordinator and the rendezvous store."""
     match event:
-        case RoundForming():
+        case events.RoundForming():
             return Level.WARNING, _round_forming(event)
-        case RoundFormed():
+        case events.RoundFormed():
             return Level.INFO, _round_formed(event)
-        case MembershipChanged():
-            nodes = counted(event.nodes, "node")
-            return Level.WARNING, f"going on as attempt {event.attempt} with {nodes}: {event.why}"
-        case NodeJoined():
+        case events.MembershipChanged():
+            change = f"attempt {event.attempt} has {counted(event.nodes, 'node')}"
+            return Level.WARNING, f"membership changed, {change}: {event.why}"
+        case events.NodeJoined():
             workers = counted(event.nproc, "worker")
-            return Level.INFO, f"node {event.name} has joined with {workers} ({event.address})"
-        case NodeLeft():
-            return Level.INFO, f"node {event.name} has left: {event.why}"
-        case NodeLost():
+            return Level.INFO, f"node {event.name} joined with {workers} ({event.address})"
+        case events.NodeLeft():
+            return Level.INFO, f"node {event.name} left: {event.why}"
+        case events.NodeLost():
             return Level.WARNING, f"node {event.name} is lost: {event.why}"
-        case NodeRefused():
+        case events.NodeRefused():
             return Level.WARNING, f"node {event.name} was refused: {event.why}"
-        case StandingBy():
-            return Level.WARNING, f"standing by: the job has all its {event.maximum} nodes"
-        case Promoted():
-            return Level.INFO, f"standing by no more: group rank {event.group_rank}"
-        case CoordinatorChanged():
-            return Level.INFO, f"node {event.name} coordinates from now on (epoch {event.epoch})"
-        case RendezvousStoreLost():
-            return Level.WARNING, f"the store at {event.endpoint} is lost: {event.why}"
-        case RendezvousStoreRegained():
-            host = ", which this node serves" if event.is_host else ""
-            return Level.WARNING, f"the nodes meet again at {event.endpoint}{host}"
+        case events.NodeStandby():
+            return Level.WARNING, f"on standby: the job has its maximum of {event.maximum} nodes"
+        case events.StandbyPromoted():
+            return Level.INFO, f"promoted from standby to group rank {event.group_rank}"
+        case events.CoordinatorChanged():
+            return Level.INFO, f"node {event.name} is the coordinator (term {event.term})"
+        case events.RendezvousStoreLost():
+            return Level.WARNING, f"rendezvous store at {event.endpoint} lost: {event.why}"
+        case events.RendezvousStoreRecovered():
+            server = ", served by this node" if event.is_host else ""
+            return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
 
 
-def _job_started(event: JobStarted) -> str:
+def _job_started(event: events.JobStarted) -> str:
     workers = counted(event.nproc_per_node, "worker")
     nodes = f", one of {event.nnodes} nodes".replace(":", " to ") if event.nnodes != "1" else ""
     logs = f"logs in {event.log_dir}" if event.log_dir else "no log files"
@@ -139,31 +105,28 @@ def _job_started(event: JobStarted) -> str:
     )
 
 
-def _attempt_failed(event: AttemptFailed) -> str:
+def _attempt_failed(event: events.AttemptFailed) -> str:
     root = event.root
     is_elsewhere = event.node and root.host not in ("", event.node)
     elsewhere = f" on {root.host}" if is_elsewhere else ""
     return f"attempt {event.attempt} failed{elsewhere}: {root.summary}"
 
 
-def _round_formed(event: RoundFormed) -> str:
-    # The story of the whole job has no place of its own in the round.
+def _round_formed(event: events.RoundFormed) -> str:
     nodes = counted(event.group_world_size, "node")
-    is_ours = event.group_rank >= 0
-    place = f"group rank {event.group_rank} of {event.group_world_size}" if is_ours else nodes
-    where = f"{event.master_addr}:{event.master_port}"
+    if event.group_rank >= 0:  # else the event is about all nodes
+        nodes = f"group rank {event.group_rank} of {event.group_world_size}"
+    master = f"{event.master_addr}:{event.master_port}"
     workers = counted(event.world_size, "worker")
-    return f"round {event.round}: {place}, {workers} in all, master at {where}"
+    return f"round {event.round}: {nodes}, {workers} in all, master at {master}"
 
 
-def _round_forming(event: RoundForming) -> str:
-    is_fixed = event.minimum == event.maximum
-    wanted = str(event.maximum) if is_fixed else f"{event.minimum} to {event.maximum}"
-    here = ", ".join(event.present) + (", ..." if len(event.present) < event.joined else "")
-    text = f"waiting for {'nodes' if event.joined < event.minimum else 'more nodes'}:"
-    text += f" {event.joined} of {wanted} here"
+def _round_forming(event: events.RoundForming) -> str:
+    text = f"waiting for nodes: {counted(event.joined, 'node')} present"
     if event.present:
-        text += f" ({here})"
+        ellipsis = ", ..." if len(event.present) < event.joined else ""
+        text += f" ({', '.join(event.present)}{ellipsis})"
+    text += f", minimum {event.minimum}, maximum {event.maximum}"
     if event.missing:
         text += f", missing {', '.join(event.missing)}"
     if event.time_left is not None:
@@ -171,31 +134,31 @@ def _round_forming(event: RoundForming) -> str:
     return text + (f"; refused {', '.join(event.refused)}" if event.refused else "")
 
 
-def _worker_exited(event: WorkerExited) -> str:
-    asked = ", as it was asked to" if event.is_victim else ""
-    who = f"rank {event.rank} (pid {event.pid})"
-    return f"{who}: {event.status}{asked}, after {event.duration:.3g} s"
+def _worker_exited(event: events.WorkerExited) -> str:
+    stopped = ", stopped by the supervisor" if event.is_victim else ""
+    worker = f"rank {event.rank} (pid {event.pid})"
+    return f"{worker}: {event.status}{stopped}, after {event.duration:.3g} s"
 
 
 def format_failure(result: LaunchResult, name: str) -> str:
-    """Return the failure report of a job, several lines without a last newline.
+    """Return the failure report of a job: several lines, without a final newline.
 
-    The layout is torchrun's.  What is new: victims are called so, the last lines of
-    the culprit's stderr stand there when it recorded no traceback, and the folder
-    of the logs is named.
+    The layout is torchrun's, with three additions: workers that the supervisor stopped
+    are marked, the last lines of stderr replace a missing traceback, and the log directory
+    is named.
 
     Args:
-        result: of a job that failed.
-        name: what its workers ran.
+        result: the result of a job that failed.
+        name: what its workers ran, as in `LaunchSpec.name`.
     """
     if not result.failures:
         return f"{name} FAILED: {result.reason}"
     root, *others = result.failures
-    # Numbered by rank, whatever the order of the causes: [i] finds a worker again.
-    by_rank = sorted(result.failures, key=lambda one: one.rank)
-    blocks = {id(one): _block(position, one) for position, one in enumerate(by_rank)}
+    # Numbered by rank, independently of the order of the causes.
+    by_rank = sorted(result.failures, key=lambda failure: failure.rank)
+    blocks = {id(failure): _block(index, failure) for index, failure in enumerate(by_rank)}
     title = f"{name} FAILED"
-    shown = "\n".join(blocks[id(one)] for one in others) or "  <NO_OTHER_FAILURES>"
+    other_blocks = "\n".join(blocks[id(failure)] for failure in others)
     lines = [title, *(line for block in blocks.values() for line in block.split("\n"))]
     width = min(_WIDTH_MAX, max(len(line) for line in lines))
     parts = [
@@ -204,7 +167,7 @@ def format_failure(result: LaunchResult, name: str) -> str:
         title,
         "-" * width,
         "Failures:",
-        shown,
+        other_blocks or "  <NO_OTHER_FAILURES>",
         "-" * width,
         "Root Cause (first observed failure):",
         blocks[id(root)],
@@ -215,12 +178,12 @@ def format_failure(result: LaunchResult, name: str) -> str:
     return "\n".join(parts)
 
 
-def _block(position: int, failure: Failure) -> str:
+def _block(index: int, failure: Failure) -> str:
     status = failure.status
     code = "?" if status.returncode is None else str(status.returncode)
     signal = f" ({signal_name(status.signal)})" if status.signal is not None else ""
     fields: list[tuple[str, str]] = [
-        ("time", _local_time(failure.time)),
+        ("time", time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.time))),
         ("host", failure.host),
         ("rank", f"{failure.rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{code} (pid: {failure.pid}){signal}"),
@@ -231,9 +194,9 @@ def _block(position: int, failure: Failure) -> str:
     fields += [("note", note) for note in failure.notes]
     fields.append(("traceback", _traceback(failure)))
     if failure.stderr_tail and not (failure.error and failure.error.traceback):
-        said = _indented(failure.stderr_tail)
-        fields.append(("stderr", f"last lines of {failure.stderr_path}:\n{said}"))
-    return f"[{position}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
+        tail = "\n".join(f"    {line}" for line in failure.stderr_tail)
+        fields.append(("stderr", f"last lines of {failure.stderr_path}:\n{tail}"))
+    return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
 
 
 def _traceback(failure: Failure) -> str:
@@ -247,11 +210,3 @@ def _traceback(failure: Failure) -> str:
         number = failure.status.signal
         return f"Signal {number} ({signal_name(number)}) received by PID {failure.pid}"
     return _HINT
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)
-
-
-def _local_time(unix: float) -> str:
-    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(unix))

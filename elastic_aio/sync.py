@@ -4,8 +4,8 @@
 
     from elastic_aio.sync import spawn, start_processes
 
-What waits for its end runs a loop in this thread; what goes on beside the script has
-a loop in a thread of its own, which ends with it.
+A call that waits for all processes runs an event loop in this thread; processes that
+run beside the script have an event loop in a thread, which ends with them.
 """
 
 from __future__ import annotations
@@ -15,122 +15,105 @@ import signal as signals
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, TypeVar
 
-from elastic_aio import processes
+from elastic_aio import multiprocessing
 from elastic_aio.launcher import run_coroutine
-from elastic_aio.logs.sink import Console
-from elastic_aio.processes import RunProcsResult
-from elastic_aio.processes.context import warn_of_start_method
-from elastic_aio.spec import LogSpec, StartMethod
+from elastic_aio.multiprocessing import RunProcsResult
+from elastic_aio.multiprocessing.context import warn_of_start_method
+from elastic_aio.spec.job import StartMethod
+from elastic_aio.spec.logs import LogSpec
 
-__all__ = ["ProcessContext", "ProcessGroup", "spawn", "start_context", "start_processes"]
+__all__ = ["SyncGroupContext", "SyncProcessContext", "spawn", "start_context", "start_processes"]
 
 T = TypeVar("T")
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own; must be closed."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Event | None = None
-        is_up: Future[None] = Future()
+        self._stop = asyncio.Event()
+        started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live(is_up)), name="elastic_aio", daemon=True
+            target=lambda: asyncio.run(self._run(started)), name="elastic_aio", daemon=True
         )
         self._thread.start()
-        is_up.result()
+        self._loop = started.result()
 
-    async def _live(self, is_up: Future[None]) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        is_up.set_result(None)
-        await self._end.wait()
+    async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
 
-    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run what `make` returns on the loop, and wait for its result."""
-
-        async def work() -> T:
-            return await make()
-
-        assert self._loop is not None, "the loop is up"
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """End the loop and its thread; may be repeated."""
+        """End the loop and its thread.  Idempotent."""
         if self._thread.is_alive():
-            assert self._loop is not None, "the loop is up"
-            assert self._end is not None, "the loop is up"
-            self._loop.call_soon_threadsafe(self._end.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
 
-class ProcessGroup:
-    """The processes of `start_processes`: a context manager (see `processes.ProcessGroup`)."""
+class SyncGroupContext:
+    """The processes of `start_processes`: a context manager (`multiprocessing.GroupContext`)."""
 
-    def __init__(self, group: processes.ProcessGroup) -> None:
+    def __init__(self, group: multiprocessing.GroupContext) -> None:
         """Use `start_processes` to get one."""
         self._group = group
-        self._loop: _LoopThread | None = None
+        self._thread: _LoopThread | None = None
 
-    def __enter__(self) -> ProcessGroup:
+    @property
+    def _loop(self) -> _LoopThread:
+        if self._thread is None:
+            raise RuntimeError("the processes are not started: use `with`")
+        return self._thread
+
+    def __enter__(self) -> SyncGroupContext:
         """Start all processes."""
-        self._loop = _LoopThread()
+        self._thread = _LoopThread()
         try:
-            self._loop.call(self._group.__aenter__)
+            self._loop.call(self._group.__aenter__())
         except BaseException:  # KeyboardInterrupt too: the loop's thread must end
             self._loop.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop what still runs, and give everything back."""
-        assert self._loop is not None, "the block has been entered"
+    def __exit__(self, *_: object) -> None:
+        """Stop the processes that still run, and release everything."""
         try:
-            self._loop.call(lambda: self._group.__aexit__(kind, error, trace))
+            self._loop.call(self._group.__aexit__(None, None, None))
         finally:
             self._loop.close()
 
     def wait(self, timeout: float | None = None) -> RunProcsResult | None:
-        """Wait until all have succeeded or one has failed; None when the time is over first."""
-        assert self._loop is not None, "the block has been entered"
-        return self._loop.call(lambda: self._group.wait(timeout))
+        """Wait until all have succeeded or one has failed; None if the timeout passes first."""
+        return self._loop.call(self._group.wait(timeout))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
         return self._group.pids()
 
     def close(self, signal: int = signals.SIGTERM, timeout: float = 30.0) -> None:
-        """Stop what still runs: `signal`, and after `timeout` seconds SIGKILL."""
-        assert self._loop is not None, "the block has been entered"
-        self._loop.call(lambda: self._group.close(signal, timeout))
+        """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
+        self._loop.call(self._group.close(signal, timeout))
 
 
-class ProcessContext:
-    """The processes of `spawn(..., join=False)` (see `processes.ProcessContext`)."""
+class SyncProcessContext:
+    """The processes of `spawn(..., join=False)` (see `multiprocessing.ProcessContext`)."""
 
-    def __init__(self, loop: _LoopThread, context: processes.ProcessContext) -> None:
+    def __init__(self, loop: _LoopThread, context: multiprocessing.ProcessContext) -> None:
         """Use `spawn` to get one."""
         self._loop = loop
         self._context = context
 
-    def __enter__(self) -> ProcessContext:
+    def __enter__(self) -> SyncProcessContext:
         """Return the context; its processes run already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop what still runs."""
+    def __exit__(self, *_: object) -> None:
+        """Stop the processes that still run."""
         self.close()
 
     def pids(self) -> list[int]:
@@ -138,22 +121,19 @@ class ProcessContext:
         return self._context.pids()
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until processes have ended (see `processes.ProcessContext.join`)."""
-        if self._context.is_over:
-            return True
+        """Wait until processes have exited (see `multiprocessing.ProcessContext.join`)."""
         try:
-            is_over = self._loop.call(lambda: self._context.join(timeout, grace_period))
-        except processes.ProcessException:
-            self._loop.close()
-            raise
-        if is_over:
-            self._loop.close()
-        return is_over
+            return self._context.is_over or self._loop.call(
+                self._context.join(timeout, grace_period)
+            )
+        finally:
+            if self._context.is_over:  # a failure ends all processes too
+                self._loop.close()
 
     def close(self) -> None:
-        """Stop what still runs and give everything back; may be repeated."""
+        """Stop the processes that still run and release everything.  Idempotent."""
         if not self._context.is_over:
-            self._loop.call(self._context.aclose)
+            self._loop.call(self._context.aclose())
         self._loop.close()
 
 
@@ -166,10 +146,10 @@ def start_processes(
     *,
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
-    console: Console | None = None,
-) -> ProcessGroup:
-    """Prepare a group of processes; `with` starts it (see `processes.start_processes`)."""
-    group = processes.start_processes(
+    console: tuple[int, int] | None = None,
+) -> SyncGroupContext:
+    """Prepare a group of processes; `with` starts it (see `multiprocessing.start_processes`)."""
+    group = multiprocessing.start_processes(
         name,
         entrypoint,
         args,
@@ -179,7 +159,7 @@ def start_processes(
         preload=preload,
         console=console,
     )
-    return ProcessGroup(group)
+    return SyncGroupContext(group)
 
 
 def spawn(
@@ -189,8 +169,8 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: StartMethod = "spawn",
-) -> ProcessContext | None:
-    """Run `fn(index, *args)` in new processes (see `processes.spawn`)."""
+) -> SyncProcessContext | None:
+    """Run `fn(index, *args)` in new processes (see `multiprocessing.spawn`)."""
     warn_of_start_method(start_method)
     return start_context(fn, args, nprocs, join, daemon, "spawn")
 
@@ -202,20 +182,17 @@ def start_context(
     join: bool = True,
     daemon: bool = False,
     start_method: StartMethod = "spawn",
-) -> ProcessContext | None:
-    """Run `fn(index, *args)` by any start method (see `processes.start_context`)."""
+) -> SyncProcessContext | None:
+    """Run `fn(index, *args)` by any start method (see `multiprocessing.start_context`)."""
+    call = (fn, args, nprocs, join, daemon, start_method)
     if join:
-        run_coroutine(lambda: processes.start_context(fn, args, nprocs, True, daemon, start_method))
+        run_coroutine(lambda: multiprocessing.start_context(*call))
         return None
     loop = _LoopThread()
+    context = None
     try:
-        context = loop.call(
-            lambda: processes.start_context(fn, args, nprocs, False, daemon, start_method)
-        )
-    except BaseException:  # KeyboardInterrupt too: the loop's thread must end
-        loop.close()
-        raise
-    if context is None:
-        loop.close()
-        return None
-    return ProcessContext(loop, context)
+        context = loop.call(multiprocessing.start_context(*call))
+    finally:
+        if context is None:  # nothing runs; KeyboardInterrupt too: the loop's thread must end
+            loop.close()
+    return None if context is None else SyncProcessContext(loop, context)

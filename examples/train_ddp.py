@@ -1,7 +1,7 @@
-"""Train a small model with DistributedDataParallel on CPUs, through a crash.
+"""Train a small model with DistributedDataParallel on CPUs and recover from a crash.
 
 Needs torch.  Rank 0 saves a snapshot after every epoch; on the first attempt rank 1
-is killed in epoch 2, the group restarts, and training goes on from the snapshot.
+is killed in epoch 2, the worker group restarts, and training resumes from the snapshot.
 
 Run it with:
     aio-elastic run --nproc-per-node 2 --max-restarts 1 examples/train_ddp.py
@@ -58,13 +58,13 @@ def main() -> None:
 
 
 def default_snapshot() -> Path:
-    """Return a file that all workers and attempts of this run share."""
+    """Return the path that all workers and attempts of this run share."""
     run = os.environ["TORCHELASTIC_RUN_ID"]
     return Path(tempfile.gettempdir()) / f"train_ddp_{run}.pt"
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take up a snapshot; return the epoch to go on with."""
+    """Load the snapshot, if there is one; return the epoch to start with."""
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
@@ -74,7 +74,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Write a snapshot in one step: a crash leaves the old one or the new one."""
+    """Write a snapshot atomically: a crash leaves the old or the new file."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     unfinished = path.with_suffix(".tmp")
     torch.save(state, unfinished)

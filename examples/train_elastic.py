@@ -1,15 +1,15 @@
-"""Train with DistributedDataParallel while nodes come and go; the result stays the same.
+"""Train with DistributedDataParallel on a changing number of nodes, with the same result.
 
-Needs torch.  Every step works on the same samples whatever the number of workers is:
-they are divided among those that are there, and the gradient is summed over samples.
-Rank 0 saves a checkpoint after every step, in a folder that all nodes share, and each
-round goes on from it.
+Needs torch.  Every step uses the same samples with any number of workers: they are
+divided among the workers, and the gradient is summed over the samples.  Rank 0 saves a
+checkpoint after every step in a directory that all nodes share, and each round starts
+from it.
 
-Start it on any of the nodes at any time, and stop or kill any of them:
+Start it on any node at any time, and stop or kill any node:
     aio-elastic run --nnodes 1:3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id JOB \
         --max-restarts 3 examples/train_elastic.py --checkpoint SHARED/train.pt
 
-`python examples/train_elastic.py --checkpoint FILE` trains alone, to compare the loss.
+`python examples/train_elastic.py --checkpoint FILE` trains in one process, to compare the loss.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(7)
     model = nn.Linear(FEATURES, 1, dtype=torch.float64)
     first = load(options.checkpoint, model)
-    replica = DistributedDataParallel(model)  # all begin with the model of rank 0
+    replica = DistributedDataParallel(model)  # all ranks start with the model of rank 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     if rank == 0:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -47,12 +47,12 @@ def main() -> None:
 
     features, targets = samples()
     for step in range(first, options.steps):
-        time.sleep(options.step_time)  # stands for a larger model
+        time.sleep(options.step_time)  # simulates a larger model
         begin = step * BATCH % SAMPLES
         mine = slice(begin + rank, begin + BATCH, world)
         errors = replica(features[mine]) - targets[mine]
         optimizer.zero_grad()
-        # The replicas' gradients are averaged: what is wanted is their sum, over BATCH.
+        # DDP averages the gradients of the ranks; the step needs their sum over BATCH.
         (errors.square().sum() * world / BATCH).backward()
         optimizer.step()
         if rank == 0:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def join_group() -> None:
-    """Meet the other workers, if a launcher has started us."""
+    """Join the other workers; without a launcher, form a group of one."""
     if "RANK" in os.environ:
         distributed.init_process_group("gloo")
     else:
@@ -74,7 +74,7 @@ def join_group() -> None:
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all samples and what is to be learnt of them, the same everywhere."""
+    """Return the features and targets of all samples, the same in every worker."""
     generator = torch.Generator().manual_seed(11)
     features = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     noise = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
@@ -82,9 +82,9 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(path: Path, model: nn.Module) -> int:
-    """Take up rank 0's checkpoint; return the step to go on with, the same for all."""
+    """Load rank 0's checkpoint; return the step to start with, the same for all ranks."""
     step = torch.zeros(1, dtype=torch.int64)
-    # A node that is being replaced may still write: what rank 0 has read counts for all.
+    # A lost node may still write the file: all ranks use the step that rank 0 has read.
     if distributed.get_rank() == 0 and path.exists():
         state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
@@ -94,7 +94,7 @@ def load(path: Path, model: nn.Module) -> int:
 
 
 def save(path: Path, model: nn.Module, step: int) -> None:
-    """Write a checkpoint in one step: a crash leaves the old one or the new one."""
+    """Write a checkpoint atomically: a crash leaves the old or the new file."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     torch.save({"model": model.state_dict(), "step": step}, unfinished)
     unfinished.replace(path)

@@ -1,24 +1,26 @@
-"""Every test runs on both loops and must leave nothing behind."""
+"""Which event loops a test runs on, and the check that it leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
+import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from tests.support.clock import VirtualClockLoop
-from tests.support.traces import SESSION_VARIABLE, open_descriptors, own_children, strays
+from tests.support.leaks import Resources, begin_session
+from tests.support.netns import why_impossible
 
-# Inherited by everything that a test starts, daemons included: see `strays`.
-os.environ[SESSION_VARIABLE] = uuid.uuid4().hex
-# Settings of the machine's user must not change what the tests see.
+# Each worker of pytest-xdist imports this file, so that each has a session of its own.
+begin_session()
+# The user's settings must not change what the tests see.
 for _name in [name for name in os.environ if name.startswith("PET_")] + [
     "LOGLEVEL",
     "OMP_NUM_THREADS",
@@ -29,7 +31,8 @@ for _name in [name for name in os.environ if name.startswith("PET_")] + [
 ]:
     os.environ.pop(_name, None)
 
-# A shell lets what it runs in the background ignore these; the tests' processes shall not.
+# A shell starts background jobs with these signals ignored; the tests' processes must not
+# inherit that.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -42,38 +45,59 @@ for _number, _handler in (
 uvloop.new_event_loop().close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--all-loops`."""
+    parser.addoption(
+        "--all-loops",
+        action="store_true",
+        help="run every async test on asyncio and on uvloop, not only those marked both_loops",
+    )
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each async test on the stock loop and on uvloop, or on virtual time.
-
-    A test that only watches other processes gains nothing by a second loop.
-    """
-    if item.get_closest_marker("black_box"):
-        return {"asyncio": asyncio.SelectorEventLoop}
+    """Return the loops that an async test runs on: asyncio's alone, unless it is marked."""
     if item.get_closest_marker("virtual_clock"):
         return {"virtual": VirtualClockLoop}
-    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+        "asyncio": asyncio.SelectorEventLoop
+    }
+    # A black-box test only watches other processes, so a second loop would prove nothing.
+    is_on_both = item.get_closest_marker("both_loops") or config.getoption("all_loops")
+    if is_on_both and not item.get_closest_marker("black_box"):
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor or a thread."""
-    descriptors, threads, children = open_descriptors(), threading.active_count(), own_children()
-    before = strays().keys()  # a fixture of a wider scope may keep a process
+    before = Resources()
     yield
     for thread in threading.enumerate():
-        # asyncio's own on Python 3.11, one for each child: done when its child was.
-        # A resolver has told its answer, and is about to end.
-        if thread.name.startswith(("waitpid-", "asyncio-waitpid-", "resolver")):
+        # asyncio's own on Python 3.11, one per child: it ends after its child.
+        # A thread of `run_in_thread` has delivered its result and is about to end.
+        if thread.name.startswith(("waitpid-", "asyncio-waitpid-", "run_in_thread")):
             thread.join(timeout=5)
-    leaks: dict[str, Any] = {
-        "processes": {pid: what for pid, what in strays().items() if pid not in before},
-        "children": own_children() - children,
-        "descriptors": {
-            fd: target for fd, target in open_descriptors().items() if fd not in descriptors
-        },
-        "threads": threading.active_count() - threads if threading.active_count() > threads else 0,
-    }
-    left = {name: what for name, what in leaks.items() if what}
-    assert not left, f"left behind: {left}"
+    leaks = before.leaks()
+    assert not leaks, f"left behind: {leaks}"
+
+
+@pytest.fixture(autouse=True)
+def _netns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip the tests that are marked `netns` where they cannot run; serialize the others.
+
+    The names of all namespaces are in one directory, which some tests compare, so the workers
+    of pytest-xdist take turns.
+    """
+    if request.node.get_closest_marker("netns") is None:
+        yield
+        return
+    reason = why_impossible()
+    # `.ci/run` sets the variable where they must work: then the test fails instead.
+    if reason and "ELASTIC_AIO_NETNS" not in os.environ:
+        pytest.skip(reason)
+    with Path(tempfile.gettempdir(), "elastic_aio-netns.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

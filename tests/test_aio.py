@@ -1,22 +1,37 @@
-"""Work that is seen through, waits that outlast, and a clock that can stand still."""
+"""Shielded work, threads, notification, and the clock."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from elastic_aio.aio import Pausable, all_done, end_all, outlast, owned_task, see_through
+from elastic_aio.aio import (
+    Notifier,
+    PausableClock,
+    cancel_and_wait,
+    create_task,
+    read_file,
+    run_in_thread,
+    run_shielded,
+    set_result_if_pending,
+    wait_shielded,
+    when_all_done,
+)
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 10.0
 
 
 class Work:
-    """Something that takes until it is released, and tells what became of it."""
+    """A coroutine function that waits until it is released, and counts its runs."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -37,28 +52,26 @@ async def steps(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_an_undisturbed_work_gives_its_result() -> None:
-    """Without a cancellation it is a plain await."""
+async def test_run_shielded_returns_the_result() -> None:
     work = Work()
     work.release.set()
-    assert await see_through(work) == "done 1"
+    assert await run_shielded(work) == "done 1"
 
 
-async def test_an_error_of_the_work_is_raised() -> None:
-    """What the work raises comes out unchanged."""
+async def test_run_shielded_raises_the_error() -> None:
 
     async def fails() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError, match="x"):
-        await see_through(fails)
+        await run_shielded(fails)
 
 
 @pytest.mark.parametrize("times", [1, 2, 50])
-async def test_native_cancellations_wait_for_the_work(times: int) -> None:
-    """However often the caller is cancelled, the work ends first, once, and then it is told."""
+async def test_native_cancellations_are_raised_after_the_work(times: int) -> None:
+    """The work runs once."""
     work = Work()
-    task = asyncio.create_task(see_through(work))
+    task = asyncio.create_task(run_shielded(work))
     await work.began.wait()
     for _ in range(times):
         task.cancel()
@@ -71,15 +84,15 @@ async def test_native_cancellations_wait_for_the_work(times: int) -> None:
     assert (work.started, work.finished) == (1, 1)
 
 
-async def test_the_cancellation_outlives_an_error_of_the_work() -> None:
-    """A cancelled caller gets its cancellation, and the error is not reported as lost."""
+async def test_a_cancellation_replaces_an_error_of_the_work() -> None:
+    """And the error is not reported as never retrieved."""
     release = asyncio.Event()
 
     async def fails() -> None:
         await release.wait()
         raise KeyError("x")
 
-    task = asyncio.create_task(see_through(fails))
+    task = asyncio.create_task(run_shielded(fails))
     await steps()
     task.cancel()
     await steps()
@@ -89,7 +102,7 @@ async def test_the_cancellation_outlives_an_error_of_the_work() -> None:
 
 
 async def test_a_timeout_takes_effect_after_the_work() -> None:
-    """`asyncio.timeout` still turns into TimeoutError: the cancellation count stays right."""
+    """And raises TimeoutError: `Task.cancelling()` is balanced."""
     finished = False
 
     async def slow() -> None:
@@ -99,15 +112,15 @@ async def test_a_timeout_takes_effect_after_the_work() -> None:
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await see_through(slow)
+            await run_shielded(slow)
     assert finished
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
 
 
-async def test_a_cancelled_anyio_scope_waits_for_the_work_without_spinning() -> None:
-    """anyio delivers its cancellation at every await; the wait makes no busy loop of it."""
+async def test_a_cancelled_anyio_scope_waits_without_spinning() -> None:
+    """anyio raises its cancellation at every await."""
     work = Work()
     async with asyncio.timeout(GUARD):
         with anyio.CancelScope() as scope:
@@ -115,7 +128,7 @@ async def test_a_cancelled_anyio_scope_waits_for_the_work_without_spinning() -> 
             loop.call_later(0.01, scope.cancel)
             loop.call_later(0.16, work.release.set)
             began = time.process_time()
-            assert await see_through(work) == "done 1"
+            assert await run_shielded(work) == "done 1"
             used = time.process_time() - began
             await asyncio.sleep(GUARD)  # here the scope's cancellation arrives
     assert scope.cancelled_caught
@@ -125,7 +138,7 @@ async def test_a_cancelled_anyio_scope_waits_for_the_work_without_spinning() -> 
 
 
 async def iterations_while(waiting: Awaitable[Any], seconds: float) -> int:
-    """Return how many times the loop polled for events while something waited."""
+    """Return how often the loop polled for events during a wait."""
     loop = asyncio.get_running_loop()
     selector = getattr(loop, "_selector", None)
     if selector is None:
@@ -148,8 +161,8 @@ async def iterations_while(waiting: Awaitable[Any], seconds: float) -> int:
         task.cancel()
 
 
-def test_a_wait_inside_cancelled_scopes_costs_a_few_iterations() -> None:
-    """Counted on the stock loop: cancelled natively and by anyio, the loop still sleeps."""
+def test_a_wait_in_a_cancelled_scope_takes_few_iterations() -> None:
+    """On the stock loop, cancelled natively and by anyio."""
 
     async def main() -> int:
         work = Work()
@@ -157,7 +170,7 @@ def test_a_wait_inside_cancelled_scopes_costs_a_few_iterations() -> None:
         async def scoped() -> None:
             with anyio.CancelScope() as scope:
                 scope.cancel()
-                await see_through(work)
+                await run_shielded(work)
 
         task = asyncio.create_task(scoped())
         await work.began.wait()
@@ -174,15 +187,15 @@ def test_a_wait_inside_cancelled_scopes_costs_a_few_iterations() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_work_cancelled_by_a_closing_loop_is_started_again(times: int) -> None:
-    """`asyncio.run` cancels every task when it ends, the one that does the work included."""
+async def test_work_cancelled_by_a_closing_loop_is_started_again(times: int) -> None:
+    """`asyncio.run` cancels all tasks at its end, the shielded one included."""
     work = Work()
-    task = asyncio.create_task(see_through(work))
+    task = asyncio.create_task(run_shielded(work))
     await work.began.wait()
     for round_number in range(1, times + 1):
         work.began.clear()
-        for one in asyncio.all_tasks() - {asyncio.current_task()}:
-            one.cancel()
+        for other in asyncio.all_tasks() - {asyncio.current_task()}:
+            other.cancel()
         await work.began.wait()
         assert work.started == round_number + 1
         assert not task.done()
@@ -192,8 +205,8 @@ async def test_a_work_cancelled_by_a_closing_loop_is_started_again(times: int) -
     assert (work.started, work.finished) == (times + 1, 1)
 
 
-def test_an_interrupted_program_sees_its_work_through() -> None:
-    """When the main coroutine fails, asyncio.run waits for work that others are in."""
+def test_a_failed_main_coroutine_waits_for_shielded_work() -> None:
+    """`asyncio.run` cancels the task that waits for it."""
     done: list[str] = []
 
     async def work() -> None:
@@ -201,7 +214,7 @@ def test_an_interrupted_program_sees_its_work_through() -> None:
         done.append("done")
 
     async def main() -> None:
-        task = asyncio.create_task(see_through(work))
+        task = asyncio.create_task(run_shielded(work))
         await steps()
         assert not task.done()
         raise KeyError("main is over")
@@ -211,10 +224,9 @@ def test_an_interrupted_program_sees_its_work_through() -> None:
     assert done == ["done"]
 
 
-async def test_outlast_neither_cancels_nor_reads_the_future() -> None:
-    """A cancelled waiter leaves the future alone until it is done."""
+async def test_wait_shielded_neither_cancels_nor_reads_the_future() -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(outlast(future))
+    task = asyncio.create_task(wait_shielded(future))
     await steps()
     task.cancel()
     task.cancel()
@@ -227,26 +239,25 @@ async def test_outlast_neither_cancels_nor_reads_the_future() -> None:
     assert future.result() == 3
 
 
-async def test_outlast_of_a_done_future_returns() -> None:
-    """A future that is done, even by an error, is no wait and raises nothing."""
+async def test_wait_shielded_returns_for_a_done_future() -> None:
+    """Also if it has failed."""
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     future.set_exception(KeyError("x"))
-    await outlast(future)
+    await wait_shielded(future)
     assert isinstance(future.exception(), KeyError)
 
 
-async def test_an_owned_task_has_its_name() -> None:
-    """Tasks are named for whoever debugs them."""
-    task = owned_task(asyncio.sleep(0, "x"), name="the name")
+async def test_create_task_sets_the_name() -> None:
+    task = create_task(asyncio.sleep(0, "x"), name="the name")
     assert task.get_name() == "the name"
     assert await task == "x"
 
 
-async def test_all_done_waits_for_the_last() -> None:
-    """The future is done with the last of them, whatever became of each."""
+async def test_when_all_done_waits_for_the_last() -> None:
+    """Of a success, a failure and a cancellation."""
     loop = asyncio.get_running_loop()
     first, second, third = loop.create_future(), loop.create_future(), loop.create_future()
-    done = all_done([first, second, third])
+    done = when_all_done([first, second, third])
     first.set_result(1)
     second.set_exception(KeyError("x"))
     await steps()
@@ -257,19 +268,17 @@ async def test_all_done_waits_for_the_last() -> None:
     assert isinstance(second.exception(), KeyError)
 
 
-async def test_all_done_of_nothing_and_of_the_past() -> None:
-    """No futures are done at once; futures already done are done soon."""
-    assert all_done([]).done()
+async def test_when_all_done_without_futures_and_with_done_ones() -> None:
+    assert when_all_done([]).done()
     future = asyncio.get_running_loop().create_future()
     future.set_result(None)
     async with asyncio.timeout(GUARD):
-        await all_done([future, future])
+        await when_all_done([future, future])
 
 
-async def test_cancelling_all_done_leaves_the_futures() -> None:
-    """It is a view, not an owner."""
+async def test_cancelling_when_all_done_leaves_the_futures() -> None:
     future = asyncio.get_running_loop().create_future()
-    done = all_done([future])
+    done = when_all_done([future])
     done.cancel()
     future.set_result("x")
     await steps()
@@ -277,18 +286,17 @@ async def test_cancelling_all_done_leaves_the_futures() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_a_sleep_takes_its_time() -> None:
-    """Without a pause, seconds are the loop's."""
-    clock = Pausable()
+async def test_the_clock_sleeps() -> None:
+    clock = PausableClock()
     began = clock.now()
     await clock.sleep(3600)
     assert clock.now() - began == pytest.approx(3600, abs=1)
 
 
 @pytest.mark.virtual_clock
-async def test_a_pause_does_not_count() -> None:
-    """Time that is skipped while somebody sleeps is slept in addition."""
-    clock = Pausable()
+async def test_skipped_time_does_not_count() -> None:
+    """During a sleep."""
+    clock = PausableClock()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(10, clock.skip, 1000)
@@ -298,9 +306,8 @@ async def test_a_pause_does_not_count() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_pauses_add_up() -> None:
-    """Two pauses are both left out of account."""
-    clock = Pausable()
+async def test_skipped_times_add_up() -> None:
+    clock = PausableClock()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(1, clock.skip, 100)
@@ -310,9 +317,8 @@ async def test_pauses_add_up() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_a_wait_tells_whether_it_was_in_time() -> None:
-    """A future done before the end is seen at once, one done later is not waited for."""
-    clock = Pausable()
+async def test_wait_for_returns_whether_a_future_is_done() -> None:
+    clock = PausableClock()
     loop = asyncio.get_running_loop()
     began = loop.time()
     future: asyncio.Future[str] = loop.create_future()
@@ -328,9 +334,8 @@ async def test_a_wait_tells_whether_it_was_in_time() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_a_cancelled_sleep_ends_at_once() -> None:
-    """A sleep of the clock can be cancelled like any other."""
-    clock = Pausable()
+async def test_a_sleep_can_be_cancelled() -> None:
+    clock = PausableClock()
     began = clock.now()
     task = asyncio.create_task(clock.sleep(1000))
     await steps()
@@ -340,8 +345,8 @@ async def test_a_cancelled_sleep_ends_at_once() -> None:
     assert clock.now() - began < 1
 
 
-async def test_tasks_are_ended_whatever_they_do() -> None:
-    """One that waits, one that cleans up after itself, and one that has failed already."""
+async def test_cancel_and_wait_waits_for_cleanup() -> None:
+    """A waiting task, one with a finally block, and one that has failed."""
     ended = []
 
     async def clean_up() -> None:
@@ -352,10 +357,124 @@ async def test_tasks_are_ended_whatever_they_do() -> None:
             ended.append("clean")
 
     async def fail() -> None:
-        raise ValueError("never looked at by anybody else")
+        raise ValueError("never retrieved")
 
-    tasks = [owned_task(asyncio.sleep(60)), owned_task(clean_up()), owned_task(fail())]
+    tasks = [create_task(asyncio.sleep(60)), create_task(clean_up()), create_task(fail())]
     await asyncio.sleep(0)
-    await end_all(tasks)
+    await cancel_and_wait(tasks)
     assert [task.cancelled() for task in tasks] == [True, True, False]
     assert ended == ["clean"]
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+async def test_a_function_runs_in_a_thread_that_ends(daemon: bool) -> None:
+    before = threading.active_count()
+
+    def function(base: int, number: int) -> tuple[int, bool, bool]:
+        thread = threading.current_thread()
+        return base + number, thread is threading.main_thread(), thread.daemon
+
+    assert await run_in_thread(function, 2, 1, daemon=daemon) == (3, False, daemon)
+    assert threading.active_count() == before
+
+
+async def test_an_error_in_a_thread_is_raised() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        await run_in_thread(int, "x")
+
+
+async def test_a_cancelled_call_leaves_its_thread_running() -> None:
+    started, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def function() -> None:
+        started.set()
+        release.wait(GUARD)
+        ended.set()
+
+    task = asyncio.create_task(run_in_thread(function))
+    while not started.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not ended.is_set()
+    release.set()
+    assert ended.wait(GUARD)
+
+
+async def test_without_threads_a_call_and_a_read_happen_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's limit of threads is reached (pthread_create(3): EAGAIN)."""
+    (tmp_path / "file").write_bytes(b"0123456789")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert await run_in_thread(threading.current_thread) is threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        await run_in_thread(lambda: 1 // 0)
+    assert await read_file(str(tmp_path / "file")) == b"0123456789"
+
+
+async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
+    before = threading.active_count()
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    assert await read_file(str(path)) == b"0123456789"
+    assert await read_file(str(path), 3, 4) == b"3456"
+    assert await read_file(str(path), 8, 100) == b"89"
+    assert threading.active_count() == before
+    with pytest.raises(FileNotFoundError):
+        await read_file(str(tmp_path / "missing"), 0, 1)
+
+
+async def test_a_notification_wakes_all_waiters() -> None:
+    """A notification is not remembered: a later waiter waits for the next one."""
+    notifier = Notifier()
+    waiters = [asyncio.create_task(notifier.wait()) for _ in range(3)]
+    await steps()
+    notifier.notify_all()
+    notifier.notify_all()
+    late = asyncio.create_task(notifier.wait())
+    async with asyncio.timeout(GUARD):
+        assert await asyncio.gather(*waiters) == [True] * 3
+    await steps()
+    assert not late.done()
+    notifier.notify_all()
+    assert await late
+
+
+async def test_a_cancelled_waiter_is_forgotten() -> None:
+    notifier = Notifier()
+    first, second = asyncio.create_task(notifier.wait()), asyncio.create_task(notifier.wait())
+    await steps()
+    first.cancel()
+    notifier.notify_all()
+    assert await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+@pytest.mark.virtual_clock
+async def test_a_wait_for_a_notification_can_time_out() -> None:
+    notifier = Notifier()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert not await notifier.wait(timeout=5)
+    assert loop.time() - began == pytest.approx(5, abs=0.5)
+    loop.call_later(5, notifier.notify_all)
+    assert await notifier.wait(timeout=10)
+    assert loop.time() - began == pytest.approx(10, abs=1)
+
+
+async def test_a_result_is_set_once() -> None:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    set_result_if_pending(future, 1)
+    set_result_if_pending(future, 2)
+    assert await future == 1
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    set_result_if_pending(future, 3)
+    assert future.cancelled()

@@ -1,4 +1,4 @@
-"""One writer, many readers, each at its own pace."""
+"""EventHistory: one writer, many readers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.channel import History, Reader
+from elastic_aio.channel import EventHistory, EventReader
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 10.0
 
 
-def missed(count: int, following: int) -> str:
-    return f"missed {count} before {following}"
+def gap(count: int, following: int) -> str:
+    return f"gap of {count} before {following}"
 
 
-def history(keep: int = 100) -> History[str]:
-    return History(keep, missed)
+def history(keep: int = 100) -> EventHistory[str]:
+    return EventHistory(keep, gap)
 
 
-async def all_of(reader: Reader[str]) -> list[str]:
+async def all_of(reader: EventReader[str]) -> list[str]:
     async with asyncio.timeout(GUARD):
         return [item async for item in reader]
 
@@ -33,8 +35,8 @@ async def step() -> None:
         await asyncio.sleep(0)
 
 
-async def test_every_reader_sees_everything_in_order() -> None:
-    """Readers from before, during and after the writing get the same items."""
+async def test_every_reader_gets_all_items_in_order() -> None:
+    """Readers that start before, during and after the writing."""
     stream = history()
     early = asyncio.create_task(all_of(stream.read()))
     await step()
@@ -50,8 +52,8 @@ async def test_every_reader_sees_everything_in_order() -> None:
     assert await all_of(stream.read()) == ["a", "b", "c"]
 
 
-async def test_a_reader_may_begin_at_a_position() -> None:
-    """A cursor skips what was seen before; one past the end waits for its item."""
+async def test_a_reader_can_start_at_a_position() -> None:
+    """Also beyond the end: it waits for its item."""
     stream = history()
     stream.append("a")
     stream.append("b")
@@ -69,8 +71,7 @@ async def test_a_reader_may_begin_at_a_position() -> None:
     assert await all_of(stream.read(99)) == []
 
 
-async def test_a_slow_reader_is_told_once_what_it_missed() -> None:
-    """The count is exact, stands in the place of the lost items, and the end is there."""
+async def test_a_slow_reader_gets_one_gap() -> None:
     stream = history(keep=3)
     reader = stream.read()
     stream.append("0")
@@ -78,22 +79,20 @@ async def test_a_slow_reader_is_told_once_what_it_missed() -> None:
     for number in range(1, 11):
         stream.append(str(number))
     stream.close()
-    assert await all_of(reader) == ["missed 7 before 8", "8", "9", "10"]
+    assert await all_of(reader) == ["gap of 7 before 8", "8", "9", "10"]
 
 
-async def test_a_late_reader_is_told_what_is_gone() -> None:
-    """A reader from the start finds the lost beginning replaced by one item."""
+async def test_a_late_reader_gets_a_gap() -> None:
     stream = history(keep=1)
     stream.append("a")
     stream.append("b")
     stream.append("last")
     stream.close()
-    assert await all_of(stream.read()) == ["missed 2 before 2", "last"]
+    assert await all_of(stream.read()) == ["gap of 2 before 2", "last"]
     assert await all_of(stream.read(2)) == ["last"]
 
 
-async def test_nothing_is_missed_by_exactly_keeping_up() -> None:
-    """A reader that is `keep` items behind has missed nothing."""
+async def test_a_reader_keep_items_behind_gets_no_gap() -> None:
     stream = history(keep=2)
     reader = stream.read()
     stream.append("a")
@@ -103,7 +102,7 @@ async def test_nothing_is_missed_by_exactly_keeping_up() -> None:
 
 
 async def test_cancelling_a_wait_loses_nothing() -> None:
-    """Cancelled while it waits or right as an item arrives, a reader goes on where it was."""
+    """Cancelled while it waits, and as an item arrives."""
     stream = history()
     reader = stream.read()
     waiting = asyncio.ensure_future(anext(reader))
@@ -124,7 +123,6 @@ async def test_cancelling_a_wait_loses_nothing() -> None:
 
 
 async def test_a_timeout_around_a_read_loses_nothing() -> None:
-    """`asyncio.timeout` that fires is a cancellation like any other."""
     stream = history()
     reader = stream.read()
     with pytest.raises(TimeoutError):
@@ -135,8 +133,7 @@ async def test_a_timeout_around_a_read_loses_nothing() -> None:
     assert await all_of(reader) == ["a"]
 
 
-async def test_leaving_an_iteration_leaves_it_usable() -> None:
-    """After a break, the same reader goes on with the next item."""
+async def test_a_reader_goes_on_after_a_break() -> None:
     stream = history()
     for item in "abc":
         stream.append(item)
@@ -149,21 +146,20 @@ async def test_leaving_an_iteration_leaves_it_usable() -> None:
 
 
 async def test_a_closed_reader_ends() -> None:
-    """After `aclose` the iteration is over although the stream goes on."""
+    """While the stream goes on."""
     stream = history()
     stream.append("a")
     reader = stream.read()
     await reader.aclose()
     assert await all_of(reader) == []
-    assert await all_of_one(stream) == "a"
+    assert await first_of(stream) == "a"
 
 
-async def all_of_one(stream: History[str]) -> str:
+async def first_of(stream: EventHistory[str]) -> str:
     return await anext(stream.read())
 
 
 async def test_closing_an_empty_stream_ends_its_readers() -> None:
-    """A reader that waits for the first item ends with the stream."""
     stream = history()
     waiting = asyncio.create_task(all_of(stream.read()))
     await step()
@@ -172,7 +168,6 @@ async def test_closing_an_empty_stream_ends_its_readers() -> None:
 
 
 async def test_a_finished_reader_stays_finished() -> None:
-    """Asking again after the end gives the end again."""
     stream = history()
     stream.append("a")
     stream.close()
@@ -181,8 +176,7 @@ async def test_a_finished_reader_stays_finished() -> None:
     assert await all_of(reader) == []
 
 
-async def test_waiting_readers_are_forgotten_when_cancelled() -> None:
-    """A thousand cancelled waits leave nothing behind in the stream."""
+async def test_cancelled_waits_leave_no_waiter() -> None:
     stream = history()
     for _ in range(1000):
         waiting = asyncio.ensure_future(anext(stream.read()))
@@ -190,17 +184,16 @@ async def test_waiting_readers_are_forgotten_when_cancelled() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert not stream._waiting
+    assert not stream._changed._waiters
 
 
-def test_a_history_tells_its_state() -> None:
-    """The repr says how many items there were and whether more may come."""
+def test_the_repr_has_the_state() -> None:
     stream = history(keep=2)
-    assert repr(stream) == "<History open after 0 items, 0 kept>"
+    assert repr(stream) == "<EventHistory open after 0 items, 0 kept>"
     for item in "abc":
         stream.append(item)
     stream.close()
-    assert repr(stream) == "<History closed after 3 items, 2 kept>"
+    assert repr(stream) == "<EventHistory closed after 3 items, 2 kept>"
 
 
 @given(
@@ -208,10 +201,10 @@ def test_a_history_tells_its_state() -> None:
     moves=st.lists(st.sampled_from(["write", "read 0", "read 1"]), max_size=40),
 )
 def test_reads_and_writes_in_any_order(keep: int, moves: list[str]) -> None:
-    """Items and missed counts of every reader add up to the whole stream, in order."""
+    """Items and gaps of every reader add up to the whole stream, in order."""
 
     async def play() -> None:
-        stream: History[tuple[int, int]] = History(keep, lambda count, at: (-count, at))
+        stream: EventHistory[tuple[int, int]] = EventHistory(keep, lambda count, at: (-count, at))
         readers = [stream.read(), stream.read()]
         got: list[list[tuple[int, int]]] = [[], []]
         for move in moves:

@@ -1,4 +1,4 @@
-"""`launch` and `run`: every way in which a job can end, and where it may be called."""
+"""`launch` and `run`: every end of a job, and the threads and loops that may call them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 import uvloop
 
 from elastic_aio import (
+    Agent,
     Event,
+    HostError,
     JobFailed,
     JobFinished,
     JobState,
@@ -26,7 +28,6 @@ from elastic_aio import (
     SignalSpec,
     SpecError,
     StopPlan,
-    SurroundingsError,
     launch,
     run,
 )
@@ -41,20 +42,22 @@ from tests.support.children import (
     until,
     until_sync,
 )
-from tests.support.traces import alive
+from tests.support.leaks import alive
+
+pytestmark = pytest.mark.both_loops
 
 LOOPS = [asyncio.SelectorEventLoop, uvloop.new_event_loop]
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
            signal.SIGUSR2, signal.SIGTSTP)  # fmt: skip
 
 
-def noting_spec(folder: Path, entrypoint: list[str], **settings: Any) -> LaunchSpec:
-    """Return a job of workers that leave notes in a folder."""
-    return LaunchSpec(entrypoint, env={"NOTES": str(folder)}, **settings)
+def noting_spec(directory: Path, entrypoint: list[str], **settings: Any) -> LaunchSpec:
+    """Return a job whose workers write notes into a directory."""
+    return LaunchSpec(entrypoint, env={"NOTES": str(directory)}, **settings)
 
 
-async def test_success_is_a_result(tmp_path: Path) -> None:
-    """A finished job returns what became of each worker."""
+async def test_success(tmp_path: Path) -> None:
+    """The result has the status, the duration and the output of each worker."""
     logs = LogSpec(log_dir=str(tmp_path), redirects=3)
     spec = LaunchSpec(shell("echo out"), nproc_per_node=2, logs=logs, run_id="r")
     result = await launch(spec)
@@ -69,13 +72,13 @@ async def test_success_is_a_result(tmp_path: Path) -> None:
         assert worker.duration > 0
         assert worker.stdout_path is not None
         assert Path(worker.stdout_path).read_text() == "out\n"
-    # Where the loop reaps, nobody can tell what a worker has used.
-    reaps = not isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
+    # asyncio's loop reaps the workers itself, without their resource usage.
+    has_usage = not isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
     usages = [worker.usage for worker in attempt.workers]
-    assert all((usage is not None and usage.max_rss_bytes > 0) == reaps for usage in usages)
+    assert all((usage is not None and usage.max_rss_bytes > 0) == has_usage for usage in usages)
 
 
-async def test_failure_is_raised() -> None:
+async def test_failure() -> None:
     """JobFailed carries the failures, the root cause first, and the whole result."""
     script = "[ $RANK = 1 ] && exit 3; exec sleep 99"
     with pytest.raises(JobFailed) as caught:
@@ -91,7 +94,7 @@ async def test_failure_is_raised() -> None:
 
 
 async def test_cancellation_runs_the_stop_plan_first(tmp_path: Path) -> None:
-    """A cancelled launch raises only when its workers have ended as they wished."""
+    """A cancelled launch raises after its workers have handled SIGTERM and exited."""
     task = asyncio.ensure_future(launch(noting_spec(tmp_path, POLITE, nproc_per_node=2)))
     pids = await until(noted(tmp_path, 2))
     task.cancel()
@@ -108,7 +111,7 @@ async def test_timeout_stops_the_job(tmp_path: Path) -> None:
             await launch(LaunchSpec(SLEEPER))
 
 
-async def test_cancelled_twice(tmp_path: Path) -> None:
+async def test_cancellation_twice(tmp_path: Path) -> None:
     """A second cancellation does not cut the stop plan short."""
     task = asyncio.ensure_future(launch(noting_spec(tmp_path, POLITE)))
     await until(noted(tmp_path, 1))
@@ -120,8 +123,8 @@ async def test_cancelled_twice(tmp_path: Path) -> None:
     assert (tmp_path / "stopped").exists()
 
 
-async def test_cancelled_by_an_anyio_scope(tmp_path: Path) -> None:
-    """A cancelled anyio scope waits for the stop plan, and does not spin meanwhile."""
+async def test_cancellation_by_an_anyio_scope(tmp_path: Path) -> None:
+    """A cancelled anyio scope waits for the stop plan without using CPU time."""
 
     async def cancel_when_started(scope: anyio.CancelScope) -> None:
         await until(noted(tmp_path, 1))
@@ -130,16 +133,16 @@ async def test_cancelled_by_an_anyio_scope(tmp_path: Path) -> None:
     spec = noting_spec(tmp_path, trapping("sleep 0.3; : > $NOTES/stopped; exit"))
     with anyio.CancelScope() as scope:
         canceller = asyncio.ensure_future(cancel_when_started(scope))
-        used = time.process_time()
+        cpu_before = time.process_time()
         await launch(spec)
     await canceller
     assert scope.cancelled_caught
     assert (tmp_path / "stopped").exists()
-    assert time.process_time() - used < 0.25
+    assert time.process_time() - cpu_before < 0.25
 
 
 async def test_two_jobs_at_once() -> None:
-    """Two launches in one program do not meddle with each other."""
+    """Two launches in one program are independent."""
     good, bad = await asyncio.gather(
         launch(LaunchSpec(shell("sleep 0.2"), nproc_per_node=2)),
         launch(LaunchSpec(shell("exit 4"), nproc_per_node=2)),
@@ -151,8 +154,8 @@ async def test_two_jobs_at_once() -> None:
     assert good.run_id != bad.result.run_id
 
 
-async def test_a_spec_that_does_not_fit_this_machine() -> None:
-    """A setting that only the machine can judge is refused before anything starts."""
+async def test_a_spec_that_does_not_fit_this_host() -> None:
+    """A setting that depends on the host is refused before anything starts."""
     events: list[Event] = []
     spec = LaunchSpec(["true"], nproc_per_node="cpu", logs=LogSpec(tee={9999: 3}))
     with pytest.raises(SpecError, match=r"logs\.tee"):
@@ -160,16 +163,38 @@ async def test_a_spec_that_does_not_fit_this_machine() -> None:
     assert events == []
 
 
-async def test_listeners_hear_everything() -> None:
-    """A listener is called with every event, the last one included."""
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"signals": "SIGTERM"}, "signals: must be True, False or a SignalSpec (got 'SIGTERM')"),
+        ({"listeners": print}, "listeners: must be a list"),
+        ({"listeners": [3]}, "listeners: must be callables (got 3)"),
+        ({"console": 1}, "console: must be a pair (got 1)"),
+        ({"console": ("1", 2)}, "console: must be a whole number of at least 0 (got '1')"),
+    ],
+)
+async def test_a_wrong_argument_is_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        await launch(LaunchSpec(["true"]), **arguments)
+    assert str(refusal.value).startswith(problem)
+
+
+def test_a_wrong_cursor_is_refused() -> None:
+    cursor: Any = "x"
+    with pytest.raises(SpecError, match=r"^after: must be a whole number of at least -1"):
+        Agent(LaunchSpec(["true"])).events(after=cursor)
+
+
+async def test_listeners() -> None:
+    """A listener is called with every event, including the last."""
     events: list[Event] = []
     await launch(LaunchSpec(["true"]), listeners=[events.append])
     assert [event.seq for event in events] == list(range(len(events)))
     assert isinstance(events[-1], JobFinished)
 
 
-async def test_our_environment_is_never_written() -> None:
-    """os.environ is the same before and after, whatever the workers get."""
+async def test_environment_is_not_modified() -> None:
+    """os.environ is the same before and after a launch."""
     before = dict(os.environ)
     await launch(LaunchSpec(["true"], nproc_per_node=2, env={"A": "b"}))
     assert dict(os.environ) == before
@@ -177,7 +202,7 @@ async def test_our_environment_is_never_written() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 async def test_a_signal_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
-    """With signals=True a stop signal ends the job, and the workers get that very signal."""
+    """With signals=True a stop signal ends the job, and the workers receive the same signal."""
     events: list[Event] = []
     spec = noting_spec(tmp_path, SIGNAL_LOGGER, stop=StopPlan.within(0.2))
     task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
@@ -207,16 +232,16 @@ async def test_user_signals_are_forwarded(tmp_path: Path) -> None:
 
 
 async def test_chosen_signals(tmp_path: Path) -> None:
-    """A SignalSpec decides which signals stop; others keep their handlers."""
-    heard: list[int] = []
-    former = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    """A SignalSpec chooses the signals that stop; others keep their handlers."""
+    received: list[int] = []
+    former = signal.signal(signal.SIGHUP, lambda number, _: received.append(number))
     try:
         chosen = SignalSpec(stop=frozenset({signal.SIGUSR1}), forward=frozenset())
         spec = noting_spec(tmp_path, POLITE)
         task = asyncio.ensure_future(launch(spec, signals=chosen))
         await until(noted(tmp_path, 1))
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: heard)
+        await until(lambda: received)
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -227,12 +252,12 @@ async def test_chosen_signals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["success", "failure", "cancel", "refusal"])
 async def test_handlers_are_restored(ending: str, tmp_path: Path) -> None:
-    """Whatever ends a launch with signals, the former handlers are back."""
+    """The former handlers are restored however a launch with signals ends."""
 
-    def mine(number: int, frame: object) -> None:
+    def handler(number: int, frame: object) -> None:
         raise AssertionError("never called")
 
-    former = {number: signal.signal(number, mine) for number in HANDLED}
+    former = {number: signal.signal(number, handler) for number in HANDLED}
     try:
         if ending == "success":
             await launch(LaunchSpec(["true"]), signals=True)
@@ -252,15 +277,15 @@ async def test_handlers_are_restored(ending: str, tmp_path: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert {number: signal.getsignal(number) for number in HANDLED} == dict.fromkeys(
-            HANDLED, mine
+            HANDLED, handler
         )
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, former_handler in former.items():
+            signal.signal(number, former_handler)
 
 
 async def test_without_signals_no_handler_is_touched(tmp_path: Path) -> None:
-    """A plain launch leaves the process's signal handlers alone."""
+    """A launch without signals does not change the signal handlers of the process."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     task = asyncio.ensure_future(launch(noting_spec(tmp_path, noting())))
     await until(noted(tmp_path, 1))
@@ -271,7 +296,7 @@ async def test_without_signals_no_handler_is_touched(tmp_path: Path) -> None:
 
 
 async def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    """What was ignored when the launch began does not stop the job."""
+    """A signal that was ignored at the start of the launch does not stop the job."""
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         spec = noting_spec(tmp_path, noting("until [ -e $NOTES/go ]; do sleep 0.01; done"))
@@ -285,19 +310,19 @@ async def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 
 def off_main_thread(work: Callable[[], Any]) -> Any:
-    """Call `work` in a thread; return what it returns or the exception it raises."""
-    answers: list[Any] = []
+    """Call `work` in a thread; return its result or its exception."""
+    outcomes: list[Any] = []
 
     def call() -> None:
         try:
-            answers.append(work())
+            outcomes.append(work())
         except Exception as error:  # noqa: BLE001  # handed to the test
-            answers.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    return answers[0]
+    return outcomes[0]
 
 
 @pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
@@ -318,9 +343,17 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
     """Handling signals off the main thread is refused, and nothing is started."""
     spec = LaunchSpec(["touch", str(tmp_path / "started")])
     error = off_main_thread(lambda: asyncio.run(launch(spec, signals=True)))
-    assert isinstance(error, SurroundingsError)
+    assert isinstance(error, HostError)
     assert "main thread" in str(error)
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("signals", [False, True])
+def test_launch_outside_of_asyncio(signals: bool) -> None:
+    """The error says that only asyncio is supported; here no loop drives the coroutine."""
+    job = launch(LaunchSpec(["true"]), signals=signals)
+    with pytest.raises(RuntimeError, match=r"^elastic_aio runs on asyncio only$"):
+        job.send(None)
 
 
 def test_run_needs_no_loop() -> None:
@@ -330,8 +363,19 @@ def test_run_needs_no_loop() -> None:
         run(LaunchSpec(["false"]))
 
 
+def test_run_takes_a_loop_factory() -> None:
+    """It makes the loop of the job."""
+    modules = []
+    run(
+        LaunchSpec(["true"]),
+        listeners=[lambda _: modules.append(type(asyncio.get_running_loop()).__module__)],
+        loop_factory=uvloop.new_event_loop,
+    )
+    assert set(modules) == {"uvloop"}
+
+
 def test_run_takes_signals(tmp_path: Path) -> None:
-    """`run(signals=True)` is stopped by a signal, and puts the handlers back."""
+    """`run(signals=True)` is stopped by a signal, and restores the handlers."""
     before = signal.getsignal(signal.SIGTERM)
     spec = noting_spec(tmp_path, POLITE)
 
@@ -348,7 +392,7 @@ def test_run_takes_signals(tmp_path: Path) -> None:
 
 
 async def test_run_inside_a_loop_is_refused() -> None:
-    """`run` in a running loop says what is wrong, and leaves no coroutine behind."""
+    """The error says why, and no coroutine is left unawaited."""
     with pytest.raises(RuntimeError, match="running"):
         run(LaunchSpec(["true"]))
 

@@ -34,7 +34,7 @@ from elastic_aio.outcome import (
 def test_a_return_code_is_a_status(
     returncode: int | None, status: ExitStatus, shell_code: int, text: str
 ) -> None:
-    """Subprocess's convention is read, given back, and told as a shell would."""
+    """From and to subprocess's convention, and to a shell's."""
     assert ExitStatus.from_returncode(returncode) == status
     assert status.returncode == returncode
     assert status.shell_code == shell_code
@@ -67,7 +67,7 @@ def failure(
 
 
 @pytest.mark.parametrize(
-    ("one", "text"),
+    ("failed", "text"),
     [
         (failure(), "rank 0 (pid 42): exit code 1"),
         (failure(message="first\nlast\n\n"), "rank 0 (pid 42): exit code 1: last"),
@@ -79,13 +79,13 @@ def failure(
         ),
     ],
 )
-def test_a_failure_is_told_in_one_line(one: Failure, text: str) -> None:
-    """Who, how it ended and the last line of what it said."""
-    assert one.summary == text
+def test_a_failure_has_a_summary_of_one_line(failed: Failure, text: str) -> None:
+    """The worker, how it ended and the last line of its message."""
+    assert failed.summary == text
 
 
 def test_the_earliest_culprit_is_the_root() -> None:
-    """Victims come last even if they ended first; equal times keep the order of exits."""
+    """Victims come last even if they exited first; equal times keep the order of exits."""
     victim = failure(0, time=1.0, order=0, is_victim=True)
     early = failure(1, time=2.0, order=3)
     tied_first = failure(2, time=3.0, order=1)
@@ -95,19 +95,21 @@ def test_the_earliest_culprit_is_the_root() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 9), st.integers(0, 9)), max_size=6))
-def test_no_failure_is_lost_or_made_up(drawn: list[tuple[bool, float, int]]) -> None:
-    """Ordering keeps every failure, and no victim stands before a culprit."""
+def test_sorting_keeps_every_failure(drawn: list[tuple[bool, float, int]]) -> None:
+    """No victim comes before a culprit."""
     failures = [
         failure(rank, time=time, order=order, is_victim=is_victim)
         for rank, (is_victim, time, order) in enumerate(drawn)
     ]
     ordered = root_cause_first(failures)
-    assert sorted(one.rank for one in ordered) == list(range(len(drawn)))
-    assert [one.is_victim for one in ordered] == sorted(one.is_victim for one in ordered)
+    assert sorted(failed.rank for failed in ordered) == list(range(len(drawn)))
+    assert [failed.is_victim for failed in ordered] == sorted(
+        failed.is_victim for failed in ordered
+    )
 
 
-def test_a_result_shows_the_failures_of_its_last_attempt() -> None:
-    """Failures that a restart has mended are not the job's."""
+def test_a_result_has_the_failures_of_its_last_attempt() -> None:
+    """Earlier ones were followed by a restart."""
     first, second = failure(0), failure(1)
     result = LaunchResult(
         run_id="r",

@@ -1,4 +1,4 @@
-"""What people read: one line for each event, and the failure report."""
+"""Text for the console: a line per event, and the failure report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_aio import (
     EventsMissed,
     ExitStatus,
     Failure,
-    GuardianReplaced,
+    GuardianRestarted,
     JobFinished,
     JobStarted,
     JobState,
@@ -26,14 +26,14 @@ from elastic_aio import (
     NodeLeft,
     NodeLost,
     NodeRefused,
-    Promoted,
+    NodeStandby,
     RendezvousStoreLost,
-    RendezvousStoreRegained,
+    RendezvousStoreRecovered,
     Restarting,
     RoundFormed,
     RoundForming,
     SignalForwarded,
-    StandingBy,
+    StandbyPromoted,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
@@ -109,8 +109,8 @@ def result(*failures: Failure, log_dir: str | None = None) -> LaunchResult:
     )
 
 
-def test_the_report_has_the_layout_that_users_know() -> None:
-    """The root cause stands alone at the end, blocks are numbered by rank, victims are named."""
+def test_the_report_has_torchruns_layout() -> None:
+    """The root cause is last, blocks are numbered by rank, victims are marked."""
     assert format_failure(result(CRASH, VICTIM, log_dir="/logs"), "train.py") == (
         """
 ==========================================================
@@ -141,8 +141,8 @@ Logs: /logs"""
     )
 
 
-def test_a_lone_failure_without_a_record() -> None:
-    """Without an error file the last lines of stderr and the notes are shown."""
+def test_a_failure_without_an_error_file() -> None:
+    """The last lines of stderr and the notes replace the traceback."""
     assert format_failure(result(EXIT_7), "x") == (
         """
 ============================================================
@@ -167,8 +167,7 @@ Root Cause (first observed failure):
     )
 
 
-def test_hosts_are_named() -> None:
-    """Each block says on which host its worker was, whichever host reports."""
+def test_each_block_names_its_host() -> None:
     far = dataclasses.replace(CRASH, host="far")
     text = format_failure(result(far, VICTIM), "x")
     first, _, root = text.partition("Root Cause")
@@ -177,14 +176,14 @@ def test_hosts_are_named() -> None:
 
 
 def test_a_signal_is_named() -> None:
-    """A worker killed by a signal shows its name twice, as in torchrun."""
+    """Twice, as in torchrun."""
     text = format_failure(result(SEGFAULT), "x")
     assert "exitcode  : -11 (pid: 103) (SIGSEGV)" in text
     assert "traceback : Signal 11 (SIGSEGV) received by PID 103" in text
 
 
 def test_a_lost_exit_status() -> None:
-    """A status that somebody else reaped is no number."""
+    """Another part of the program reaped the worker."""
     lost = Failure(
         rank=0, local_rank=0, pid=1, host="h", status=ExitStatus(), time=WHEN, order=0
     )  # fmt: skip
@@ -192,7 +191,7 @@ def test_a_lost_exit_status() -> None:
 
 
 def test_a_message_without_a_traceback() -> None:
-    """An error file with a plain message shows it, later lines indented."""
+    """Later lines are indented."""
     failure = Failure(
         rank=0,
         local_rank=0,
@@ -206,13 +205,12 @@ def test_a_message_without_a_traceback() -> None:
     assert "traceback : out of luck\n  twice\n" in format_failure(result(failure), "x")
 
 
-def test_no_failure_at_all() -> None:
-    """A job that never had a worker is one line."""
+def test_a_job_without_workers_is_one_line() -> None:
     assert format_failure(result(), "x") == "x FAILED: no restarts allowed (max_restarts is 0)"
 
 
-def test_short_reports_have_short_rules() -> None:
-    """The rules are as wide as the longest line, up to 60 characters."""
+def test_rules_are_as_wide_as_the_text() -> None:
+    """Up to 60 characters."""
     lines = format_failure(result(SEGFAULT), "x").splitlines()
     longest = max(len(line) for line in lines if line[:1] not in "=-")
     assert lines[1] == "=" * min(60, longest)
@@ -270,7 +268,7 @@ EVENTS: list[tuple[Event, int, str]] = [
             rank=1, local_rank=1, pid=7, status=ExitStatus(signal=15), duration=2, is_victim=True
         ),
         Level.INFO,
-        "rank 1 (pid 7): killed by SIGTERM, as it was asked to, after 2 s",
+        "rank 1 (pid 7): killed by SIGTERM, stopped by the supervisor, after 2 s",
     ),
     (
         AttemptFailed(attempt=1, root=EXIT_7, failures=(EXIT_7,)),
@@ -315,18 +313,18 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         WorkerAbandoned(pid=5, state="D in nfs_wait"),
         Level.WARNING,
-        "process 5 could not be killed (state D in nfs_wait) and is left behind",
+        "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind",
     ),
     (
         SignalForwarded(signal=10, pids=(5, 6)),
         Level.INFO,
-        "SIGUSR1 was passed on to 2 workers",
+        "SIGUSR1 forwarded to 2 workers",
     ),
-    (GuardianReplaced(pid=9), Level.INFO, "the guardian process had died; pid 9 replaces it"),
+    (GuardianRestarted(pid=9), Level.INFO, "guardian process exited, restarted as pid 9"),
     (
         ConsoleLost(stream="stdout", why="broken pipe"),
         Level.WARNING,
-        "stdout takes no more output (broken pipe); see the logs",
+        "stdout accepts no more output (broken pipe); see the logs",
     ),
     (
         AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)),
@@ -341,9 +339,9 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         NodeJoined(name="a", member="a_1", address="10.0.0.1", nproc=1, role="default"),
         Level.INFO,
-        "node a has joined with 1 worker (10.0.0.1)",
+        "node a joined with 1 worker (10.0.0.1)",
     ),
-    (NodeLeft(name="a", member="a_1", why="it is done"), Level.INFO, "node a has left: it is done"),
+    (NodeLeft(name="a", member="a_1", why="it is done"), Level.INFO, "node a left: it is done"),
     (
         NodeLost(name="a", member="a_1", why="silent for 5 s"),
         Level.WARNING,
@@ -362,21 +360,22 @@ EVENTS: list[tuple[Event, int, str]] = [
             maximum=4,
             present=("a", "b", "d"),
             missing=("c",),
-            refused=("e: the wrong role",),
+            refused=("e: wrong role",),
             time_left=12.3,
         ),
         Level.WARNING,
-        "waiting for nodes: 3 of 4 here (a, b, d), missing c, 12 s left; refused e: the wrong role",
+        "waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, missing c, 12 s left;"
+        " refused e: wrong role",
     ),
     (
         RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),
         Level.WARNING,
-        "waiting for more nodes: 20 of 16 to 32 here (a, b, ...), 600 s left",
+        "waiting for nodes: 20 nodes present (a, b, ...), minimum 16, maximum 32, 600 s left",
     ),
     (
         RoundForming(round=0, joined=0, minimum=1, maximum=2),
         Level.WARNING,
-        "waiting for nodes: 0 of 1 to 2 here",
+        "waiting for nodes: 0 nodes present, minimum 1, maximum 2",
     ),
     (
         RoundFormed(
@@ -405,57 +404,56 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1),
         Level.WARNING,
-        "going on as attempt 2 with 1 node: c was lost",
+        "membership changed, attempt 2 has 1 node: c was lost",
     ),
     (
-        StandingBy(round=1, maximum=4),
+        NodeStandby(round=1, maximum=4),
         Level.WARNING,
-        "standing by: the job has all its 4 nodes",
+        "on standby: the job has its maximum of 4 nodes",
     ),
-    (Promoted(round=2, group_rank=3), Level.INFO, "standing by no more: group rank 3"),
+    (StandbyPromoted(round=2, group_rank=3), Level.INFO, "promoted from standby to group rank 3"),
     (
-        CoordinatorChanged(name="b", epoch=2),
+        CoordinatorChanged(name="b", term=2),
         Level.INFO,
-        "node b coordinates from now on (epoch 2)",
+        "node b is the coordinator (term 2)",
     ),
     (
         RendezvousStoreLost(endpoint="a:1", why="connection reset"),
         Level.WARNING,
-        "the store at a:1 is lost: connection reset",
+        "rendezvous store at a:1 lost: connection reset",
     ),
     (
-        RendezvousStoreRegained(endpoint="b:1", is_host=True),
+        RendezvousStoreRecovered(endpoint="b:1", is_host=True),
         Level.WARNING,
-        "the nodes meet again at b:1, which this node serves",
+        "rendezvous store recovered at b:1, served by this node",
     ),
     (
-        RendezvousStoreRegained(endpoint="b:1", is_host=False),
+        RendezvousStoreRecovered(endpoint="b:1", is_host=False),
         Level.WARNING,
-        "the nodes meet again at b:1",
+        "rendezvous store recovered at b:1",
     ),
-    (EventsMissed(count=3), Level.WARNING, "3 events were missed"),
-    (EventsMissed(count=0), Level.WARNING, "some events were missed"),
+    (EventsMissed(count=3), Level.WARNING, "3 events missed"),
+    (EventsMissed(count=0), Level.WARNING, "some events missed"),
     (
         JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0),
         Level.INFO,
-        "the job has failed after 2.5 s: rule",
+        "job failed after 2.5 s: rule",
     ),
 ]
 
 
 @pytest.mark.parametrize(("event", "level", "text"), EVENTS, ids=lambda value: type(value).__name__)
-def test_each_event_is_one_line(event: Event, level: int, text: str) -> None:
-    """Every event has a level and one line that names what it is about."""
+def test_each_event_has_a_level_and_a_line(event: Event, level: int, text: str) -> None:
     assert describe(event) == (level, text)
     assert "\n" not in text
 
 
-def test_every_kind_of_event_is_described() -> None:
-    """No type of event is left out of the table above."""
+def test_every_type_of_event_is_described() -> None:
+    """The table above is complete."""
     described = {type(event) for event, _, _ in EVENTS}
     assert described == set(Event.__subclasses__())
 
 
-def test_an_event_of_an_unknown_kind() -> None:
-    """An event that nobody has described is for debugging only."""
+def test_an_event_without_a_description() -> None:
+    """For debugging only."""
     assert describe(Event()) == (Level.DEBUG, repr(Event()))

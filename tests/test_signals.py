@@ -1,4 +1,4 @@
-"""Signals as an iterator; each case has an interpreter of its own to be shot at."""
+"""ReceivedSignals; most tests run in an interpreter of their own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.errors import SurroundingsError
+from elastic_aio.aio import run_in_thread
+from elastic_aio.errors import HostError
 from elastic_aio.signals import ReceivedSignals
+
+pytestmark = pytest.mark.both_loops
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +56,7 @@ loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 @loops
 def test_signals_are_items(loop: str) -> None:
-    """Signals come in order of their arrival, as plain numbers."""
+    """In order of arrival, as plain numbers."""
     lines, code = printed_by(
         loop,
         """
@@ -72,8 +75,8 @@ def test_signals_are_items(loop: str) -> None:
 
 
 @loops
-def test_former_handlers_return(loop: str) -> None:
-    """A Python handler, the default one and Python's own for Ctrl-C are put back."""
+def test_previous_handlers_are_restored(loop: str) -> None:
+    """A Python handler, the default action, and Python's own for SIGINT."""
     lines, _ = printed_by(
         loop,
         """
@@ -96,8 +99,7 @@ def test_former_handlers_return(loop: str) -> None:
 
 
 @loops
-def test_the_default_action_returns(loop: str) -> None:
-    """After the block, a signal ends the process as before."""
+def test_the_default_action_is_restored(loop: str) -> None:
     lines, code = printed_by(
         loop,
         """
@@ -115,8 +117,8 @@ def test_the_default_action_returns(loop: str) -> None:
 
 
 @loops
-def test_what_is_ignored_stays_ignored(loop: str) -> None:
-    """Under nohup, SIGHUP neither arrives as an item nor does anything, then or later."""
+def test_an_ignored_signal_stays_ignored(loop: str) -> None:
+    """SIGHUP under nohup, inside the block and after it."""
     lines, code = printed_by(
         loop,
         """
@@ -137,8 +139,7 @@ def test_what_is_ignored_stays_ignored(loop: str) -> None:
 
 
 @loops
-def test_an_unread_signal_goes_to_the_former_handler(loop: str) -> None:
-    """What nobody has read when the block ends is delivered again, not lost."""
+def test_an_unread_signal_goes_to_the_previous_handler(loop: str) -> None:
     lines, _ = printed_by(
         loop,
         """
@@ -158,7 +159,7 @@ def test_an_unread_signal_goes_to_the_former_handler(loop: str) -> None:
 
 @loops
 def test_an_unread_sigterm_ends_the_process(loop: str) -> None:
-    """A SIGTERM between the last read and the end of the block still does its work."""
+    """It arrives between the last read and the end of the block."""
     lines, code = printed_by(
         loop,
         """
@@ -177,8 +178,7 @@ def test_an_unread_sigterm_ends_the_process(loop: str) -> None:
 
 
 @loops
-def test_handlers_return_after_an_error(loop: str) -> None:
-    """An exception inside the block passes, and the handlers are back."""
+def test_handlers_are_restored_after_an_error(loop: str) -> None:
     lines, _ = printed_by(
         loop,
         """
@@ -196,8 +196,8 @@ def test_handlers_return_after_an_error(loop: str) -> None:
 
 
 @loops
-def test_a_signal_that_cannot_be_handled_changes_nothing(loop: str) -> None:
-    """When entering fails half-way, what was replaced before it is put back."""
+def test_a_failed_entry_restores_the_handlers(loop: str) -> None:
+    """SIGKILL cannot be handled."""
     lines, _ = printed_by(
         loop,
         """
@@ -217,7 +217,6 @@ def test_a_signal_that_cannot_be_handled_changes_nothing(loop: str) -> None:
 
 @loops
 def test_cancelling_a_read_loses_no_signal(loop: str) -> None:
-    """A read that was given up leaves the next signal to the next read."""
     lines, _ = printed_by(
         loop,
         """
@@ -235,33 +234,21 @@ def test_cancelling_a_read_loses_no_signal(loop: str) -> None:
     assert lines == ["10"]
 
 
-async def test_another_thread_is_refused() -> None:
-    """Signals belong to the main thread; elsewhere the reason is one line."""
+async def test_another_thread_is_an_error() -> None:
 
     def enter() -> str:
         async def main() -> None:
             with ReceivedSignals([signal.SIGUSR1]):
                 raise AssertionError("entered")
 
-        with pytest.raises(SurroundingsError) as caught:
+        with pytest.raises(HostError) as caught:
             asyncio.run(main())
         return str(caught.value)
 
-    executor_said = await _in_thread(enter)
-    assert executor_said == "signals can only be handled on the main thread"
-
-
-async def _in_thread(work: object) -> str:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as executor:
-        assert callable(work)
-        said: str = await asyncio.get_running_loop().run_in_executor(executor, work)
-        return said
+    assert await run_in_thread(enter) == "signals can only be handled on the main thread"
 
 
 async def test_nothing_is_installed_before_the_block() -> None:
-    """Making the object touches no handler."""
     before = signal.getsignal(signal.SIGUSR1)
     received = ReceivedSignals([signal.SIGUSR1])
     assert signal.getsignal(signal.SIGUSR1) is before

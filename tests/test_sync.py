@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic_aio import SpecError
-from elastic_aio.processes import ProcessExitedException, ProcessRaisedException
-from elastic_aio.sync import ProcessContext, spawn, start_context, start_processes
+from elastic_aio.multiprocessing import ProcessExitedException, ProcessRaisedException
+from elastic_aio.sync import SyncProcessContext, spawn, start_context, start_processes
 from tests.support import functions
-from tests.support.traces import alive
+from tests.support.leaks import alive
 
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -50,7 +50,7 @@ def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
     context.close()
 
 
-def joined(context: ProcessContext) -> None:
+def joined(context: SyncProcessContext) -> None:
     while not context.join():
         pass
 
@@ -80,9 +80,9 @@ def test_a_context_that_is_left() -> None:
 def test_refusals_leave_no_thread() -> None:
     """What cannot be started is said here, and nothing is left."""
     lock: Any = (one for one in "")
-    with pytest.raises(SpecError, match="must be picklable"):
+    with pytest.raises(SpecError, match="cannot be pickled"):
         spawn(functions.indexed, (lock,), 1, join=False)
-    with pytest.raises(SpecError, match="must be picklable"):
+    with pytest.raises(SpecError, match="cannot be pickled"):
         start_processes("g", functions.give, {0: (lock,)}, {0: {}}).__enter__()
 
 
@@ -90,3 +90,11 @@ async def test_in_a_loop_the_other_forms_are_right() -> None:
     """A joined spawn would block the loop."""
     with pytest.raises(RuntimeError, match="event loop is running"):
         spawn(functions.indexed, ("x",), 1)
+
+
+def test_a_group_that_is_not_started() -> None:
+    """The error says what is missing."""
+    group = start_processes("g", "true", {0: ()}, {0: {}})
+    for use in (group.wait, group.close):
+        with pytest.raises(RuntimeError, match="use `with`"):
+            use()

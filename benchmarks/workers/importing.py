@@ -1,6 +1,6 @@
-"""A worker that imports torch and then notes that it is there: `importing.py NOTES`.
+"""A worker that imports torch and then notes that it is ready: `importing.py NOTES`.
 
-Rank 0 exits with 1 once all are there, until the last attempt.  The notes are those
+Rank 0 exits with 1 once all are ready, until the last attempt.  The notes are those
 of `rank.py`.
 """
 
@@ -10,5 +10,5 @@ import sys
 from pathlib import Path
 
 importlib.import_module("torch")
-sys.argv[2:] = ["fail", "die"]
+sys.argv[2:] = ["fail", "end"]
 runpy.run_path(str(Path(__file__).parent / "rank.py"), run_name="__main__")

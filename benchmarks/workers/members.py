@@ -1,10 +1,10 @@
-"""Very many members of one rendezvous, without workers: `python -m benchmarks.workers.members WAY`.
+"""Many members of one rendezvous, without workers: `python -m benchmarks.workers.members WAY`.
 
-`ours COUNT` runs all members but one in this process, the first of which serves the
-store, and one in a process of its own, which is killed once the group has formed.
-Prints one line of JSON: seconds until all had `formed` the group, seconds until those
-left had `reformed` it, and what each connection to the store has carried meanwhile
-(messages to the store and from it, bytes to it and from it).
+`ours COUNT` runs all members but one in this process, the first of which serves the store,
+and one in a process of its own, which is killed once the group has formed.  Prints one line
+of JSON: seconds until all had `formed` the group, seconds until the others had `reformed`
+it, and what each connection to the store has carried meanwhile (messages to the store and
+from it, bytes to it and from it).
 
 `one ENDPOINT COUNT` is that one member, once a line comes on its standard input.
 """
@@ -19,37 +19,36 @@ import sys
 import time
 from contextlib import suppress
 
-from benchmarks.agents import LOOPBACK, free_ports
-from benchmarks.sockets import Traffic, traffic_of
 from elastic_aio.events import CoordinatorChanged, Event
 from elastic_aio.outcome import Failure
-from elastic_aio.policy import Action
-from elastic_aio.ranks import Span
+from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
-    Begin,
-    Conclude,
-    Ended,
-    Halt,
+    EndJob,
     Instruction,
-    NodeCard,
+    NodeInfo,
     Rendezvous,
     Report,
-    Running,
+    RoundStarted,
+    RoundStopped,
+    StartRound,
+    StopRound,
 )
-from elastic_aio.rendezvous.dynamic import make_dynamic
-from elastic_aio.rendezvousspec import RendezvousSpec
-from elastic_aio.spec import LaunchSpec
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartAction
+from tests.support.sockets import LOOPBACK, Traffic, free_port, traffic_of
 
 _RUN_ID = "members"
 _PORT = 29500
 _LIMIT_S = 120.0
-# So long that nobody beats while others are counted.
+# So long that no heartbeat is due while traffic is counted.
 _HEARTBEAT_S = 60.0
 _QUIET_S = 0.3
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run in the way of the command line."""
     match sys.argv[1:]:
         case ["ours", count]:
             _raise_limit()
@@ -62,9 +61,9 @@ def main() -> None:
 
 async def ours(count: int) -> None:
     """Form a group of `count`, lose one member, and form it again."""
-    port = free_ports(1)[0]
+    port = free_port()
     endpoint = f"{LOOPBACK}:{port}"
-    crowd = Crowd()
+    members = Members()
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.workers.members", "one", endpoint, str(count)),
         stdin=asyncio.subprocess.PIPE,
@@ -76,38 +75,38 @@ async def ours(count: int) -> None:
         async with asyncio.timeout(_LIMIT_S):
             await child.stdout.readline()
             began = time.monotonic()
-            await crowd.join(0, endpoint, count)
-            await crowd.elected.wait()  # the one that is killed shall not coordinate
+            await members.join(0, endpoint, count)
+            await members.elected.wait()  # the member that is killed must not be the coordinator
             child.stdin.write(b"\n")
             for number in range(1, count - 1):
-                await crowd.join(number, endpoint, count)
-            formed = await crowd.all_begun(count) - began
+                await members.join(number, endpoint, count)
+            formed = await members.all_running(count) - began
             await child.stdout.readline()
             forming = await settled_traffic(port)
             began = time.monotonic()
             child.kill()
-            reformed = await crowd.all_begun(count - 1) - began
+            reformed = await members.all_running(count - 1) - began
             both = await settled_traffic(port)
     finally:
         with suppress(ProcessLookupError):
             child.kill()
-    # The lost member's connection is not counted any more.
+    # The connection of the lost member is not counted any more.
     lost = forming.per_connection
     figures = {
         "formed": formed,
         "reformed": reformed,
         "forming": lost,
         "reforming": [
-            (after - before) / (count - 1) + mine / (count - 1)
-            for after, before, mine in zip(both[1:], forming[1:], lost, strict=True)
+            (after - before) / (count - 1) + own / (count - 1)
+            for after, before, own in zip(both[1:], forming[1:], lost, strict=True)
         ],
     }
     print(json.dumps(figures), flush=True)
-    os._exit(0)  # a thousand farewells are not measured
+    os._exit(0)  # that a thousand members leave is not measured
 
 
 async def settled_traffic(port: int) -> Traffic:
-    """Count what has been carried once nothing more is."""
+    """Wait until there is no more traffic; return what has been carried."""
     while True:
         before = await asyncio.to_thread(traffic_of, port)
         await asyncio.sleep(_QUIET_S)
@@ -116,17 +115,17 @@ async def settled_traffic(port: int) -> Traffic:
 
 
 async def one(endpoint: str, count: int) -> None:
-    """Be one member, until we are killed."""
+    """Run one member, until this process is killed."""
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    crowd = Crowd()
-    await crowd.join(count - 1, endpoint, count)
-    await crowd.all_begun(count, of=1)
+    members = Members()
+    await members.join(count - 1, endpoint, count)
+    await members.all_running(count, of=1)
     print("begun", flush=True)
     await asyncio.sleep(_LIMIT_S)
 
 
-class Crowd:
+class Members:
     """The members of this process."""
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class Crowd:
         self._last = 0.0
 
     async def join(self, number: int, endpoint: str, count: int) -> None:
-        """Let one more member take part, in a group of `count` or one less."""
+        """Add a member to a group of `count` or one less."""
         spec = LaunchSpec(
             ["true"],
             nnodes=(max(count - 1, 1), count),
@@ -148,22 +147,22 @@ class Crowd:
             ),
         )
         member = Member(self)
-        card = NodeCard(name=f"host{number}", pid=number, nproc=1, role="default")
-        member.rendezvous = make_dynamic(spec, card, _RUN_ID, member)
+        node = NodeInfo(name=f"host{number}", pid=number, nproc=1, role="default")
+        member.rendezvous = DynamicRendezvous(spec, node, _RUN_ID, member)
         self.members.append(member)
         await member.rendezvous.open()
 
-    def begun(self) -> None:
-        """A member has begun a round."""
+    def on_start(self) -> None:
+        """Note that a member has started a round."""
         self._last = time.monotonic()
         self._changed.set()
 
-    async def all_begun(self, size: int, of: int = 0) -> float:
-        """Wait until all members run in a world of `size`; return when the last began.
+    async def all_running(self, size: int, of: int = 0) -> float:
+        """Wait until all members run in a world of `size`; return when the last started.
 
         Args:
             size: of the world.
-            of: how many of its members are here; 0: `size`, or all but one.
+            of: how many of its members are in this process; 0: all of `members`.
         """
         of = of or len(self.members)
         while True:
@@ -176,38 +175,38 @@ class Crowd:
 
 
 class Member:
-    """An agent whose workers run for ever, and stop at once."""
+    """An agent whose workers never end by themselves and stop at once."""
 
     rendezvous: Rendezvous
 
-    def __init__(self, crowd: Crowd) -> None:
-        self.span: Span | None = None
-        self._crowd = crowd
+    def __init__(self, members: Members) -> None:
+        self.span: NodeRanks | None = None
+        self._members = members
 
-    def instructed(self, instruction: Instruction) -> None:
-        """Do as told."""
+    def on_instruction(self, instruction: Instruction) -> None:
+        """Report the effect at once."""
         match instruction:
-            case Begin(placement):
+            case StartRound(placement):
                 self.span = placement.span
-                self._report(Running(placement.round))
-                self._crowd.begun()
-            case Halt(number):
-                self._report(Ended(number))
-            case Conclude(ending):
-                print(f"the job has ended: {ending.why}", file=sys.stderr, flush=True)
+                self._report(RoundStarted(placement.round))
+                self._members.on_start()
+            case StopRound(number):
+                self._report(RoundStopped(number))
+            case EndJob(outcome):
+                print(f"the job has ended: {outcome.why}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def told(self, event: Event) -> None:
-        """Note when somebody coordinates."""
+    def on_event(self, event: Event) -> None:
+        """Note that a coordinator is elected."""
         if isinstance(event, CoordinatorChanged):
-            self._crowd.elected.set()
+            self._members.elected.set()
 
-    async def decide(self, failure: Failure) -> Action:
-        """Nothing fails."""
-        return Action.BY_POLICY
+    async def decide(self, failure: Failure) -> RestartAction:
+        """Return the default: no worker fails."""
+        return RestartAction.DEFAULT
 
-    def reserve_master(self, address: str) -> int:
-        """No worker will look there."""
+    def reserve_master_port(self, address: str) -> int:
+        """Return any port: no worker will connect to it."""
         return _PORT
 
     def _report(self, report: Report) -> None:
@@ -215,7 +214,7 @@ class Member:
 
 
 def _raise_limit() -> None:
-    """Allow as many open files as the system does: each member needs a few."""
+    """Raise the limit of open files: each member needs a few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,38 +1,37 @@
-"""A worker on one of many nodes, which notes what happens to it: `node.py NOTES NODE`.
+"""A worker on one of many nodes, which notes what happens to it.
 
-A note is one line in the file NOTES: what, node, pid, rank, world size, port at which
-the workers meet, monotonic nanoseconds.  It notes that it is `born`, that it is `ready`
-for signals, and that it `hears` SIGTERM, of which it then dies.
+A note is one line in the pipe `$NODE_DIRECTORY/notes`: what, node, pid, rank, world size,
+master port, monotonic nanoseconds.  The worker notes that it has `started`, that it is
+`ready` for signals, and that it `receives` SIGTERM, which then ends it.
 """
 
 import time
 
-BORN = time.monotonic_ns()  # the first instruction of ours
+STARTED_NS = time.monotonic_ns()  # the first instruction of the worker
 
-# ruff: noqa: E402  # what is imported later does not count
+# ruff: noqa: E402  # the time of the other imports does not count
 import os
 import signal
-import sys
 
 
 def main() -> None:
     """Stay until SIGTERM."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    note("born", BORN)
+    note("started", STARTED_NS)
     note("ready")
     signal.sigwait([signal.SIGTERM])
-    note("hears")
+    note("receives")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def note(what: str, at: int = 0) -> None:
-    """Add a line to the notes; one write, so that lines stay whole."""
-    path, node = sys.argv[1:3]
-    place = [os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
-    words = [what, node, str(os.getpid()), *place, str(at or time.monotonic_ns())]
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    """Write a line; one write, so that lines stay whole."""
+    env = os.environ
+    place = [env.get(name, "0") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    words = [what, env["NODE_NAME"], str(os.getpid()), *place, str(at or time.monotonic_ns())]
+    file = os.open(f"{env['NODE_DIRECTORY']}/notes", os.O_WRONLY)
     os.write(file, " ".join(words).encode() + b"\n")
     os.close(file)
 

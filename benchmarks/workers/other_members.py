@@ -1,7 +1,7 @@
-"""Many that meet in other ways than ours: `python -m benchmarks.workers.meetings WAY COUNT`.
+"""Members of other rendezvous: `python -m benchmarks.workers.other_members WAY COUNT`.
 
-`bare`: as many connections; each sends a little, and is answered when all have.
-`torch`: members of torch's rendezvous, in threads; it is their round that is measured.
+`bare`: COUNT connections; each sends a message, and is answered when all have sent one.
+`torch`: members of torch's rendezvous in threads; one round is measured.
 
 Prints the seconds.
 """
@@ -23,7 +23,7 @@ _BARE_SIZE = 300
 
 
 def main() -> None:
-    """Let them meet."""
+    """Measure one way."""
     way, count = sys.argv[1], int(sys.argv[2])
     if way == "bare":
         asyncio.run(bare(count))
@@ -46,47 +46,47 @@ class _Server(asyncio.Protocol):
 
 
 class _Client(asyncio.Protocol):
-    def __init__(self, heard: Callable[[], None]) -> None:
-        self._heard = heard
+    def __init__(self, on_answer: Callable[[], None]) -> None:
+        self._on_answer = on_answer
 
     def connection_made(self, transport: Any) -> None:
         transport.write(b"x" * _BARE_SIZE)
 
     def data_received(self, data: bytes) -> None:
-        self._heard()
+        self._on_answer()
 
 
 async def bare(count: int) -> None:
-    """Let as many connections speak once and be answered once."""
+    """Send one message on each connection, and wait for one answer on each."""
     loop = asyncio.get_running_loop()
     arrived: list[asyncio.Transport] = []
-    all_heard = asyncio.Event()
+    all_answered = asyncio.Event()
     waiting = [None] * count
 
-    def heard() -> None:
+    def on_answer() -> None:
         waiting.pop()
         if not waiting:
-            all_heard.set()
+            all_answered.set()
 
     server = await loop.create_server(lambda: _Server(arrived, count), _HOST, 0, backlog=4096)
     port = server.sockets[0].getsockname()[1]
     began = time.monotonic()
     await asyncio.gather(
-        *(loop.create_connection(lambda: _Client(heard), _HOST, port) for _ in range(count))
+        *(loop.create_connection(lambda: _Client(on_answer), _HOST, port) for _ in range(count))
     )
-    await all_heard.wait()
+    await all_answered.wait()
     print(time.monotonic() - began, flush=True)
     os._exit(0)
 
 
 def torch_members(count: int) -> None:
-    """Let as many threads take part in one round of torch's rendezvous."""
+    """Let COUNT threads take part in one round of torch's rendezvous."""
     package = "torch.distributed.elastic.rendezvous"
     base = importlib.import_module(package)
     backends = importlib.import_module(f"{package}.c10d_rendezvous_backend")
     dynamic = importlib.import_module(f"{package}.dynamic_rendezvous")
-    with socket.create_server((_HOST, 0)) as one:
-        endpoint = f"{_HOST}:{one.getsockname()[1]}"
+    with socket.create_server((_HOST, 0)) as probe:
+        endpoint = f"{_HOST}:{probe.getsockname()[1]}"
     handlers = []
     for number in range(count):
         parameters = base.RendezvousParameters(

@@ -1,20 +1,20 @@
-"""A worker that notes when things happen to it: `rank.py NOTES BEHAVIOUR [...]`.
+"""A worker that notes the time of what happens to it: `rank.py NOTES BEHAVIOUR [...]`.
 
 A note is one line in the file NOTES: what, rank, attempt, monotonic nanoseconds.
 Behaviours:
 
-* `fail HOW`: rank 0 exits with 1 once all others are there; they `hear` SIGTERM and
-  note it, or `die` of it.  On the last attempt that is allowed, all exit with 0.
-* `leave`: all are there, then all exit with 0.
+* `fail HOW`: rank 0 exits with 1 once all others are ready; they `receive` SIGTERM and
+  note it, or `end` by it.  On the last attempt that is allowed, all exit with 0.
+* `leave`: all are ready, then all exit with 0.
 * `print LINES AT_ONCE`: prints numbered lines when the file NOTES is unlocked.
 * `tick LINES SECONDS`: prints the time on every line, SECONDS apart.
 """
 
 import time
 
-BORN = time.monotonic_ns()  # the first instruction of ours
+STARTED_NS = time.monotonic_ns()  # the first instruction of the worker
 
-# ruff: noqa: E402  # what is imported later does not count
+# ruff: noqa: E402  # the time of the other imports does not count
 import fcntl
 import os
 import signal
@@ -24,14 +24,14 @@ RANK = int(os.environ["RANK"])
 SIZE = int(os.environ["WORLD_SIZE"])
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 LAST_ATTEMPT = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
-# torchrun looks for exits every 0.1 s: exits must not keep time with that.
+# torchrun polls for exits every 0.1 s; exits must not be in phase with that.
 _SETTLE_S = 0.1
 _SCATTER_S = 0.1
 
 
 def main() -> None:
     """Behave as the arguments say."""
-    note("born", BORN)
+    note("started", STARTED_NS)
     match sys.argv[2:]:
         case ["fail", how]:
             fail(how)
@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def fail(how: str) -> None:
-    """Let rank 0 exit with 1 and the others note what they hear of it."""
-    if how == "hear":
+    """Let rank 0 exit with 1, and the others note SIGTERM."""
+    if how == "receive":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     note("ready")
     if ATTEMPT == LAST_ATTEMPT:
@@ -61,16 +61,16 @@ def fail(how: str) -> None:
         scatter()
         note("fails")
         os._exit(1)
-    if how == "hear":
+    if how == "receive":
         signal.sigwait([signal.SIGTERM])
-        note("hears")
+        note("receives")
     else:
         time.sleep(60)
 
 
 def print_lines(lines: int, at_once: int) -> None:
-    """Print as fast as this machine takes it, `at_once` lines with each write."""
-    text = [b"rank %d line %06d of a job that says a lot\n" % (RANK, at) for at in range(lines)]
+    """Print as fast as possible, `at_once` lines with each write."""
+    text = [b"rank %d line %06d of a job with much output\n" % (RANK, at) for at in range(lines)]
     blocks = [b"".join(text[at : at + at_once]) for at in range(0, lines, at_once)]
     gate = os.open(sys.argv[1], os.O_RDONLY)
     note("ready")
@@ -83,7 +83,7 @@ def print_lines(lines: int, at_once: int) -> None:
 
 def tick(lines: int, seconds: float) -> None:
     """Print the present time on every line."""
-    wait_for_all("born")
+    wait_for_all("started")
     for _ in range(lines):
         time.sleep(seconds)
         os.write(1, b"at %d\n" % time.monotonic_ns())
@@ -107,7 +107,7 @@ def wait_for_all(what: str) -> None:
 
 
 def scatter() -> None:
-    """Wait a moment that keeps time with nobody's clock."""
+    """Wait a random time, out of phase with every clock."""
     time.sleep(_SETTLE_S + _SCATTER_S * os.urandom(1)[0] / 256)
 
 

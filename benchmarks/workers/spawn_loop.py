@@ -1,4 +1,4 @@
-"""The least that starting N processes can cost: `spawn_loop.py N PROGRAM`.
+"""The lower bound for starting N processes: `spawn_loop.py N PROGRAM`.
 
 Prints the nanoseconds from the first start to the last exit.
 """

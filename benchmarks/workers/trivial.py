@@ -1,4 +1,4 @@
-"""Functions that do next to nothing."""
+"""Functions that do almost nothing."""
 
 import time
 

@@ -1,1 +1,1 @@
-"""The agent: one job's life on one host.  A pure machine decides, a shell performs."""
+"""The agent runs one job on one host: a pure state machine decides, a driver performs."""

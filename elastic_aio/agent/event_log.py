@@ -1,4 +1,4 @@
-"""The story of a run: events are stamped, kept for readers, and told to listeners."""
+"""The event log of a run: events are stamped, kept for readers, and passed to listeners."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic_aio.channel import History, Reader
+from elastic_aio.channel import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
 
-__all__ = ["Chronicle", "Listener"]
-
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 
 
-class Chronicle:
-    """Everything that is reported about one run goes through here."""
+class EventLog:
+    """An append-only log of the events of one run on this host."""
 
     def __init__(
-        self, run_id: str, node: str, *, keep: int, listeners: Sequence[Listener] = ()
+        self, run_id: str, node: str, *, keep: int, listeners: Sequence[EventListener] = ()
     ) -> None:
-        """Begin an empty story.
+        """Begin an empty log.
 
         Args:
             run_id: name of the run.
@@ -34,13 +32,13 @@ class Chronicle:
         self._run_id = run_id
         self._node = node
         self._listeners = listeners
-        self._history: History[Event] = History(keep, self._missed)
+        self._history: EventHistory[Event] = EventHistory(keep, self._missed)
 
     def __repr__(self) -> str:
-        return f"<Chronicle of run {self._run_id}: {self._history!r}>"
+        return f"<EventLog of run {self._run_id}: {self._history!r}>"
 
-    def tell(self, event: Event) -> None:
-        """Give an event its number, time and place, and hand it on."""
+    def append(self, event: Event) -> None:
+        """Stamp an event with number, time, run and node, and pass it to all readers."""
         stamped = msgspec.structs.replace(
             event,
             seq=self._history.count,
@@ -52,16 +50,16 @@ class Chronicle:
         for listener in self._listeners:
             try:
                 listener(stamped)
-            except Exception as error:  # noqa: BLE001  # theirs; the job must go on
-                told = {"message": f"a listener failed at {stamped!r}", "exception": error}
-                asyncio.get_running_loop().call_exception_handler(told)
+            except Exception as error:  # noqa: BLE001  # the caller's code; the job must go on
+                context = {"message": f"a listener failed at {stamped!r}", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
 
-    def read(self, after: int) -> Reader[Event]:
+    def read(self, after: int) -> EventReader[Event]:
         """Return a reader that begins after the event of this number."""
         return self._history.read(after + 1)
 
     def close(self) -> None:
-        """End the story: readers stop after the last event."""
+        """End the log: readers stop after the last event."""
         self._history.close()
 
     def _missed(self, count: int, following: int) -> Event:

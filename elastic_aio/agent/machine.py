@@ -1,177 +1,196 @@
-"""The policy of a job of one node: happenings in, effects out.
+"""The state machine of one host's group of workers: started, watched, stopped.
+
+`single_node` and `multi_node` decide what follows the end of a group.
 
 Rules
 =====
 
-* One attempt at a time, and what `groupmachine` says about its workers.
-* A failed attempt is followed by another one if the restart policy grants it,
-  after its delay.  A failure that no attempt can mend ends the job.
-* What could not be killed is left behind, and then there is no further attempt.
-* A stop ends the job wherever it is.  Asked for while a failed attempt is being
-  stopped, it takes the place of the restart; when there would have been none, the
-  job has failed.  Workers that had all succeeded stay a success.
+* One group at a time.  The first worker that fails by itself ends it, and so does the
+  last one that succeeds.  In both cases the group is stopped, because workers leave
+  processes behind; it has ended when no process is left.
+* Results carry their attempt.  A late one is dropped here, and only here.
 
 ::
 
-    phase      happening                     next       effects
+    phase      input                         next       effects
     ---------  ----------------------------  ---------  ---------------------------
-    NEW        Begun                         STARTING   StartGroup
     STARTING   GroupStarted                  RUNNING
-    STARTING,
-    RUNNING    the end is near               STOPPING   see `groupmachine`
-    STARTING,
-    RUNNING    StopAsked                     STOPPING   StopGroup
-    STOPPING   GroupGone, all succeeded      DONE       Finish
-    STOPPING   GroupGone, stop asked         DONE       Finish
-    STOPPING   GroupGone, failed             DECIDING   AskDecision, or at once:
-    DECIDING   Decided                       WAITING    Wait (a delay of 0 at once)
-                                             or DONE    Finish
-    WAITING    DelayElapsed                  STARTING   StartGroup
-    DECIDING,
-    WAITING    StopAsked                     DONE       StopWaiting, Finish
+    STARTING   StartFailed                   STOPPING   StopGroup
+    STARTING   WorkerEnded, a failure        STOPPING   StopGroup
+    RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
+    RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
+    STOPPING   GroupStopped                  (decided by the subclass)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from enum import Enum
 
-from elastic_aio.agent.groupmachine import LIVE, GroupMachine, Phase, why_stopped
-from elastic_aio.agent.vocabulary import (
-    Answer,
-    AskDecision,
-    Begun,
-    Decided,
-    DecideRaised,
-    DelayElapsed,
+from elastic_aio.agent.messages import (
     Effect,
-    Finish,
-    GroupGone,
-    News,
-    Publish,
+    EffectResult,
+    GroupStarted,
+    GroupStopped,
+    Input,
+    Request,
+    StartFailed,
     StartGroup,
-    StopAsked,
-    StopWaiting,
-    Wait,
+    StopGroup,
+    StopReceived,
+    WorkerEnded,
 )
-from elastic_aio.events import AttemptFailed, Restarting
-from elastic_aio.outcome import Failure, JobState
-from elastic_aio.policy import Action
-from elastic_aio.restarts import RestartBook
-from elastic_aio.spec import LaunchSpec
-
-__all__ = ["Machine", "Phase"]
+from elastic_aio.errors import InternalError
+from elastic_aio.outcome import SIGTERM, Failure, signal_name
+from elastic_aio.spec.job import LaunchSpec
 
 
-class Machine(GroupMachine):
-    """Decides for a job of one node (see `GroupMachine`)."""
+class AgentPhase(Enum):
+    """The phase of a job on this node."""
 
-    def __init__(self, spec: LaunchSpec, nproc: int, random: Callable[[], float]) -> None:
-        """Begin with a job of `nproc` workers on this host.
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DECIDING = "deciding"
+    BACKING_OFF = "backing off"
+    IDLE = "idle"
+    BARRIER = "barrier"
+    LEAVING = "leaving"
+    DONE = "done"
 
-        `random` gives numbers from 0 to 1, for the jitter of delays.
+
+LIVE = (AgentPhase.STARTING, AgentPhase.RUNNING)
+"""Phases in which workers run."""
+
+
+class AgentMachine(ABC):
+    """Decides what to do next; pure.
+
+    After each `handle`, perform the effects in their order and hand in their results.
+    After `Finish` there are no more effects.
+    """
+
+    def __init__(self, spec: LaunchSpec, nproc: int) -> None:
+        """Begin with `nproc` workers on this host."""
+        self.phase = AgentPhase.NEW
+        self.attempt = 0
+        self._spec = spec
+        self._nproc = nproc
+        self._started_at: float | None = None
+        self._succeeded: set[int] = set()
+        self._start_failure: StartFailed | None = None
+        self._failures: tuple[Failure, ...] = ()
+        self._stopped_at = 0.0
+        self._story: list[str] = []
+
+    def handle(self, received: Input) -> list[Effect]:
+        """Return the effects of an input, to be performed in order.
+
+        Raises:
+            InternalError: the input is impossible in the current phase.
         """
-        super().__init__(spec, nproc)
-        self._book = RestartBook(spec.max_restarts, spec.restart, random)
-        self._stop: StopAsked | None = None
+        self._story.append(f"{self.phase.value}: {received}")
+        del self._story[:-50]
+        if self.phase is AgentPhase.DONE:
+            return []
+        if not isinstance(received, EffectResult):
+            return self._on_request(received)
+        return self._on_result(received) if received.attempt == self.attempt else []
 
-    def __repr__(self) -> str:
-        return f"<Machine {self.phase.value}, attempt {self.attempt}, {self._book!r}>"
+    @abstractmethod
+    def _on_request(self, request: Request) -> list[Effect]:
+        """Handle an input that is not the result of an effect."""
+
+    @abstractmethod
+    def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
+        """Decide what follows the end of the group; its failures are known."""
+
+    @abstractmethod
+    def _on_other_result(self, result: EffectResult) -> list[Effect]:
+        """Handle the result of an effect that does not concern the group."""
+
+    def _on_result(self, result: EffectResult) -> list[Effect]:
+        match result:
+            case WorkerEnded():
+                return self._on_worker_ended(result)
+            case GroupStarted():
+                return self._on_group_started(result)
+            case StartFailed():
+                return self._on_start_failed(result)
+            case GroupStopped():
+                if self.phase is not AgentPhase.STOPPING:
+                    raise self._impossible("the end of a group")
+                self._stopped_at = result.at
+                self._failures = result.failures
+                return self._on_group_stopped(result)
+        return self._on_other_result(result)
+
+    def _on_group_started(self, started: GroupStarted) -> list[Effect]:
+        self._started_at = started.at
+        if self.phase is not AgentPhase.STARTING:
+            return []
+        self.phase = AgentPhase.RUNNING
+        return self._stop_when_all_succeeded()
+
+    def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
+        if self.phase not in LIVE:
+            return []
+        if not ended.status.is_success:
+            return self._on_failing(f"local rank {ended.local_rank} failed ({ended.status})")
+        self._succeeded.add(ended.local_rank)
+        return self._stop_when_all_succeeded()
+
+    def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
+        self._start_failure = failed
+        return self._on_failing(failed.message) if self.phase is AgentPhase.STARTING else []
+
+    def _on_failing(self, why: str) -> list[Effect]:
+        """Handle the first failure of a group."""
+        return self._stop_group(why)
+
+    def _stop_when_all_succeeded(self) -> list[Effect]:
+        if self.phase is not AgentPhase.RUNNING or not self._all_succeeded:
+            return []
+        return self._stop_group("all workers have finished", leftovers_only=True)
+
+    def _start_group(self, start: StartGroup) -> list[Effect]:
+        self.phase = AgentPhase.STARTING
+        self.attempt = start.attempt
+        self._started_at = None
+        self._succeeded.clear()
+        self._start_failure = None
+        self._failures = ()
+        return [start]
+
+    def _stop_group(
+        self, reason: str, signal: int | None = None, *, leftovers_only: bool = False
+    ) -> list[Effect]:
+        self.phase = AgentPhase.STOPPING
+        plan = self._spec.stop if signal is None else self._spec.stop.starting_with(signal)
+        return [StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
 
     @property
-    def restarts(self) -> int:
-        """Restarts after failures so far."""
-        return self._book.restarts
+    def _all_succeeded(self) -> bool:
+        return len(self._succeeded) == self._nproc
 
-    def _on_news(self, news: News) -> list[Effect]:
-        if isinstance(news, StopAsked):
-            return self._on_stop_asked(news)
-        if not isinstance(news, Begun):
-            raise self._impossible("a rendezvous")
-        if self.phase is not Phase.NEW:
-            raise self._impossible("a second beginning")
-        return self._start()
+    @property
+    def _uptime(self) -> float:
+        """Seconds that the whole group ran; 0 if it was never complete."""
+        return 0.0 if self._started_at is None else self._stopped_at - self._started_at
 
-    def _on_other_answer(self, answer: Answer) -> list[Effect]:
-        match answer:
-            case Decided() if self.phase is Phase.DECIDING:
-                return self._judge(answer.action)
-            case DecideRaised() if self.phase is Phase.DECIDING:
-                return self._on_decide_raised(answer)
-            case DelayElapsed() if self.phase is Phase.WAITING:
-                return self._start()
-        return []
+    def _exit_code_of_failure(self) -> int:
+        if self._start_failure is not None:
+            return self._start_failure.exit_code
+        return (self._failures[0].status.shell_code or 1) if self._failures else 1
 
-    def _start(self) -> list[Effect]:
-        return self._start_group(StartGroup(self.attempt, self._book.restarts))
+    def _impossible(self, what: str) -> InternalError:
+        story = "; ".join(self._story)
+        return InternalError(f"{what} cannot happen in {self!r}; please report: {story}")
 
-    def _on_stop_asked(self, asked: StopAsked) -> list[Effect]:
-        if self._stop is not None:
-            return []
-        self._stop = asked
-        if self.phase in LIVE:
-            return self._stop_group(asked.reason, asked.signal)
-        if self.phase in (Phase.DECIDING, Phase.WAITING):
-            return [StopWaiting(), *self._finish_stopped()]
-        return [] if self.phase is Phase.STOPPING else self._finish_stopped()
 
-    def _on_gone(self, gone: GroupGone) -> list[Effect]:
-        if not gone.failures:
-            return self._finish_without_failure()
-        root = gone.failures[0]
-        failed = AttemptFailed(attempt=self.attempt, root=root, failures=gone.failures)
-        if gone.has_survivors:
-            # It holds what the next attempt would need: memory, devices, ports.
-            return [Publish(failed), *self._give_up("a process could not be killed")]
-        return [Publish(failed), *self._after_failure(root)]
-
-    def _finish_without_failure(self) -> list[Effect]:
-        if self._all_succeeded:
-            return self._finish(JobState.SUCCEEDED, "all workers have finished", 0)
-        return self._finish_stopped()
-
-    def _after_failure(self, root: Failure) -> list[Effect]:
-        if self._start_failure is not None and self._start_failure.permanent:
-            return self._give_up("another attempt could not start it either")
-        if self._spec.restart.decide is None or self._book.is_used_up:
-            return self._judge(Action.BY_POLICY)
-        if self._stop is not None:
-            return self._finish_stopped()
-        self.phase = Phase.DECIDING
-        return [AskDecision(self.attempt, root)]
-
-    def _judge(self, action: Action) -> list[Effect]:
-        verdict = self._book.judge(self._failures[0], action, self._ran, self._gone_at)
-        if not verdict.restart:
-            return self._give_up(verdict.why)
-        if self._stop is not None:
-            return self._finish_stopped()
-        self._book.count(self._gone_at)
-        self.attempt += 1
-        self.phase = Phase.WAITING
-        told = Restarting(
-            attempt=self.attempt,
-            why=verdict.why,
-            delay=verdict.delay,
-            restarts=self._book.restarts,
-        )
-        if verdict.delay:
-            return [Publish(told), Wait(self.attempt, verdict.delay)]
-        return [Publish(told), *self._start()]
-
-    def _on_decide_raised(self, raised: DecideRaised) -> list[Effect]:
-        why = f"restart.decide raised {type(raised.error).__name__}"
-        self.phase = Phase.DONE
-        code = self._exit_code_of_failure()
-        return [Finish(JobState.FAILED, why, code, self._book.restarts, raised.error)]
-
-    def _give_up(self, why: str) -> list[Effect]:
-        return self._finish(JobState.FAILED, why, self._exit_code_of_failure())
-
-    def _finish_stopped(self) -> list[Effect]:
-        if self._stop is None:
-            raise self._impossible("a stop that nobody asked for")
-        return self._finish(JobState.STOPPED, *why_stopped(self._stop))
-
-    def _finish(self, state: JobState, why: str, exit_code: int) -> list[Effect]:
-        self.phase = Phase.DONE
-        return [Finish(state, why, exit_code, self._book.restarts)]
+def why_stopped(stop: StopReceived) -> tuple[str, int]:
+    """Return why a stopped job has ended, and its exit code."""
+    if stop.signal is None:
+        return stop.reason, 128 + SIGTERM
+    return f"{signal_name(stop.signal)} was received", 128 + stop.signal

@@ -1,4 +1,4 @@
-"""What a machine hears (past tense) and what it says (imperative)."""
+"""The inputs of an agent's state machine (past tense) and its effects (imperative)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from elastic_aio.events import Event
-from elastic_aio.outcome import ExitStatus, Failure, JobState
-from elastic_aio.policy import Action, StopPlan
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
+from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # a job of one node pays for no rendezvous
     from elastic_aio.rendezvous.base import Instruction, Placement, Report
 
-# ---------------------------------------------------------------- what it hears
+# ---------------------------------------------------------------------- inputs
 
 
-class Begun(Struct, frozen=True):
-    """The job may start."""
+class Start(Struct, frozen=True):
+    """The runtime is open: the job may start."""
 
 
 class GroupStarted(Struct, frozen=True):
@@ -38,7 +39,7 @@ class StartFailed(Struct, frozen=True):
 
 
 class WorkerEnded(Struct, frozen=True):
-    """A worker's leader has ended; a victim was asked to before."""
+    """A worker has exited; a victim was signalled by a stop before."""
 
     attempt: int
     local_rank: int
@@ -46,10 +47,10 @@ class WorkerEnded(Struct, frozen=True):
     is_victim: bool
 
 
-class GroupGone(Struct, frozen=True):
-    """Nothing of an attempt is left; its failures are known, the root cause first.
+class GroupStopped(Struct, frozen=True):
+    """No process of an attempt is left; its failures are known, the root cause first.
 
-    With `has_survivors` something is left after all, which could not be killed.
+    With `has_survivors` a process is left that could not be killed.
     """
 
     attempt: int
@@ -58,28 +59,28 @@ class GroupGone(Struct, frozen=True):
     has_survivors: bool = False
 
 
-class Decided(Struct, frozen=True):
-    """The user's callback has answered."""
+class DecisionMade(Struct, frozen=True):
+    """The user's `restart.decide` has returned."""
 
     attempt: int
-    action: Action
+    action: RestartAction
 
 
-class DecideRaised(Struct, frozen=True):
-    """The user's callback has failed."""
+class DecisionFailed(Struct, frozen=True):
+    """The user's `restart.decide` has raised."""
 
     attempt: int
     error: BaseException
 
 
-class DelayElapsed(Struct, frozen=True):
-    """The wait before an attempt is over."""
+class BackoffElapsed(Struct, frozen=True):
+    """The delay before an attempt has passed."""
 
     attempt: int
 
 
-class StopAsked(Struct, frozen=True):
-    """Somebody wants the job to end; `signal` is the one received, if one was."""
+class StopReceived(Struct, frozen=True):
+    """A stop of the job was requested; `signal` is the signal received, if there was one."""
 
     reason: str
     signal: int | None = None
@@ -91,45 +92,45 @@ class JoinFailed(Struct, frozen=True):
     error: Exception
 
 
-class Instructed(Struct, frozen=True):
-    """The rendezvous wants something of this node."""
+class InstructionReceived(Struct, frozen=True):
+    """The rendezvous has given this node an instruction."""
 
     instruction: Instruction
 
 
-class BarrierElapsed(Struct, frozen=True):
-    """The wait for the other nodes, after the success of an attempt, is over."""
+class BarrierTimedOut(Struct, frozen=True):
+    """The other nodes have not finished an attempt in time, which succeeded here."""
 
     attempt: int
 
 
-class Left(Struct, frozen=True):
-    """The other nodes know that this one takes no part any more."""
+class LeftRendezvous(Struct, frozen=True):
+    """This node is no member of the rendezvous any more."""
 
 
-Answer = (
+EffectResult = (
     GroupStarted
     | StartFailed
     | WorkerEnded
-    | GroupGone
-    | Decided
-    | DecideRaised
-    | DelayElapsed
-    | BarrierElapsed
+    | GroupStopped
+    | DecisionMade
+    | DecisionFailed
+    | BackoffElapsed
+    | BarrierTimedOut
 )
-"""What carries its attempt: it may come when nobody wants it any more."""
+"""Results of effects.  Each carries its attempt number, so that a late one can be dropped."""
 
-News = Begun | StopAsked | JoinFailed | Instructed | Left
+Request = Start | StopReceived | JoinFailed | InstructionReceived | LeftRendezvous
 
-Happening = Answer | News
+Input = EffectResult | Request
 
-# ----------------------------------------------------------------- what it says
+# --------------------------------------------------------------------- effects
 
 
 class StartGroup(Struct, frozen=True):
-    """Spawn all workers; answer with `GroupStarted` or `StartFailed`.
+    """Spawn all workers; the result is `GroupStarted` or `StartFailed`.
 
-    `placement` is the node's place among others; None when there are no others.
+    `placement` is this node's place in the round; None in a job of one node.
     """
 
     attempt: int
@@ -138,10 +139,10 @@ class StartGroup(Struct, frozen=True):
 
 
 class StopGroup(Struct, frozen=True):
-    """Stop every process of the attempt by `plan`; answer with `GroupGone`.
+    """Stop every process of the attempt by `plan`; the result is `GroupStopped`.
 
-    A spawning that is under way ends first.  With `leftovers_only` the workers
-    are all done, and what they left behind is stopped.
+    A worker that is being spawned is waited for first.  With `leftovers_only` all
+    workers have exited, and only processes that they left behind are stopped.
     """
 
     attempt: int
@@ -151,67 +152,60 @@ class StopGroup(Struct, frozen=True):
     leftovers_only: bool = False
 
 
-class AskDecision(Struct, frozen=True):
-    """Ask the user's callback; answer with `Decided` or `DecideRaised`."""
+class CallDecide(Struct, frozen=True):
+    """Call the user's `restart.decide`; the result is `DecisionMade` or `DecisionFailed`."""
 
     attempt: int
     failure: Failure
 
 
-class Wait(Struct, frozen=True):
-    """Wait `delay` seconds; answer with `DelayElapsed`."""
+class BackOff(Struct, frozen=True):
+    """Wait `delay` seconds; the result is `BackoffElapsed`."""
 
     attempt: int
     delay: float
 
 
-class StopWaiting(Struct, frozen=True):
-    """Give up the wait or the question that is under way; no answer is wanted."""
+class CancelBackOff(Struct, frozen=True):
+    """Cancel the `BackOff`, `CallDecide` or `StartBarrier` in progress; it has no result then."""
 
 
 class Publish(Struct, frozen=True):
-    """Tell the readers of events."""
+    """Append an event to the event log."""
 
     event: Event
 
 
 class Finish(Struct, frozen=True):
-    """The job is over: clean up, publish the end, let the callers go.
+    """The job is over: release everything, publish the end, return to the callers.
 
-    `why` is the rule that ended it.  `error` is what the callers get in place of a
-    result: what the user's callback raised, or why the rendezvous could not be joined.
-    `failures` are the job's, wherever they were seen, the root cause first;
-    `is_rendezvous` says that the nodes did not come together.
+    `error` is raised to the callers in place of a result: what the user's callback
+    raised, or why the rendezvous could not be joined.
     """
 
-    state: JobState
-    why: str
-    exit_code: int
-    restarts: int
+    outcome: JobOutcome
     error: BaseException | None = None
-    failures: tuple[Failure, ...] = ()
-    is_rendezvous: bool = False
 
 
 class Join(Struct, frozen=True):
-    """Take part in the rendezvous; answer with `JoinFailed` if that cannot be."""
+    """Join the rendezvous; the result is `JoinFailed` if that fails, else none."""
 
 
-class Tell(Struct, frozen=True):
-    """Tell the other nodes what has become of this one's workers."""
+class SendReport(Struct, frozen=True):
+    """Report to the rendezvous what happened to this node's workers."""
 
     report: Report
 
 
 class StartBarrier(Struct, frozen=True):
-    """Wait `timeout` seconds for the other nodes; answer with `BarrierElapsed`."""
+    """Wait `timeout` seconds for the other nodes; the result is `BarrierTimedOut`."""
 
     attempt: int
     timeout: float
 
 
 class Leave(Struct, frozen=True):
-    """Leave the rendezvous, one that is being joined too; answer with `Left`."""
+    """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`."""
 
     why: str
 
@@ -219,13 +213,13 @@ class Leave(Struct, frozen=True):
 Effect = (
     StartGroup
     | StopGroup
-    | AskDecision
-    | Wait
-    | StopWaiting
+    | CallDecide
+    | BackOff
+    | CancelBackOff
     | Publish
     | Finish
     | Join
-    | Tell
+    | SendReport
     | StartBarrier
     | Leave
 )

@@ -1,4 +1,4 @@
-"""What a job finds on its machine, looked up before anything starts."""
+"""Checks of this host and process before a job starts, and what its workers get from them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_aio.errors import InternalError, SpawnError, SpecError, SurroundingsError
-from elastic_aio.spec import Command, Function, LaunchSpec, Module, Script
+from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
+from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.worker.bootstrap import is_importing_main
-
-__all__ = [
-    "check_child_signals",
-    "check_guarded",
-    "check_runnable",
-    "command_of",
-    "environment",
-    "free_port",
-    "node_name",
-    "resolve_nproc",
-]
 
 
 def resolve_nproc(spec: LaunchSpec) -> int:
-    """Return the number of workers that `nproc_per_node` means on this machine.
+    """Return the number of workers that `nproc_per_node` means on this host.
 
     `cpu` counts the processors this process may run on, `gpu` the NVIDIA devices
     it can see, `auto` the devices if there are any and else the processors.
@@ -40,10 +29,8 @@ def resolve_nproc(spec: LaunchSpec) -> int:
         processors = len(os.sched_getaffinity(0))
         devices = 0 if wanted == "cpu" else visible_gpus()
         if wanted == "gpu" and not devices:
-            accepted = (
-                "needs a visible NVIDIA device (there is none); use a number, 'cpu' or 'auto'"
-            )
-            raise SpecError("nproc_per_node", wanted, accepted)
+            problem = "no NVIDIA device is visible; use a number, 'cpu' or 'auto'"
+            raise SpecError("nproc_per_node", wanted, problem)
         wanted = devices or processors
     spec.logs.check_with(wanted)
     return wanted
@@ -68,43 +55,45 @@ def visible_gpus() -> int:
     return count
 
 
-def check_child_signals() -> None:
-    """Refuse to work where exit statuses are thrown away.
+def check_sigchld() -> None:
+    """Check that the kernel keeps the exit statuses of children.
 
     Raises:
-        SurroundingsError: SIGCHLD is ignored, so the kernel reaps children itself.
+        HostError: SIGCHLD is ignored, so the kernel reaps children itself.
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        raise SurroundingsError(
+        raise HostError(
             "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
             " call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
         )
 
 
-def check_guarded() -> None:
-    """Refuse to start a job while a worker imports the script that started it.
+def check_main_guard() -> None:
+    """Check that no worker is importing the script that started its job.
 
     Raises:
-        SurroundingsError: the script's main part is not guarded.
+        HostError: the script's main part is not guarded.
     """
     if is_importing_main():
-        raise SurroundingsError(
+        raise HostError(
             "a worker imports this script to find its functions, and the script starts a job"
             " again; put that part under: if __name__ == '__main__':"
         )
 
 
-def command_of(
+def worker_argv(
     spec: LaunchSpec, local_rank: int, args: Sequence[Any] | None = None
 ) -> tuple[str, ...]:
     """Return the argv of one worker that runs a command; `args` replaces the job's.
 
     `${local_rank}` in arguments is replaced; nothing else is touched (torchrun also
-    turns `$$` into `$`, which breaks arguments that mean what they say).
+    turns `$$` into `$`, which breaks arguments with a literal `$$`).
     """
-    place = str(local_rank)
-    given = spec.args if args is None else args
-    args = tuple(arg.replace("${local_rank}", place) for arg in given)
+
+    def substitute(arg: str) -> str:
+        return arg.replace("${local_rank}", str(local_rank))
+
+    args = tuple(map(substitute, spec.args if args is None else args))
     python = spec.python or sys.executable
     match spec.entrypoint:
         case Script(path):
@@ -113,13 +102,13 @@ def command_of(
             return (python, "-u", "-m", name, *args)
         case Command(argv):
             program, *first = argv
-            return (program, *(arg.replace("${local_rank}", place) for arg in first), *args)
+            return (program, *map(substitute, first), *args)
         case Function():
             raise InternalError("a function has no command")
 
 
 def check_runnable(spec: LaunchSpec) -> None:
-    """Refuse a script that Python itself would not find: that is no worker's failure.
+    """Check that Python can find the script: a missing one is not a failure of a worker.
 
     Raises:
         SpawnError: with a shell's exit code, 127 for a missing script and 126 for
@@ -129,7 +118,7 @@ def check_runnable(spec: LaunchSpec) -> None:
         return
     path = spec.entrypoint.path
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        return  # spawning says this better
+        return  # the error of the spawn is clearer
     full = os.path.join(spec.cwd or "", path)
     if not os.path.exists(full):
         raise SpawnError(f"script not found: {path}", permanent=True, exit_code=127)
@@ -137,39 +126,42 @@ def check_runnable(spec: LaunchSpec) -> None:
         raise SpawnError(f"script cannot be read: {path}", permanent=True, exit_code=126)
     if os.path.isdir(full) and not os.path.exists(os.path.join(full, "__main__.py")):
         raise SpawnError(
-            f"script is a folder without __main__.py: {path}", permanent=True, exit_code=126
+            f"script is a directory without __main__.py: {path}", permanent=True, exit_code=126
         )
 
 
-def environment(spec: LaunchSpec, nproc: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process of the job: ours go over the user's over the inherited.
+def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process of the job.
 
-    With `nproc` workers on a node some have defaults, for what nobody has set.
+    Args:
+        spec: the job, whose `env` overrides the inherited environment.
+        nproc: number of workers on this host; with several, OMP_NUM_THREADS defaults to 1.
+        own: variables of this package, which override all others.
     """
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
-    return {**defaults, **os.environ, **spec.env, **ours}
+    return {**defaults, **os.environ, **spec.env, **own}
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now, on IPv4 and IPv6.
+    """Return a TCP port that is free now, on IPv4 and IPv6.
 
     Raises:
-        SurroundingsError: there is none.
+        HostError: there is no free port.
     """
     try:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        with socket.socket(family) as one:
+        with socket.socket(family) as probe:
             if family is socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            one.bind(("", 0))
-            port: int = one.getsockname()[1]
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
             return port
     except OSError as error:
-        raise SurroundingsError(f"cannot find a free port: {error}") from error
+        raise HostError(f"cannot find a free port: {error}") from error
 
 
-def node_name() -> str:
-    """Return this host's name, without asking any name server."""
+def hostname() -> str:
+    """Return this host's name, without a DNS query."""
     return socket.gethostname()

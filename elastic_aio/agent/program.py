@@ -1,7 +1,7 @@
-"""What the workers of a job run, and the way they are spawned: commands and functions alike.
+"""What the workers of a job run, commands or functions, and how they are spawned.
 
-What only functions and the server that forks need is imported when they come: every
-command's start would pay for it.
+Modules that only functions and the fork server need are imported on first use: the
+start of commands does not pay for them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from elastic_aio.agent.surroundings import command_of
-from elastic_aio.process.base import Child, ChildPlan, Spawner
-from elastic_aio.process.results import Told, read_told
-from elastic_aio.spec import Command, Function, LaunchSpec, Script
+from elastic_aio.agent.preflight import worker_argv
+from elastic_aio.process.base import Child, ChildSpec, Spawner
+from elastic_aio.process.calls import CallResult, read_call_result
+from elastic_aio.spec.job import Command, Function, LaunchSpec, Script
 
 if TYPE_CHECKING:
+    from elastic_aio.process.calls import Payload
     from elastic_aio.process.forkserver import ForkServer
-    from elastic_aio.process.payload import Payload
-
-__all__ = ["Crew", "Task", "Work"]
 
 
-class Crew(Struct, frozen=True):
+class PerRankOverrides(Struct, frozen=True):
     """How the workers of a bare group differ from each other, by local rank.
 
     Such workers get no torch variables (`RANK` and the like).  With `with_index` a
@@ -39,45 +37,48 @@ class Crew(Struct, frozen=True):
     with_index: bool = False
 
 
-class Task(Struct, frozen=True):
-    """The part of a child's plan that says what it runs (see `ChildPlan`)."""
+class ChildCommand(Struct, frozen=True):
+    """The part of a `ChildSpec` that says what the child runs."""
 
     argv: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
     call: Callable[[], int] | None = None
 
 
-class Work:
+class Program:
     """What one job's workers run; must be closed."""
 
-    def __init__(self, spec: LaunchSpec, spawner: Spawner, crew: Crew | None = None) -> None:
+    def __init__(
+        self, spec: LaunchSpec, spawner: Spawner, overrides: PerRankOverrides | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             spec: the job.
             spawner: starts commands.
-            crew: differences between the workers; None when there are none.
+            overrides: differences between the workers; None if there are none.
         """
         self._spec = spec
-        self._command_spawner = spawner
-        self._crew = crew
+        self.command_spawner = spawner
+        self.overrides = overrides
+        self._options = overrides or PerRankOverrides((), ())
         self._payloads: dict[int, Payload] = {}  # by identity of the arguments
         self._results: dict[int, int] = {}  # by local rank
         self._server: ForkServer | None = None
 
     @property
     def is_function(self) -> bool:
-        """Whether workers are functions, whose values come back."""
+        """Whether workers are functions, whose return values are kept."""
         return isinstance(self._spec.entrypoint, Function)
 
     @property
-    def is_served(self) -> bool:
-        """Whether a server forks the workers, which then inherit its limits."""
+    def uses_forkserver(self) -> bool:
+        """Whether the fork server starts the workers, which then inherit its limits."""
         return self._server is not None
 
     @property
     def descriptors_each(self) -> int:
-        """How many descriptors one worker takes here."""
+        """How many descriptors of this process one worker takes."""
         # Asyncio's pidfd and ours, two logs; a function's call and result.
         return 6 if self.is_function else 4
 
@@ -87,47 +88,47 @@ class Work:
         if self._server is not None:
             return self._server
         if not self.is_function or self._spec.start_method != "fork":
-            return self._command_spawner
+            return self.command_spawner
         from elastic_aio.process.fork import spawn_by_fork
 
         return spawn_by_fork
 
     def check(self) -> None:
-        """Pickle what has to be, before anything starts.
+        """Pickle the function and its arguments, before anything starts.
 
         Raises:
             SpecError: the function or an argument cannot be pickled.
-            SurroundingsError: there is no descriptor left.
+            HostError: no descriptor is left.
         """
         if not isinstance(self._spec.entrypoint, Function) or self._spec.start_method == "fork":
             return
-        from elastic_aio.process.payload import make_payload
+        from elastic_aio.process.calls import make_payload
 
-        crew = self._crew
-        for args in [self._spec.args] if crew is None else crew.args:
+        overrides = self.overrides
+        for args in [self._spec.args] if overrides is None else overrides.args:
             if id(args) not in self._payloads:
                 self._payloads[id(args)] = make_payload(
                     self._spec.entrypoint.call,
                     args,
-                    is_quiet=crew is not None and crew.is_quiet,
-                    is_daemon=crew is not None and crew.is_daemon,
-                    with_index=crew is not None and crew.with_index,
+                    is_quiet=self._options.is_quiet,
+                    is_daemon=self._options.is_daemon,
+                    with_index=self._options.with_index,
                 )
 
     async def start(
         self,
         env: Mapping[str, str],
         streams: tuple[int, int, int],
-        limited: Callable[[ChildPlan], ChildPlan],
+        set_limit: Callable[[ChildSpec], ChildSpec],
         on_started: Callable[[int], None],
     ) -> None:
-        """Start the server that forks the workers, if that is how they start.
+        """Start the fork server, if the job uses one.
 
         Args:
             env: its environment, with the job's marker.
             streams: its standard streams.
-            limited: gives a plan the workers' limits.
-            on_started: told the server's pid.
+            set_limit: adds the workers' descriptor limit to a child's spec.
+            on_started: called with the server's pid.
 
         Raises:
             SpawnError: it could not be started.
@@ -137,11 +138,12 @@ class Work:
             return
         from elastic_aio.process.forkserver import ForkServer
 
-        async def spawn(plan: ChildPlan) -> Child:
-            return await self._command_spawner(limited(plan))
+        async def spawn(plan: ChildSpec) -> Child:
+            return await self.command_spawner(set_limit(plan))
 
-        beside = [os.path.dirname(entrypoint.path)] if isinstance(entrypoint, Script) else []
-        path = [os.path.join(self._spec.cwd or os.getcwd(), one) for one in [*beside, *sys.path]]
+        first = [os.path.dirname(entrypoint.path)] if isinstance(entrypoint, Script) else []
+        cwd = self._spec.cwd or os.getcwd()
+        path = [os.path.join(cwd, entry) for entry in [*first, *sys.path]]
         self._server = ForkServer(
             spawn,
             python=self._spec.python or sys.executable,
@@ -154,26 +156,26 @@ class Work:
         )
         await self._server.start()
 
-    def task(self, local_rank: int) -> Task:
-        """Say what a worker of the present attempt runs; a function gets a place for its result.
+    def command(self, local_rank: int) -> ChildCommand:
+        """Return what a worker of the current attempt runs; opens the file for a function's result.
 
         Raises:
-            SurroundingsError: there is no descriptor left.
+            HostError: no descriptor is left.
         """
-        args = self._spec.args if self._crew is None else self._crew.args[local_rank]
+        args = self._spec.args if self.overrides is None else self.overrides.args[local_rank]
         entrypoint = self._spec.entrypoint
         if not isinstance(entrypoint, Function):
-            return Task(command_of(self._spec, local_rank, args))
-        from elastic_aio.process.payload import argv_of, memory_file
+            return ChildCommand(worker_argv(self._spec, local_rank, args))
+        from elastic_aio.process.calls import call_argv, memory_file
 
         result = self._results[local_rank] = memory_file("result")
         if self._spec.start_method == "fork":
-            return Task(
+            return ChildCommand(
                 (self._spec.name,), call=self._fork_call(entrypoint, args, local_rank, result)
             )
         payload = self._payloads[id(args)]
-        return Task(
-            argv_of(self._spec.python or sys.executable, payload, result, local_rank),
+        return ChildCommand(
+            call_argv(self._spec.python or sys.executable, payload, result, local_rank),
             pass_fds=(payload.descriptor, result, *payload.inherited),
         )
 
@@ -182,32 +184,35 @@ class Work:
     ) -> Callable[[], int]:
         from elastic_aio.worker import bootstrap
 
-        crew = self._crew
-        given = (local_rank, *args) if crew is not None and crew.with_index else args
+        options = self._options
+        if options.with_index:
+            args = (local_rank, *args)
 
         def prepare() -> Any:
-            if crew is not None and crew.is_daemon:
+            if options.is_daemon:
                 bootstrap.become_daemon()
-            return entrypoint.call, given
+            return entrypoint.call, args
 
-        is_quiet = crew is not None and crew.is_quiet
-        return lambda: bootstrap.perform(prepare, result, is_quiet=is_quiet)
+        return lambda: bootstrap.perform(prepare, result, is_quiet=options.is_quiet)
 
-    async def told(self) -> dict[int, Told]:
-        """Return, by local rank, how the calls of the present attempt have ended.
+    async def results(self) -> dict[int, CallResult]:
+        """Return, by local rank, how the functions of the current attempt ended.
 
-        May be repeated.  Nothing for commands.
+        Idempotent.  Empty for commands.
         """
-        return {rank: await read_told(result) for rank, result in self._results.items()}
+        return {rank: await read_call_result(result) for rank, result in self._results.items()}
 
     def forget_results(self) -> None:
-        """Make room for another attempt."""
+        """Drop the results of the current attempt."""
         for result in self._results.values():
             os.close(result)
         self._results = {}
 
     async def aclose(self) -> None:
-        """Give everything back.  May be started over."""
+        """Stop the fork server and close all files.
+
+        Idempotent; safe to call again after cancellation.
+        """
         if self._server is not None:
             await self._server.aclose()
         self.forget_results()

@@ -1,1 +1,1 @@
-"""The workers' output: planned, written to files by the workers, followed and shown."""
+"""The workers' output: planned, written to files by the workers, copied to the console."""

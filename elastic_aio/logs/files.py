@@ -1,4 +1,4 @@
-"""Making the folders and files that a plan names, and removing what stayed empty."""
+"""RunDirectory: the log directories and files of one run on this host."""
 
 from __future__ import annotations
 
@@ -7,120 +7,121 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from elastic_aio.errors import SpecError, SurroundingsError
-from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs, attempt_folder, run_prefix
-from elastic_aio.spec import LogSpec
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.logs.paths import (
+    StreamPlan,
+    StreamTarget,
+    WorkerLogs,
+    attempt_directory,
+    run_prefix,
+)
+from elastic_aio.spec.logs import LogSpec
 
-__all__ = ["RunFolder"]
 
-
-class RunFolder:
-    """The folder of one run on this host; `path` is None when there is none."""
+class RunDirectory:
+    """The directory of one run on this host; `path` is None if there is none."""
 
     def __init__(
         self, path: str | None, *, is_temporary: bool = False, has_logs: bool = True
     ) -> None:
-        """Take an existing folder; use `make` to get one."""
+        """Use an existing directory; `make` creates one."""
         self.path = path
         self._has_logs = has_logs
         self._is_temporary = is_temporary
-        self._made: list[str] = [] if path is None else [path]
+        self._created: list[str] = [] if path is None else [path]
 
     def __repr__(self) -> str:
-        return f"<RunFolder {self.path}{', temporary' if self._is_temporary else ''}>"
+        return f"<RunDirectory {self.path}{', temporary' if self._is_temporary else ''}>"
 
     @classmethod
-    def make(cls, spec: LogSpec, run_id: str) -> RunFolder:
-        """Make a new folder for a run, in the chosen place or among temporary files.
+    def make(cls, spec: LogSpec, run_id: str) -> RunDirectory:
+        """Create a new directory for a run, in `log_dir` or as a temporary directory.
 
-        Without a wish for logs the folder only serves the workers' error files; if
-        it cannot be made then, the job goes on without them.
+        If no stream is redirected, the directory is only for the workers' error files; a
+        job runs without it if it cannot be created then.
 
         Raises:
-            SpecError: the chosen `log_dir` cannot be used.
-            SurroundingsError: no temporary folder can be made, and logs are wanted.
+            SpecError: `log_dir` cannot be used.
+            HostError: no temporary directory can be created, and streams are redirected.
         """
         if spec.is_off:
             return cls(None)
         if spec.log_dir is not None:
-            place = os.path.abspath(spec.log_dir)
+            parent = os.path.abspath(spec.log_dir)
             try:
-                os.makedirs(place, exist_ok=True)
-                return cls(tempfile.mkdtemp("", run_prefix(run_id), place))
+                os.makedirs(parent, exist_ok=True)
+                return cls(tempfile.mkdtemp("", run_prefix(run_id), parent))
             except OSError as error:
-                said = (error.strerror or str(error)).lower()
-                accepted = f"must be a folder that can be written to ({said})"
-                raise SpecError("logs.log_dir", spec.log_dir, accepted) from error
+                reason = (error.strerror or str(error)).lower()
+                problem = f"cannot create a directory there: {reason}"
+                raise SpecError("logs.log_dir", spec.log_dir, problem) from error
         has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)
         try:
             path = tempfile.mkdtemp("", f"elastic_aio_{run_prefix(run_id)}")
         except OSError as error:
             if not has_logs:
                 return cls(None)
-            raise SurroundingsError(
-                f"cannot make a temporary folder for the logs ({error}); choose one with log_dir"
+            raise HostError(
+                f"cannot create a temporary directory for the logs ({error}); set log_dir"
             ) from error
         return cls(path, is_temporary=True, has_logs=has_logs)
 
     @property
-    def announced(self) -> str | None:
-        """The folder to tell users about; None while only error files would be there."""
+    def log_dir(self) -> str | None:
+        """The directory to report to users; None if it is for error files only."""
         return self.path if self._has_logs else None
 
     def make_attempt(self, attempt: int) -> None:
-        """Make the folder of an attempt.
+        """Create the directory of an attempt.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the directory cannot be created.
         """
         if self.path is not None:
-            folder = attempt_folder(self.path, attempt)
-            os.mkdir(folder)
-            self._made.append(folder)
+            directory = attempt_directory(self.path, attempt)
+            os.mkdir(directory)
+            self._created.append(directory)
 
     @contextmanager
     def open_streams(
-        self, logs: WorkerLogs, inherited: tuple[int, int], nothing: int
+        self, logs: WorkerLogs, inherited: tuple[int, int], devnull: int
     ) -> Iterator[tuple[int, int]]:
-        """Make a worker's folder and open its streams; closes what it opened.
+        """Create a worker's directory and open its streams; a context that closes them.
 
-        Args:
-            logs: the plan.
-            inherited: descriptors of our own standard output and error.
-            nothing: descriptor of `/dev/null`.
+        `inherited` are descriptors of the agent's standard output and error.
 
         Raises:
-            OSError: a folder or file cannot be made.
+            OSError: a directory or file cannot be created.
         """
-        if logs.folder is not None:
-            os.mkdir(logs.folder)
-            self._made.append(logs.folder)
-        with ExitStack() as opened:
+        if logs.directory is not None:
+            os.mkdir(logs.directory)
+            self._created.append(logs.directory)
+        with ExitStack() as stack:
 
-            def descriptor(plan: StreamPlan, own: int) -> int:
+            def open_stream(plan: StreamPlan, own: int) -> int:
                 if plan.path is None:
-                    return own if plan.target is StreamTarget.CONSOLE else nothing
-                # O_EXCL: nothing is ever overwritten.  O_APPEND: a worker that opens
-                # /dev/stdout anew, or a child that shares it, adds at the end.
+                    return own if plan.target is StreamTarget.CONSOLE else devnull
+                # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens
+                # /dev/stdout, or a child that shares it, writes at the end.
                 os.makedirs(os.path.dirname(plan.path), exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
                 file = os.open(plan.path, flags, 0o644)
-                opened.callback(os.close, file)
+                stack.callback(os.close, file)
                 return file
 
-            yield descriptor(logs.stdout, inherited[0]), descriptor(logs.stderr, inherited[1])
+            yield open_stream(logs.stdout, inherited[0]), open_stream(logs.stderr, inherited[1])
 
-    def tidy(self) -> bool:
-        """Remove a temporary folder as far as it is empty; tell whether anything is left."""
+    def remove_empty(self) -> bool:
+        """Remove what is empty of a temporary run directory; return whether that still exists."""
         if not self._is_temporary:
             return self.path is not None
-        for folder in reversed(self._made):
+        for directory in reversed(self._created):
             try:
-                with os.scandir(folder) as entries:
+                with os.scandir(directory) as entries:
                     for entry in entries:
                         if entry.is_file(follow_symlinks=False) and not entry.stat().st_size:
                             os.unlink(entry.path)
-                os.rmdir(folder)
+                os.rmdir(directory)
             except OSError:
-                continue  # something was logged there, or somebody has removed it
+                continue  # not empty, or removed by another process
         return self.path is not None and os.path.exists(self.path)

@@ -1,7 +1,7 @@
-"""Being told that files grew: inotify through the C library.
+"""InotifyWatcher: notification of files that grow, by inotify(7) through the C library.
 
-Python has no inotify, and its thread-free alternatives poll.  Where the kernel
-refuses (too many instances or watches: a limit per user), a timer takes its place.
+Python has no inotify, and alternatives without a thread poll.  Where the kernel refuses
+(instances and watches are limited per user), a timer takes its place.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import ctypes
 import os
 from collections.abc import Callable
 
-__all__ = ["GrowthWatch"]
-
 _IN_MODIFY = 0x2
 _POLL_S = 0.05
 
-# Wake-ups at once that a window allows; past them, a file that grows is let alone for
-# a while: being told of each line costs us a wake-up and its writer an event.
+# Rate limit: after so many wake-ups in a window of seconds, the watch of a file that
+# grows is removed for a while, since each line costs this process a wake-up and its
+# writer an event.
 _WINDOW_S = 0.05
-_WAKES_AT_ONCE = 20
+_WAKES_MAX = 20
 _REST_S = 0.01
 
 
-class GrowthWatch:
-    """Tells which of the watched files have grown; must be closed."""
+class InotifyWatcher:
+    """Calls back with the watched files that have grown; must be closed."""
 
-    def __init__(self, grown: Callable[[list[int]], None]) -> None:
-        """Call `grown` with the tokens of files that grew."""
-        self._grown = grown
+    def __init__(self, on_grown: Callable[[list[int]], None]) -> None:
+        """Call `on_grown` with the tokens of files that have grown."""
+        self._on_grown = on_grown
         self._loop = asyncio.get_running_loop()
         self._paths: dict[int, str] = {}  # token -> file
         self._tokens: dict[int, int] = {}  # watch descriptor -> token
         self._handles: dict[int, int] = {}  # token -> watch descriptor
-        self._resting: set[int] = set()  # tokens whose watch is taken up again later
+        self._resting: set[int] = set()  # tokens whose watch is added again later
         self._polled: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._window_end = 0.0
@@ -45,22 +44,22 @@ class GrowthWatch:
 
     def __repr__(self) -> str:
         watched = len(self._paths) - len(self._polled)
-        return f"<GrowthWatch of {watched} files, {len(self._polled)} polled>"
+        return f"<InotifyWatcher of {watched} files, {len(self._polled)} polled>"
 
     def add(self, path: str, token: int) -> None:
-        """Watch a file under a token of the caller's choice."""
+        """Watch a file; the caller chooses its token."""
         self._paths[token] = path
         self._subscribe(token)
 
     def remove(self, token: int) -> None:
-        """Stop watching."""
+        """Stop watching a file."""
         if self._paths.pop(token, None) is not None:
             self._polled.discard(token)
             self._resting.discard(token)
             self._unsubscribe(token)
 
     def close(self) -> None:
-        """Stop watching everything."""
+        """Stop watching all files.  Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self._polled.clear()
@@ -93,23 +92,23 @@ class GrowthWatch:
             self._window_end, self._wakes = now + _WINDOW_S, 0
         self._wakes += 1
         grown = self._read()
-        if self._wakes > _WAKES_AT_ONCE and grown:
+        if self._wakes > _WAKES_MAX and grown:
             if not self._resting:
-                self._loop.call_later(_REST_S, self._rested)
+                self._loop.call_later(_REST_S, self._end_rest)
             self._resting.update(grown)
             for token in grown:
                 self._unsubscribe(token)
         if grown:
-            self._grown(grown)
+            self._on_grown(grown)
 
-    def _rested(self) -> None:
-        # Subscribe first and look afterwards: what is written in between is told twice
-        # and not lost.
+    def _end_rest(self) -> None:
+        # Subscribe before the callback: what is written in between is reported twice, and
+        # not lost.
         resting, self._resting = self._resting, set()
         for token in resting:
             self._subscribe(token)
         if resting:
-            self._grown(list(resting))
+            self._on_grown(list(resting))
 
     def _read(self) -> list[int]:
         """Return the tokens of the files that the queued events name."""
@@ -117,12 +116,12 @@ class GrowthWatch:
             content = os.read(self._descriptor, 65536)
         except BlockingIOError:
             return []
-        # inotify(7): four integers an event, the first of which names the watch; a
-        # name follows only where folders are watched.
+        # inotify(7): an event has four integers, the first of which is the watch; a name
+        # follows only for watched directories.
         handles = set(memoryview(content).cast("i").tolist()[::4])
-        if -1 in handles:  # the queue ran over: anything may have grown
+        if -1 in handles:  # IN_Q_OVERFLOW: any file may have grown
             return list(self._handles)
-        # Events of a watch that has just been removed name nobody.
+        # Events of a watch that was just removed have no token.
         return [self._tokens[handle] for handle in handles if handle in self._tokens]
 
     def _poll_later(self) -> None:
@@ -132,5 +131,5 @@ class GrowthWatch:
     def _poll(self) -> None:
         self._timer = None
         if self._polled:
-            self._grown(list(self._polled))
+            self._on_grown(list(self._polled))
             self._poll_later()

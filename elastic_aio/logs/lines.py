@@ -1,21 +1,24 @@
-"""Bytes in, whole lines out: what a follower of a file may show, and when.
+"""LineSplitter: the bytes of a log file in, whole lines out; and the prefixes of lines.
 
-A line is whatever stands before a newline.  A carriage return inside a line starts
-a new *frame* of it, as progress bars do: only the last frame that says something
-counts as the line's text, the others are shown in passing or not at all.  Nothing
-is decoded, so no character is ever split and any bytes will do.
+A line ends with a newline.  A carriage return inside a line starts a new *frame* of it,
+as progress bars do: the line's text is its last frame that is not empty; other frames
+are shown while the line is unfinished, or not at all.  Bytes are not decoded, so no
+character is ever split and any bytes are accepted.
 
-The splitter holds at most `HELD_MAX` bytes.  A longer line is not kept in memory:
-it is given as a `Span` of the file, to be copied from there.
+The splitter holds at most `HELD_MAX` bytes.  A longer line is not kept in memory: it is
+returned as a `LongLine`, a range of the file from which it is copied.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Callable
+from string import Template
 
-__all__ = ["HELD_MAX", "Frame", "LineSplitter", "Lines", "Span", "with_prefix"]
+from msgspec import Struct
+from msgspec.structs import asdict
 
 HELD_MAX = 64 * 1024
+DEFAULT_PREFIX = "[${role}${local_rank}]:"
 
 
 class Lines(Struct, frozen=True):
@@ -24,7 +27,7 @@ class Lines(Struct, frozen=True):
     block: bytes
 
 
-class Span(Struct, frozen=True):
+class LongLine(Struct, frozen=True):
     """One long line, from offset `start` to `end` of the file, without its newline."""
 
     start: int
@@ -32,26 +35,25 @@ class Span(Struct, frozen=True):
 
 
 class Frame(Struct, frozen=True):
-    """What an unfinished line shows at the moment."""
+    """The present text of an unfinished line."""
 
     text: bytes
 
 
-Piece = Lines | Span | Frame
+Piece = Lines | LongLine | Frame
 
 
 class LineSplitter:
-    """Takes the bytes of one file in order and says what can be shown.
+    """Splits the bytes of one file, in order, into pieces that can be shown.
 
-    After each `feed`, show the pieces in order.  After `finish`, feed no more.
+    After each `feed`, show the pieces in order.  After `finish`, do not feed again.
     """
 
     def __init__(self) -> None:
-        """Begin at the start of a file."""
-        self._offset = 0  # of the next byte to be fed
+        self._offset = 0  # of the next byte to feed
         self._held: bytes | None = b""  # the current frame; None: too long, in the file
         self._frame_start = 0  # offset at which the current frame begins
-        self._said: bytes | Span = b""  # last frame of this line that says something
+        self._text: bytes | LongLine = b""  # last frame of this line that is not empty
 
     def __repr__(self) -> str:
         return f"<LineSplitter at {self._offset}, current frame from {self._frame_start}>"
@@ -62,14 +64,14 @@ class LineSplitter:
         return self._offset
 
     def feed(self, data: bytes) -> list[Piece]:
-        """Take the next bytes of the file."""
+        """Take the next bytes of the file; return what can be shown."""
         pieces: list[Piece] = []
         base = self._offset
         cut = data.rfind(b"\n") + 1
         if cut:
             begin = 0
-            if self._held is None or self._said:
-                # The line that was under way needs care; those after it are plain.
+            if self._held is None or self._text:
+                # Only the first line has a beginning in earlier data.
                 begin = data.index(b"\n") + 1
                 self._extend(data[: begin - 1])
                 pieces.append(self._end_line())
@@ -84,8 +86,8 @@ class LineSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """The file is over: give a last line that has no newline as if it had one."""
-        if self._held == b"" and self._said == b"":
+        """End the file: return a last line without a newline as if it had one."""
+        if self._held == b"" and self._text == b"":
             return []
         piece = self._end_line()
         self._begin_line(self._offset)
@@ -96,7 +98,7 @@ class LineSplitter:
         head, *frames = data.split(b"\r")
         self._grow(head)
         for frame in frames:
-            self._keep_said()
+            self._keep_text()
             self._offset += 1
             self._held, self._frame_start = b"", self._offset
             self._grow(frame)
@@ -108,29 +110,29 @@ class LineSplitter:
             if len(self._held) > HELD_MAX:
                 self._held = None
 
-    def _keep_said(self) -> None:
+    def _keep_text(self) -> None:
         if self._held is None:
-            self._said = Span(self._frame_start, self._offset)
+            self._text = LongLine(self._frame_start, self._offset)
         elif self._held:
-            self._said = self._held
+            self._text = self._held
 
     def _end_line(self) -> Piece:
-        self._keep_said()
-        said = self._said
-        return said if isinstance(said, Span) else Lines(said + b"\n")
+        self._keep_text()
+        text = self._text
+        return text if isinstance(text, LongLine) else Lines(text + b"\n")
 
     def _begin_line(self, offset: int) -> None:
         self._offset = self._frame_start = offset
-        self._held, self._said = b"", b""
+        self._held, self._text = b"", b""
 
     def _current_frame(self) -> bytes:
         if self._held:
             return self._held
-        return b"" if isinstance(self._said, Span) or self._held is None else self._said
+        return b"" if isinstance(self._text, LongLine) or self._held is None else self._text
 
 
 def _last_frames(block: bytes) -> bytes:
-    """Reduce each line of a block to its last frame that says something."""
+    """Reduce each line of a block to its last frame that is not empty."""
     if b"\r" not in block:
         return block
     return b"\n".join(
@@ -146,3 +148,36 @@ def with_prefix(block: bytes, prefix: bytes) -> bytes:
     if not prefix or not block:
         return block
     return prefix + block[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+
+
+class PrefixFields(Struct, frozen=True):
+    """The variables of a prefix template, except the time."""
+
+    role: str
+    rank: int
+    local_rank: int
+    attempt: int
+    host: str
+    stream: str
+
+
+def make_prefix(
+    template: str | None, fields: PrefixFields, now: Callable[[], str]
+) -> Callable[[], bytes]:
+    """Return a function that returns the prefix of lines that are read now.
+
+    The variables are `${role}` (torch: `${role_name}`), `${rank}`,
+    `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and `${timestamp}`;
+    unknown ones stay as they are, and `$$` is a dollar sign (`string.Template`).
+
+    Args:
+        template: the template; None or "": torchrun's default.
+        fields: the values.
+        now: returns the time as text; called once per chunk, and only if it is used.
+    """
+    values = asdict(fields) | {"role_name": fields.role}
+    parsed = Template(template or DEFAULT_PREFIX)
+    if "timestamp" in parsed.template:
+        return lambda: parsed.safe_substitute(values, timestamp=now()).encode("utf-8", "replace")
+    fixed = parsed.safe_substitute(values).encode("utf-8", "replace")
+    return lambda: fixed

@@ -1,6 +1,6 @@
-"""Which stream of which worker goes where: a plan, made before anything is opened.
+"""Plans of the workers' log files and streams, made before anything is opened.
 
-Layout, as torch.distributed.elastic has it::
+The layout is that of torch.distributed.elastic::
 
     <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
 """
@@ -12,25 +12,22 @@ from enum import Enum
 
 from msgspec import Struct
 
-from elastic_aio.logspecs import LogsSpecs, LogsWorker
-from elastic_aio.spec import LogSpec
-from elastic_aio.std import Std
-
-__all__ = ["StreamPlan", "StreamTarget", "WorkerLogs", "attempt_folder", "plan_logs", "run_prefix"]
+from elastic_aio.spec.logs import LogLayout, LogLayoutContext, LogSpec, Std
 
 
 class StreamTarget(Enum):
     """Where a worker's stream goes."""
 
     CONSOLE = "console"
-    """Our own descriptor, inherited."""
+    """The agent's own descriptor, inherited."""
     NOWHERE = "nowhere"
-    """`/dev/null`: a stream that was filtered out."""
+    """`/dev/null`: the stream is filtered out."""
     FILE = "file"
+    """A log file."""
 
 
 class StreamPlan(Struct, frozen=True):
-    """One stream: its target, its file if it has one, and whether that is shown."""
+    """One stream: its target, its file if any, and whether the console shows the file."""
 
     target: StreamTarget
     path: str | None = None
@@ -38,77 +35,74 @@ class StreamPlan(Struct, frozen=True):
 
 
 class WorkerLogs(Struct, frozen=True):
-    """The streams and the error file of one worker; no folder means no files."""
+    """The streams and the error file of one worker; without a directory, no files."""
 
     stdout: StreamPlan
     stderr: StreamPlan
-    folder: str | None
+    directory: str | None
     error_file: str
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the beginning of a run's folder name; what a path cannot hold becomes `_`."""
-    harmless = re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".")
-    # A name has 255 bytes, and some belong to what follows.
-    return harmless.encode()[:200].decode(errors="ignore") + "_"
+    """Return the prefix of a run's directory name; characters unfit for a path become `_`."""
+    safe = re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".")
+    # A file name has at most 255 bytes, and a random suffix follows.
+    return safe.encode()[:200].decode(errors="ignore") + "_"
 
 
-def attempt_folder(run_folder: str, attempt: int) -> str:
-    """Return the folder of one attempt."""
-    return f"{run_folder}/attempt_{attempt}"
+def attempt_directory(run_directory: str, attempt: int) -> str:
+    """Return the directory of one attempt."""
+    return f"{run_directory}/attempt_{attempt}"
 
 
-def plan_logs(spec: LogSpec, run_folder: str | None, attempt: int, local_rank: int) -> WorkerLogs:
+def plan_logs(
+    spec: LogSpec, run_directory: str | None, attempt: int, local_rank: int
+) -> WorkerLogs:
     """Decide where one worker's output goes.
 
-    A tee'd stream is redirected too: the file is what the console copies.  With
-    neither, a stream is inherited.  `local_ranks_filter` mutes the others: their
-    files are complete, but not shown, and inherited streams go nowhere.
-
-    Args:
-        spec: what the user chose.
-        run_folder: folder of the run; None when nothing can or shall be kept.
-        attempt: number of the attempt.
-        local_rank: the worker.
+    A tee'd stream is redirected too: the console shows the file.  A stream that is
+    neither is inherited.  Workers outside `local_ranks_filter` are muted: their files are
+    complete, but not shown, and their other streams go to /dev/null.
+    `run_directory` is None if no files can or shall be kept.
     """
-    if run_folder is None or spec.is_off:
-        chosen = redirected = Std.NONE
-        folder = None
+    if run_directory is None or spec.is_off:
+        tee = redirected = Std.NONE
+        directory = None
     else:
-        chosen = spec.tee.of(local_rank)
-        redirected = spec.redirects.of(local_rank) | chosen
-        folder = f"{attempt_folder(run_folder, attempt)}/{local_rank}"
-    if isinstance(spec, LogsSpecs):
-        return _plug_in_logs(spec, LogsWorker(local_rank, attempt, folder))
-    listed = spec.is_off or not spec.local_ranks_filter or local_rank in spec.local_ranks_filter
+        tee = spec.tee.of(local_rank)
+        redirected = spec.redirects.of(local_rank) | tee
+        directory = f"{attempt_directory(run_directory, attempt)}/{local_rank}"
+    if isinstance(spec, LogLayout):
+        return _plan_layout(spec, LogLayoutContext(local_rank, attempt, directory))
+    is_unmuted = spec.is_off or not spec.local_ranks_filter or local_rank in spec.local_ranks_filter
 
     def stream(bit: Std, name: str) -> StreamPlan:
         if redirected & bit:
-            is_shown = bool(chosen & bit) and listed
-            return StreamPlan(StreamTarget.FILE, f"{folder}/{name}.log", is_shown)
-        return StreamPlan(StreamTarget.CONSOLE if listed else StreamTarget.NOWHERE)
+            is_shown = bool(tee & bit) and is_unmuted
+            return StreamPlan(StreamTarget.FILE, f"{directory}/{name}.log", is_shown)
+        return StreamPlan(StreamTarget.CONSOLE if is_unmuted else StreamTarget.NOWHERE)
 
     return WorkerLogs(
         stdout=stream(Std.OUT, "stdout"),
         stderr=stream(Std.ERR, "stderr"),
-        folder=folder,
-        error_file="" if folder is None else f"{folder}/error.json",
+        directory=directory,
+        error_file="" if directory is None else f"{directory}/error.json",
     )
 
 
-def _plug_in_logs(specs: LogsSpecs, worker: LogsWorker) -> WorkerLogs:
-    chosen = specs.plan(worker)
+def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
+    destinations = layout.plan(context)
 
     def stream(name: str, path: str | None) -> StreamPlan:
         if path is None:
             return StreamPlan(StreamTarget.CONSOLE)
         if path == "/dev/null":
             return StreamPlan(StreamTarget.NOWHERE)
-        return StreamPlan(StreamTarget.FILE, path, name in chosen.shown)
+        return StreamPlan(StreamTarget.FILE, path, name in destinations.shown)
 
     return WorkerLogs(
-        stdout=stream("stdout", chosen.stdout),
-        stderr=stream("stderr", chosen.stderr),
-        folder=worker.folder,
-        error_file=chosen.error_file,
+        stdout=stream("stdout", destinations.stdout),
+        stderr=stream("stderr", destinations.stderr),
+        directory=context.directory,
+        error_file=destinations.error_file,
     )

@@ -1,9 +1,9 @@
-"""The console, written to without ever waiting inside a system call.
+"""The console: standard streams that are written to without blocking the loop.
 
-Our standard output may be a pipe whose reader is stopped, a terminal in scroll
-lock, or closed.  Setting O_NONBLOCK on it would set it for everybody who shares
-the open file (the shell, the workers), so it is opened anew where that is possible
-(pipes, terminals) and sockets are sent to with MSG_DONTWAIT.  Files never block.
+Standard output may be a pipe whose reader is suspended, a terminal in scroll lock, or
+closed.  O_NONBLOCK is a flag of the open file description, which the shell and the
+workers share (open(2)); so pipes and terminals are opened anew where that is possible,
+and sockets are sent to with MSG_DONTWAIT.  Files never block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-__all__ = ["Console", "Sink", "SinkLost", "open_console", "open_sink"]
+from elastic_aio.aio import create_task, set_result_if_pending
 
 _ERASE_LINE = b"\r\x1b[K"
-_USUAL_COLUMNS = 80
+_DEFAULT_COLUMNS = 80
 
 
-class SinkLost(Exception):  # named after what happened
-    """The console takes no more output."""
+class SinkLost(Exception):
+    """The console accepts no more output."""
 
 
 class Sink:
@@ -33,13 +33,13 @@ class Sink:
     def __init__(
         self, name: str, descriptor: int, write: Callable[[bytes | memoryview], int] | None
     ) -> None:
-        """Take over `descriptor`; without `write` the stream is closed from the start."""
+        """Own `descriptor`; `write` None: the stream was closed from the start."""
         self.name = name
         self.lock = asyncio.Lock()
         self.is_terminal = write is not None and os.isatty(descriptor)
         self.written = 0
         self.users = 0
-        self.on_closed: Callable[[], object] = bool  # nobody to tell, as yet
+        self.on_closed: Callable[[], object] = bool  # no callback by default
         self.lost: str | None = None if write else "it is closed"
         self._descriptor = descriptor
         self._write = write
@@ -53,11 +53,13 @@ class Sink:
     async def write(self, data: bytes) -> None:
         """Write all of `data`, waiting while the console is blocked.
 
-        Call it with `lock` held.  When it is cancelled, the next write begins with
-        what is left of this one: a line is never cut.
+        Call it with `lock` held.
+
+        Cancellation: the next write begins with the rest of this one, so that no line is
+        cut.
 
         Raises:
-            SinkLost: the console is closed, or takes no more.
+            SinkLost: the console is closed, or a write failed.
         """
         if self.lost or self._write is None:
             raise SinkLost(self.lost)
@@ -85,16 +87,16 @@ class Sink:
     async def show_frame(self, text: bytes) -> None:
         """Show text that the next write erases; for terminals only."""
         try:
-            columns = os.get_terminal_size(self._descriptor).columns or _USUAL_COLUMNS
+            columns = os.get_terminal_size(self._descriptor).columns or _DEFAULT_COLUMNS
         except OSError:
-            columns = _USUAL_COLUMNS  # it has hung up; the write will tell
+            columns = _DEFAULT_COLUMNS  # the terminal has hung up: the write fails
         # A frame that wraps could not be erased.  Cut characters, not bytes.
-        fitting = text.decode("utf-8", "replace")[: max(columns - 1, 1)].encode()
-        await self.write(_ERASE_LINE + fitting)
+        visible = text.decode("utf-8", "replace")[: max(columns - 1, 1)].encode()
+        await self.write(_ERASE_LINE + visible)
         self._shows_frame = True
 
     def close(self) -> None:
-        """Close our copy of the stream with its last user; the stream itself stays open."""
+        """End one use; the last one closes the sink's descriptor, not the stream itself."""
         self.users -= 1
         if self.users > 0:
             return
@@ -105,17 +107,61 @@ class Sink:
         self.lost = self.lost or "it is closed"
 
     async def _writable(self) -> None:
-        # Through an epoll of its own: libuv sets O_NONBLOCK on whatever it polls, and
-        # a socket's open file is shared with our parent and the workers.
+        # By an epoll instance: libuv sets O_NONBLOCK on each descriptor that it polls, and
+        # a socket's open file description is shared with the parent and the workers.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with select.epoll(1) as writable:
             writable.register(self._descriptor, select.EPOLLOUT)
-            loop.add_reader(writable.fileno(), _set, future)
+            loop.add_reader(writable.fileno(), set_result_if_pending, future, None)
             try:
                 await future
             finally:
                 loop.remove_reader(writable.fileno())
+
+
+class LineWriter:
+    """Writes lines to a sink in the background, in order; the caller never waits."""
+
+    def __init__(self, sink: Sink) -> None:
+        """Write to `sink`, which the caller closes."""
+        self._sink = sink
+        self._lines: list[bytes] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the sink accepts no more output; None while it does."""
+        return self._sink.lost
+
+    def put(self, line: bytes) -> None:
+        """Queue a line, with its newline."""
+        self._lines.append(line)
+        if self._writing is None or self._writing.done():
+            self._writing = create_task(self._write(), name=f"write to {self._sink.name}")
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait until all lines are written.
+
+        After `timeout` seconds without progress the rest is dropped, and False is returned.
+        """
+        while self._writing is not None and not self._writing.done():
+            before = self._sink.written
+            await asyncio.wait([self._writing], timeout=timeout)
+            if not self._writing.done() and self._sink.written == before:
+                self._writing.cancel()
+                await asyncio.wait([self._writing])
+                return False
+        return True
+
+    async def _write(self) -> None:
+        while self._lines:
+            lines, self._lines = self._lines, []
+            async with self._sink.lock:
+                try:
+                    await self._sink.write(b"".join(lines))
+                except SinkLost:
+                    return
 
 
 class Console(Struct, frozen=True):
@@ -125,25 +171,26 @@ class Console(Struct, frozen=True):
     err: Sink
 
     def close(self) -> None:
-        """Close our copies of both."""
+        """Close both sinks; the streams themselves stay open."""
         self.out.close()
         self.err.close()
 
 
-def open_console() -> Console:
-    """Return sinks for descriptors 1 and 2."""
-    return Console(open_sink("stdout", 1), open_sink("stderr", 2))
+def open_console(out: int = 1, err: int = 2) -> Console:
+    """Return sinks for the descriptors of stdout and stderr."""
+    return Console(open_sink("stdout", out), open_sink("stderr", err))
 
 
-# The sinks in use: two writers to one file would split each other's lines.  Files are
-# one for several descriptors with `2>&1` or on a terminal, and for several agents.
+# The sinks in use: two sinks of one file would split each other's lines.  Several
+# descriptors have one file with `2>&1`, on a terminal, and in several agents.
 _sinks: dict[tuple[int, int, int], Sink] = {}
 
 
 def open_sink(name: str, descriptor: int) -> Sink:
-    """Return a sink that writes where `descriptor` does; never fails.
+    """Return the sink of the file of `descriptor`; never fails.
 
-    One file has one sink per event loop: each call must be followed by a `close`.
+    A file has one sink per event loop; each call must be followed by a `close`.  The
+    descriptor itself is not closed; one that is closed already gives a sink that is lost.
     """
     try:
         file = os.fstat(descriptor)
@@ -164,7 +211,7 @@ def _make_sink(name: str, descriptor: int, mode: int) -> Sink:
         try:
             own = os.open(f"/proc/self/fd/{descriptor}", flags)
         except OSError:
-            pass  # another user's pipe or terminal: below, in small portions
+            pass  # another user's pipe or terminal: below, PIPE_BUF at a time
         else:
             return Sink(name, own, lambda data: os.write(own, data))
     try:
@@ -172,12 +219,10 @@ def _make_sink(name: str, descriptor: int, mode: int) -> Sink:
     except OSError:
         return Sink(name, -1, None)
     if stat.S_ISSOCK(mode):
-        connection = socket.socket(fileno=copy)
-        connection.detach()
         return Sink(name, copy, lambda data: _send(copy, data))
     if stat.S_ISREG(mode):
         return Sink(name, copy, lambda data: os.write(copy, data))
-    return Sink(name, copy, lambda data: _write_a_little(copy, data))
+    return Sink(name, copy, lambda data: _write_pipe_buf(copy, data))
 
 
 def _send(descriptor: int, data: bytes | memoryview) -> int:
@@ -188,15 +233,10 @@ def _send(descriptor: int, data: bytes | memoryview) -> int:
         connection.detach()
 
 
-def _write_a_little(descriptor: int, data: bytes | memoryview) -> int:
-    """Write what a ready descriptor takes without blocking: PIPE_BUF bytes (pipe(7))."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    if not poll.poll(0):
+def _write_pipe_buf(descriptor: int, data: bytes | memoryview) -> int:
+    """Write what a ready pipe accepts without blocking: PIPE_BUF bytes (pipe(7))."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    if not poller.poll(0):
         raise BlockingIOError
     return os.write(descriptor, data[: select.PIPE_BUF])
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

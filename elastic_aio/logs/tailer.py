@@ -1,4 +1,4 @@
-"""One growing log file, followed: what is new in it is written to a sink."""
+"""LogTailer: copies one growing log file to a sink, by whole lines."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from elastic_aio.logs.lines import Frame, Lines, LineSplitter, Piece, Span, with_prefix
+from elastic_aio.logs.lines import Frame, Lines, LineSplitter, LongLine, Piece, with_prefix
 from elastic_aio.logs.sink import Sink
 
-__all__ = ["Follower"]
-
-# Smaller than what malloc maps anew each time: half the processor time of 256 KiB.
+# Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
 _CHUNK = 64 * 1024
-# A pipe gets at most one unfinished line (a progress bar) a second from a stream.
+# Seconds between unfinished lines (progress bars) of one file that a pipe gets.
 _FRAME_INTERVAL_S = 1.0
 
 
-class _RestOfSpan(Struct, frozen=True):
-    """What is left of a long line whose prefix has been shown."""
+class _LongLineRest(Struct, frozen=True):
+    """The rest of a long line whose prefix has been written."""
 
     start: int
     end: int
 
 
-class Follower:
-    """Copies one file to one sink, line by line; the file is what remembers."""
+class LogTailer:
+    """Copies one file to one sink; what is not copied yet stays in the file."""
 
     def __init__(self, descriptor: int, sink: Sink, prefix: Callable[[], bytes]) -> None:
-        """Follow the file open as `descriptor`, which this object closes.
+        """Start at the beginning of an open file; this object closes its descriptor.
 
-        `prefix` gives the text before the lines that arrive now.
+        `prefix` returns the prefix of lines that are read now.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -41,33 +39,35 @@ class Follower:
         self._descriptor = descriptor
         self._prefix = prefix
         self._splitter = LineSplitter()
-        # Read but not shown yet; not empty only after a cancellation.
-        self._todo: deque[Piece | _RestOfSpan] = deque()
+        # Read but not written yet; empty except after a cancellation.
+        self._queue: deque[Piece | _LongLineRest] = deque()
         self._pending_frame = b""
         self._shown_frame: bytes | None = None
         self._next_frame_at = 0.0
 
     def __repr__(self) -> str:
         state = "finished" if self.finished.done() else "ending" if self.is_ending else "following"
-        return f"<Follower {state}, {self._splitter!r}>"
+        return f"<LogTailer {state}, {self._splitter!r}>"
 
     async def copy(self) -> bool:
-        """Copy one chunk; tell whether there may be more to copy at once.
+        """Copy one chunk; return whether to call again at once.
 
         Call it with the sink's lock held.
 
+        Cancellation: loses nothing; the next call goes on.
+
         Raises:
-            SinkLost: the console is gone.
+            SinkLost: the console accepts no more output.
             OSError: the file cannot be read.
         """
         await self._show([])
         data = os.pread(self._descriptor, _CHUNK, self._splitter.offset)
         if data:
             await self._show(self._splitter.feed(data))
-            # A file that grows no more wakes nobody: go on until its end is seen.
+            # A file that has stopped growing causes no event: read until its end.
             return len(data) == _CHUNK or self.is_ending
         if os.fstat(self._descriptor).st_size < self._splitter.offset:
-            # Truncated by the worker (it opened /dev/stdout anew, or rotates).
+            # Truncated by the worker (it reopened /dev/stdout, or rotates its log).
             await self._show(self._splitter.finish())
             self._splitter = LineSplitter()
             return True
@@ -78,36 +78,36 @@ class Follower:
 
     @property
     def frame_due_at(self) -> float | None:
-        """Loop time at which a frame that was held back may be shown; None if there is none."""
+        """Loop time at which the pending frame may be shown; None if there is none."""
         return self._next_frame_at if self._pending_frame else None
 
     async def show_pending_frame(self) -> None:
-        """Show the frame that was held back; call it with the sink's lock held."""
+        """Show the pending frame if it is due; call it with the sink's lock held."""
         if frame := self._pending_frame:
             await self._show_frame(frame)
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the file.  Idempotent."""
         if not self.finished.done():
             os.close(self._descriptor)
             self.finished.set_result(None)
 
     async def _show(self, pieces: list[Piece]) -> None:
-        """Show what was left to show, then `pieces`.
+        """Show what a cancelled call has left, then `pieces`.
 
-        A piece leaves the queue before it is written: the sink finishes a write that
-        was cancelled.
+        A piece leaves the queue before it is written: the sink completes a cancelled
+        write.
         """
-        self._todo.extend(pieces)
-        while self._todo:
-            match self._todo.popleft():
+        self._queue.extend(pieces)
+        while self._queue:
+            match self._queue.popleft():
                 case Lines(block):
                     await self._show_lines(block)
-                case Span(start, end):
+                case LongLine(start, end):
                     self._pending_frame, self._shown_frame = b"", None
-                    self._todo.appendleft(_RestOfSpan(start, end))
+                    self._queue.appendleft(_LongLineRest(start, end))
                     await self.sink.write(self._prefix())
-                case _RestOfSpan(start, end):
+                case _LongLineRest(start, end):
                     await self._show_rest(start, end)
                 case Frame(text):
                     await self._show_frame(text)
@@ -124,10 +124,10 @@ class Follower:
 
     async def _show_rest(self, start: int, end: int) -> None:
         data = os.pread(self._descriptor, min(_CHUNK, end - start), start)
-        if data:  # else truncated meanwhile
-            self._todo.appendleft(_RestOfSpan(start + len(data), end))
+        if data:  # else the file was truncated meanwhile
+            self._queue.appendleft(_LongLineRest(start + len(data), end))
             await self.sink.write(data)
-            await asyncio.sleep(0)  # others' turn: a file takes each write at once
+            await asyncio.sleep(0)  # yield to other tasks: a write to a file does not wait
         else:
             await self.sink.write(b"\n")
 

@@ -1,4 +1,4 @@
-"""`spawn` and its context, with the names, messages and manners of torch.multiprocessing."""
+"""`spawn` and its context, with the names, messages and behaviour of torch.multiprocessing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from elastic_aio.agent.crew import CrewRun
-from elastic_aio.agent.work import Crew
-from elastic_aio.aio import see_through
-from elastic_aio.policy import StopPlan, StopStep
-from elastic_aio.spec import Function, LaunchSpec, LogSpec, StartMethod
-
-__all__ = [
-    "ProcessContext",
-    "ProcessException",
-    "ProcessExitedException",
-    "ProcessRaisedException",
-    "spawn",
-    "start_context",
-    "warn_of_start_method",
-]
+from elastic_aio.agent.bare_group import BareGroup
+from elastic_aio.agent.program import PerRankOverrides
+from elastic_aio.aio import run_shielded, running_loop
+from elastic_aio.spec.checks import checked_integer, checked_items
+from elastic_aio.spec.job import Function, LaunchSpec, StartMethod
+from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.stop import StopPlan, StopStep
 
 _GRACE_S = 30.0
 
@@ -31,12 +23,12 @@ _GRACE_S = 30.0
 class ProcessException(Exception):
     """A process of `spawn` has failed.
 
-    `error_index` is its index, `error_pid` (and `pid`, as older versions of torch
-    have it) its process id.
+    `error_index` is its index, `error_pid` its process id (`pid` in older versions of
+    torch).
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
-        """Keep the message and who it was."""
+        """Keep the message and the process."""
         super().__init__(msg)
         self.msg = msg
         self.error_index = error_index
@@ -69,35 +61,35 @@ class ProcessExitedException(ProcessException):
         exit_code: int,
         signal_name: str | None = None,
     ) -> None:
-        """Keep the message, who it was, and how it ended."""
+        """Keep the message, the process, and how it exited."""
         super().__init__(msg, error_index, error_pid)
         self.exit_code = exit_code
         self.signal_name = signal_name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        known = (self.msg, self.error_index, self.error_pid, self.exit_code, self.signal_name)
-        return type(self), known
+        args = (self.msg, self.error_index, self.error_pid, self.exit_code, self.signal_name)
+        return type(self), args
 
 
 class ProcessContext:
     """The processes of `spawn(..., join=False)`.
 
-    Wait for them by `join`, until it returns True or raises.  As an async context
-    manager it stops at the end of the block what still runs.
+    Call `join` until it returns True or raises.  As an async context manager it stops
+    the processes that still run at the end of the block.
     """
 
-    def __init__(self, run: CrewRun) -> None:
+    def __init__(self, group: BareGroup) -> None:
         """Use `spawn` to get one."""
-        self._run = run
+        self._group = group
         self._joined: set[int] = set()
         self._is_over = False
 
     def __repr__(self) -> str:
-        return f"<ProcessContext {self._run!r}>"
+        return f"<ProcessContext {self._group!r}>"
 
     @property
     def is_over(self) -> bool:
-        """Whether everything has ended and was given back."""
+        """Whether all processes have exited and all resources are released."""
         return self._is_over
 
     async def __aenter__(self) -> ProcessContext:
@@ -110,76 +102,81 @@ class ProcessContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop what still runs."""
+        """Stop the processes that still run."""
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop what still runs and give everything back; may be repeated."""
-        await see_through(lambda: self._finish(StopPlan()))
+        """Stop the processes that still run and release everything.  Idempotent."""
+        await run_shielded(lambda: self._finish(StopPlan()))
 
     def pids(self) -> list[int]:
         """Return the process ids in order."""
-        return [pid for _, pid in sorted(self._run.pids().items())]
+        return [pid for _, pid in sorted(self._group.pids().items())]
 
     async def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until processes have ended.
 
-        Returns as soon as at least one more has, or the time is over: True when all
-        are done, False while some remain.  When one has failed the others are
-        stopped and its exception is raised.
+        Returns as soon as at least one more has exited, or the timeout has passed.  If
+        one has failed, the others are stopped and its exception is raised.
+
+        Cancellation: the processes go on.
 
         Args:
-            timeout: seconds; None waits for ever.
-            grace_period: after a failure, seconds in which the others may end by
+            timeout: seconds; None waits without limit.
+            grace_period: after a failure, seconds in which the others may exit by
                 themselves before SIGTERM, and again as many before SIGKILL; None
                 sends SIGTERM at once and SIGKILL after 30 seconds.
 
+        Returns:
+            True if all have exited, False if some still run.
+
         Raises:
             ProcessRaisedException: a function has raised.
-            ProcessExitedException: a process was ended otherwise.
-            asyncio.CancelledError: the caller was cancelled; processes run on.
+            ProcessExitedException: a process exited with a code, or by a signal.
         """
-        run = self._run
-        if len(self._joined) == len(run.ranks):
+        group = self._group
+        if len(self._joined) == len(group.local_ranks):
             return True
-        if not run.ended() - self._joined:
-            await run.next_exit(self._joined, timeout)
-        for rank in sorted(run.ended() - self._joined, key=run.order_of):
+        if not group.exited() - self._joined:
+            await group.wait_exited(len(self._joined) + 1, timeout)
+        for rank in sorted(
+            group.exited() - self._joined, key=lambda rank: group.records[rank].order
+        ):
             self._joined.add(rank)
-            if not run.exit_of(rank).status.is_success:
-                await see_through(lambda: self._stop(grace_period))
+            if not group.records[rank].status.is_success:
+                await run_shielded(lambda: self._stop(grace_period))
                 raise await self._exception(rank)
-        if len(self._joined) < len(run.ranks):
+        if len(self._joined) < len(group.local_ranks):
             return False
-        await see_through(lambda: self._finish(StopPlan()))
+        await run_shielded(lambda: self._finish(StopPlan()))
         return True
 
     async def _stop(self, grace_period: float | None) -> None:
         if grace_period is not None:
-            await self._run.all_ended(grace_period)
+            await self._group.wait_exited(len(self._group.local_ranks), grace_period)
         grace = _GRACE_S if grace_period is None else grace_period
-        self._joined.update(self._run.ranks)
+        self._joined.update(self._group.local_ranks)
         await self._finish(StopPlan((StopStep(signals.SIGTERM, grace),)))
 
     async def _finish(self, plan: StopPlan) -> None:
         if self._is_over:
             return
-        await self._run.stop(plan)
-        await self._run.told()  # before the close, which gives the results back
-        await self._run.close()
+        await self._group.stop(plan)
+        await self._group.results()  # before the close, which releases the results
+        await self._group.close()
         self._is_over = True
 
     async def _exception(self, rank: int) -> ProcessException:
-        run = self._run
-        pid, status = run.pids()[rank], run.exit_of(rank).status
-        told = (await run.told())[rank]
-        if told.is_exception and told.error is not None:
+        group = self._group
+        pid, status = group.records[rank].pid, group.records[rank].status
+        result = (await group.results())[rank]
+        if result.is_exception and result.error is not None:
             text = f"\n\n-- Process {rank:d} terminated with the following error:\n"
-            return ProcessRaisedException(text + (told.error.traceback or ""), rank, pid)
+            return ProcessRaisedException(text + (result.error.traceback or ""), rank, pid)
         if status.signal is not None:
             number = status.signal
-            known = number in set(signals.Signals)
-            name = signals.Signals(number).name if known else f"<Unknown signal {number}>"
+            is_known = number in set(signals.Signals)
+            name = signals.Signals(number).name if is_known else f"<Unknown signal {number}>"
             text = f"process {rank:d} terminated with signal {name}"
             return ProcessExitedException(text, rank, pid, -number, name)
         code = 255 if status.code is None else status.code
@@ -197,13 +194,15 @@ async def spawn(
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` new interpreters, as torch's `spawn` does.
 
-    Another start method is warned of and not taken, as there; see `start_context`.
+    Another start method is ignored with a warning, as in torch; see `start_context` for
+    the arguments.
+
+    Cancellation: no process is left, if `join` is true.
 
     Raises:
         ProcessRaisedException: a function has raised.
-        ProcessExitedException: a process was ended otherwise.
+        ProcessExitedException: a process exited with a code, or by a signal.
         SpecError: a setting cannot be accepted.
-        asyncio.CancelledError: the caller was cancelled; no process is left.
     """
     warn_of_start_method(start_method)
     return await start_context(fn, args, nprocs, join, daemon, "spawn")
@@ -219,13 +218,13 @@ async def start_context(
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` processes: torch.multiprocessing's `start_processes`.
 
-    What the functions return is dropped.
+    The return values of the functions are dropped.  Cancellation: no process is left.
 
     Args:
         fn: the function.
         args: its arguments after the index.
         nprocs: how many processes.
-        join: wait for their end.
+        join: wait until all have exited.
         daemon: mark them as daemons, which may have no multiprocessing children.
         start_method: how they start (see `LaunchSpec`).
 
@@ -234,29 +233,25 @@ async def start_context(
 
     Raises:
         ProcessRaisedException: a function has raised.
-        ProcessExitedException: a process was ended otherwise.
+        ProcessExitedException: a process exited with a code, or by a signal.
         SpecError: a setting cannot be accepted.
-        asyncio.CancelledError: the caller was cancelled; no process is left.
     """
-    if isinstance(nprocs, int) and not isinstance(nprocs, bool) and nprocs == 0:
+    running_loop()
+    own_args = tuple(checked_items("args", args))
+    if checked_integer("nprocs", nprocs, at_least=0) == 0:
         return None
-    spec = LaunchSpec(
-        Function(fn),
-        nproc_per_node=nprocs,
-        logs=LogSpec(log_dir=os.devnull),
-        start_method=start_method,
-    )
-    given = tuple(args)
-    crew = Crew(
-        args=(given,) * nprocs,
+    logs = LogSpec(log_dir=os.devnull)
+    spec = LaunchSpec(Function(fn), nproc_per_node=nprocs, logs=logs, start_method=start_method)
+    overrides = PerRankOverrides(
+        args=(own_args,) * nprocs,
         envs=({},) * nprocs,
         is_quiet=True,
         is_daemon=daemon,
         with_index=True,
     )
-    run = CrewRun(spec, crew)
-    await run.start()
-    context = ProcessContext(run)
+    group = BareGroup(spec, overrides)
+    await group.start()
+    context = ProcessContext(group)
     if not join:
         return context
     async with context:
@@ -266,11 +261,11 @@ async def start_context(
 
 
 def warn_of_start_method(start_method: str) -> None:
-    """Warn the caller's caller, in torch's words, that `spawn` only spawns."""
+    """Warn the caller's caller, with torch's message, that `spawn` only spawns."""
     if start_method != "spawn":
         text = (
             f"This method only supports start_method=spawn (got: {start_method}).\n"
             "To use a different start_method use:\n\t\t"
-            " elastic_aio.processes.start_context(...)"
+            " elastic_aio.multiprocessing.start_context(...)"
         )
         warnings.warn(text, FutureWarning, stacklevel=3)

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from elastic_aio.agent.crew import CrewRun
-from elastic_aio.agent.work import Crew
-from elastic_aio.aio import outlast, owned_task, see_through
+from elastic_aio.agent.bare_group import BareGroup
+from elastic_aio.agent.program import PerRankOverrides
+from elastic_aio.aio import create_task, run_shielded, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
-from elastic_aio.logs.sink import Console
-from elastic_aio.outcome import Failure
-from elastic_aio.policy import StopPlan, StopStep
-from elastic_aio.signames import signal_name
-from elastic_aio.spec import Command, Function, LaunchSpec, LogSpec, StartMethod
-
-__all__ = ["ProcessFailure", "ProcessGroup", "RunProcsResult", "start_processes"]
+from elastic_aio.outcome import Failure, signal_name
+from elastic_aio.spec.checks import checked_console, checked_items
+from elastic_aio.spec.job import Command, Function, LaunchSpec, StartMethod
+from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.stop import StopPlan, StopStep
 
 _GRACE_S = 30.0
 
@@ -29,8 +27,9 @@ _GRACE_S = 30.0
 class ProcessFailure:
     """One process of a group that did not succeed, with torch's field names.
 
-    `exitcode` is negative for signals; `timestamp` is Unix seconds; `failure` is
-    the whole story.
+    `local_rank` and `pid` name the process.  `exitcode` is negative for signals;
+    `error_file` and `message` are of the error it recorded; `timestamp` is Unix seconds;
+    `failure` has all details.
     """
 
     local_rank: int
@@ -42,7 +41,7 @@ class ProcessFailure:
     failure: Failure
 
     def signal_name(self) -> str:
-        """Return the name of the signal that ended it; `<N/A>` when none did."""
+        """Return the name of the signal that killed it; `<N/A>` if it was not a signal."""
         if self.exitcode >= 0 or -self.exitcode not in set(signals.Signals):
             return "<N/A>"
         return signal_name(-self.exitcode)
@@ -54,10 +53,10 @@ class ProcessFailure:
 
 @dataclass(frozen=True, slots=True)
 class RunProcsResult:
-    """What became of a group, by local rank.
+    """The result of a group, by local rank.
 
-    `return_values` are those of functions, None for programs; `stdouts` and
-    `stderrs` are paths, empty where nothing was captured.
+    `return_values` are those of functions, None for programs; `failures` are the processes
+    that failed; `stdouts` and `stderrs` are paths, empty if the stream was not captured.
     """
 
     # Not shown: see `LaunchResult`.
@@ -67,45 +66,47 @@ class RunProcsResult:
     stderrs: Mapping[int, str] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """Tell whether any process has failed."""
+        """Return whether a process has failed."""
         return bool(self.failures)
 
 
-class ProcessGroup:
+class GroupContext:
     """The processes of `start_processes`: an async context manager.
 
-    Entering starts them; leaving stops what still runs, by SIGTERM and after 30
+    Entering starts them; leaving stops those that still run, by SIGTERM and after 30
     seconds SIGKILL.
     """
 
-    def __init__(self, run: CrewRun) -> None:
+    def __init__(self, group: BareGroup) -> None:
         """Use `start_processes` to get one."""
-        self._run = run
+        self._group = group
         self._watching: asyncio.Task[None] | None = None
         self._result: asyncio.Future[RunProcsResult] | None = None
         self._plan = StopPlan()
 
     def __repr__(self) -> str:
-        return f"<ProcessGroup {self._run!r}>"
+        return f"<GroupContext {self._group!r}>"
 
     @property
     def name(self) -> str:
-        """What the group was called."""
-        return self._run.name
+        """Name of the group."""
+        return self._group.name
 
-    async def __aenter__(self) -> ProcessGroup:
+    async def __aenter__(self) -> GroupContext:
         """Start all processes.
+
+        Cancellation: no process is left.
 
         Raises:
             SpecError: a setting does not fit, or something cannot be pickled.
             SpawnError: one could not be started; none is left.
-            SurroundingsError: the machine lacks something.
+            HostError: this host lacks something.
         """
         if self._result is not None:
             raise ValueError("a group of processes is started once; make another one")
-        self._result = asyncio.get_running_loop().create_future()
-        await self._run.start()
-        self._watching = owned_task(self._watch(), name=f"watch {self.name}")
+        self._result = running_loop().create_future()
+        await self._group.start()
+        self._watching = create_task(self._watch(), name=f"watch {self.name}")
         return self
 
     async def __aexit__(
@@ -114,19 +115,19 @@ class ProcessGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop what still runs, and give everything back."""
-        await see_through(self._leave)
+        """Stop the processes that still run, and release everything."""
+        await run_shielded(self._leave)
 
     async def wait(self, timeout: float | None = None) -> RunProcsResult | None:
         """Wait until all have succeeded, or one has failed and the others are stopped.
 
-        Cancelling this wait stops nothing.
+        Cancellation: the processes go on.
 
         Args:
-            timeout: seconds; None and negative numbers wait for ever, 0 only looks.
+            timeout: seconds; None and negative numbers wait without limit, 0 does not wait.
 
         Returns:
-            The result; None when the time is over first.
+            The result; None if the timeout has passed first.
         """
         result = self._started
         if not result.done():
@@ -136,14 +137,14 @@ class ProcessGroup:
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
-        return self._run.pids()
+        return self._group.pids()
 
     async def close(self, signal: int = signals.SIGTERM, timeout: float = _GRACE_S) -> None:
-        """Stop what still runs: `signal`, and after `timeout` seconds SIGKILL."""
+        """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
         self._plan = StopPlan((StopStep(signal, timeout),))
-        self._run.ask_to_stop()
+        self._group.request_stop()
         assert self._watching is not None, "the block has been entered"
-        await outlast(self._watching)
+        await wait_shielded(self._watching)
 
     @property
     def _started(self) -> asyncio.Future[RunProcsResult]:
@@ -152,29 +153,28 @@ class ProcessGroup:
         return self._result
 
     async def _watch(self) -> None:
-        """Wait for the group's end, stop what is left of it, and say what became of it."""
-        run = self._run
-        await run.ended_or_failed()
-        await see_through(lambda: run.stop(self._plan))
-        told = await run.told()
-        failures = await run.failures(told)
-        values = (
-            {} if failures else {rank: told[rank].value if told else None for rank in run.ranks}
-        )
+        """Wait for the end of the group, stop the rest of it, and set the result."""
+        group = self._group
+        await group.wait_exited_or_failed()
+        await run_shielded(lambda: group.stop(self._plan))
+        results = await group.results()
+        failures = await group.failures()
+        logs = {rank: group.records[rank].logs for rank in group.local_ranks}
+        values = {rank: results[rank].value if results else None for rank in group.local_ranks}
         result = RunProcsResult(
-            return_values=values,
-            failures={one.local_rank: _process_failure(one) for one in failures},
-            stdouts={rank: run.logs_of(rank).stdout.path or "" for rank in run.ranks},
-            stderrs={rank: run.logs_of(rank).stderr.path or "" for rank in run.ranks},
+            return_values={} if failures else values,
+            failures={failure.local_rank: _process_failure(failure) for failure in failures},
+            stdouts={rank: log.stdout.path or "" for rank, log in logs.items()},
+            stderrs={rank: log.stderr.path or "" for rank, log in logs.items()},
         )
         if not self._started.done():
             self._started.set_result(result)
 
     async def _leave(self) -> None:
         if self._watching is not None and not self._watching.done():
-            self._run.ask_to_stop()
-            await outlast(self._watching)
-        await self._run.close()
+            self._group.request_stop()
+            await wait_shielded(self._watching)
+        await self._group.close()
 
 
 def _process_failure(failure: Failure) -> ProcessFailure:
@@ -182,11 +182,11 @@ def _process_failure(failure: Failure) -> ProcessFailure:
     error = failure.error
     message = error.message if error else failure.message
     if not message:
-        said = failure.status
+        status = failure.status
         message = (
-            f"Signal {said.signal} ({signal_name(said.signal)}) received by PID {failure.pid}"
-            if said.signal is not None
-            else f"Process {failure.pid} ended with {said}"
+            f"Signal {status.signal} ({signal_name(status.signal)}) received by PID {failure.pid}"
+            if status.signal is not None
+            else f"Process {failure.pid} ended with {status}"
         )
     return ProcessFailure(
         local_rank=failure.local_rank,
@@ -208,19 +208,19 @@ def start_processes(
     *,
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
-    console: Console | None = None,
-) -> ProcessGroup:
+    console: tuple[int, int] | None = None,
+) -> GroupContext:
     """Prepare a group of processes; `async with` starts it.
 
     Args:
-        name: what the group is called, in prefixes too.
+        name: of the group; also the role in the prefixes of lines.
         entrypoint: a function; or a program, alone or with its first arguments.
-        args: arguments by local rank, 0 to n-1.  A program's are made text.
-        envs: variables by local rank, over the inherited environment.
-        logs: where output goes; None leaves it alone.
+        args: arguments by local rank, 0 to n-1.  Those of a program are converted to text.
+        envs: variables by local rank, which override the inherited environment.
+        logs: where output goes; None leaves the streams inherited.
         start_method: how functions start (see `LaunchSpec`).
-        preload: modules for the server of "forkserver".
-        console: where tee'd output goes; None is this process's own.
+        preload: modules that the fork server imports.
+        console: descriptors for the shown stdout and stderr; None is 1 and 2.
 
     Raises:
         SpecError: the ranks of `args` or `envs` are not 0 to n-1, and other settings.
@@ -228,18 +228,20 @@ def start_processes(
     count = len(args)
     _check_ranks("args", args, count)
     _check_ranks("envs", envs, count)
-    what: Function | Command
-    given: list[tuple[Any, ...]] = [tuple(args[rank]) for rank in range(count)]
+    target: Function | Command
+    own_args: list[tuple[Any, ...]] = [
+        tuple(checked_items(f"args[{rank}]", args[rank])) for rank in range(count)
+    ]
     if isinstance(entrypoint, (str, list, tuple)):
-        what = Command((entrypoint,) if isinstance(entrypoint, str) else tuple(entrypoint))
-        given = [tuple(str(one) for one in own) for own in given]
+        target = Command((entrypoint,) if isinstance(entrypoint, str) else tuple(entrypoint))
+        own_args = [tuple(map(str, row)) for row in own_args]
     elif callable(entrypoint):
-        what = Function(entrypoint)
+        target = Function(entrypoint)
     else:
         raise SpecError("entrypoint", entrypoint, "must be a function or a program")
     own_envs = tuple(LaunchSpec(["true"], env=envs[rank]).env for rank in range(count))
     spec = LaunchSpec(
-        what,
+        target,
         nproc_per_node=count,
         role=name,
         logs=logs,
@@ -247,18 +249,18 @@ def start_processes(
         start_method=start_method,
         preload=preload,
     )
-    crew = Crew(args=tuple(given), envs=own_envs)
-    return ProcessGroup(CrewRun(spec, crew, console=console))
+    overrides = PerRankOverrides(args=tuple(own_args), envs=own_envs)
+    return GroupContext(BareGroup(spec, overrides, console=checked_console(console)))
 
 
-def _check_ranks(field: str, given: Mapping[int, Any], count: int) -> None:
-    """Refuse a mapping that does not name each local rank, and none besides."""
+def _check_ranks(field: str, by_rank: Mapping[int, Any], count: int) -> None:
+    """Check that the keys of a mapping are the local ranks 0 to count - 1."""
     expected = set(range(count))
-    if not given or set(given) != expected:
-        missing = sorted(expected - set(given))
-        strange = sorted(set(given) - expected, key=repr)
-        said = [f"misses {missing}"] if missing else []
-        said += [f"has {strange} besides"] if strange else []
-        why = f" (it {' and '.join(said)})" if said else ""
+    if not by_rank or set(by_rank) != expected:
+        missing = sorted(expected - set(by_rank))
+        unknown = sorted(set(by_rank) - expected, key=repr)
+        details = [f"missing: {missing}"] if missing else []
+        details += [f"unknown: {unknown}"] if unknown else []
         ranks = f"0 to {count - 1}" if count else "from 0"
-        raise SpecError(field, sorted(given, key=repr), f"must name the local ranks {ranks}{why}")
+        problem = "; ".join([f"must name the local ranks {ranks}", *details])
+        raise SpecError(field, sorted(by_rank, key=repr), problem)

@@ -1,1 +1,1 @@
-"""Worker processes: started, watched, and stopped with everything they left behind."""
+"""Worker processes: started, watched, and stopped with all their descendants."""

@@ -1,4 +1,4 @@
-"""What the rest of the house knows of a child: how it is asked for, and how it ends."""
+"""The interface of child processes: ChildSpec, Child, ChildExit, Spawner, spawn errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from msgspec import Struct
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 
-__all__ = ["Child", "ChildPlan", "Exit", "Spawner", "check_folder", "check_program", "spawn_error"]
 
+class ChildSpec(Struct, frozen=True):
+    """One child to start, and all that it inherits.
 
-class ChildPlan(Struct, frozen=True):
-    """One child to start: everything it inherits is named here.
-
-    `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and
-    2; they stay the caller's to close.  `pass_fds` are inherited under their own
-    numbers.  Every child leads a session of its own.  `call` is what a forked child
-    runs in place of `argv`; it returns the exit code.
+    `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and 2;
+    the caller closes them.  `pass_fds` are inherited under their own numbers.  Every
+    child leads a session of its own.  A forked child runs `call` in place of `argv`;
+    it returns the exit code.
     """
 
     argv: tuple[str, ...]
@@ -36,9 +34,11 @@ class ChildPlan(Struct, frozen=True):
     call: Callable[[], int] | None = None
 
 
-class Exit(Struct, frozen=True):
-    """How a child ended and when: `at` is in monotonic seconds
-    (not the loop's time, which uvloop keeps in whole milliseconds)."""
+class ChildExit(Struct, frozen=True):
+    """How a child ended, and when: `at` is in seconds of `time.monotonic`.
+
+    (The loop's time would not do: uvloop keeps it in whole milliseconds.)
+    """
 
     status: ExitStatus
     at: float
@@ -46,40 +46,35 @@ class Exit(Struct, frozen=True):
 
 
 class Child(Protocol):
-    """A running or ended child process."""
+    """A child process, running or ended."""
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also the number of its session."""
-        ...
+        """Its process id, which is also the id of its session."""
 
     @property
-    def exited(self) -> asyncio.Future[Exit]:
-        """Done when the process has ended and was reaped; never cancelled by us."""
-        ...
+    def exited(self) -> asyncio.Future[ChildExit]:
+        """Done when the process has ended and was reaped; never cancelled."""
 
     def has_ended(self) -> bool:
-        """Tell whether the process is over, even if nobody has reaped it yet."""
-        ...
+        """Return whether the process has ended, reaped or not."""
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to the process itself; false when it was gone already."""
-        ...
+        """Send a signal to the process itself; return whether it still existed."""
 
 
 class Spawner(Protocol):
     """Starts children."""
 
-    async def __call__(self, plan: ChildPlan) -> Child:
+    async def __call__(self, spec: ChildSpec, /) -> Child:
         """Start one child and return when it runs.
 
         Raises:
-            SpawnError: it could not be started.
+            SpawnError: the child could not be started.
         """
-        ...
 
 
-# What another attempt cannot mend, and what a shell's exit code for it is.
+# Errors that another attempt cannot avoid, with a shell's exit code for each.
 _PERMANENT = {
     errno.ENOENT: 127,
     errno.ENOTDIR: 127,
@@ -94,73 +89,57 @@ _PERMANENT = {
 }
 
 
-def check_program(plan: ChildPlan) -> None:
-    """Look whether a program can be executed, where something else is executed first.
+def check_program(spec: ChildSpec) -> None:
+    """Check that a program can be executed, if a wrapper is executed first.
 
     Raises:
-        SpawnError: as the spawn itself would.
+        SpawnError: the same that a spawn without the wrapper raises.
     """
-    program = plan.argv[0]
+    program = spec.argv[0]
     if os.path.sep in program:
-        found: str | None = os.path.join(plan.cwd or "", program)
+        path: str | None = os.path.join(spec.cwd or "", program)
     else:
-        found = shutil.which(program, os.F_OK, plan.env.get("PATH"))
-    if found is None or not os.path.exists(found):
-        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
-    if os.path.isdir(found) or not os.access(found, os.X_OK):
-        raise spawn_error(PermissionError(errno.EACCES, "not executable"), plan)
-    with open(found, "rb") as file:
-        first = file.read(256).partition(b"\n")[0]
-    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
+        path = shutil.which(program, os.F_OK, spec.env.get("PATH"))
+    if path is None or not os.path.exists(path):
+        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
+    if os.path.isdir(path) or not os.access(path, os.X_OK):
+        raise spawn_error(PermissionError(errno.EACCES, "not executable"), spec)
+    with open(path, "rb") as file:
+        first_line = file.read(256).partition(b"\n")[0]
+    interpreter = first_line[2:].split()[:1] if first_line.startswith(b"#!") else []
     if interpreter and not os.path.exists(interpreter[0]):
-        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), plan)
+        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
 
 
-def check_folder(plan: ChildPlan) -> None:
-    """Look whether a child may begin in its folder, where that is a forked child's own doing.
+def check_directory(spec: ChildSpec) -> None:
+    """Check that a forked child can enter its working directory.
 
     Raises:
-        SpawnError: as a spawn would.
+        SpawnError: the same that a spawn raises.
     """
-    if plan.cwd is not None and not (os.path.isdir(plan.cwd) and os.access(plan.cwd, os.X_OK)):
-        raise spawn_error(OSError(errno.ENOENT, "no folder"), plan)
+    if spec.cwd is not None and not (os.path.isdir(spec.cwd) and os.access(spec.cwd, os.X_OK)):
+        raise spawn_error(OSError(errno.ENOENT, "no such directory"), spec)
 
 
-def spawn_error(error: OSError, plan: ChildPlan) -> SpawnError:
-    """Say in one line why a child could not be started."""
-    program = plan.argv[0]
-    code = error.errno or 0
-    if plan.cwd is not None and not os.path.isdir(plan.cwd):
-        reason = "is not a folder" if os.path.exists(plan.cwd) else "does not exist"
-        return SpawnError(
-            f"cannot run {program}: its working directory {plan.cwd} {reason}",
-            permanent=True,
-            exit_code=126,
-        )
-    if plan.cwd is not None and not os.access(plan.cwd, os.X_OK):
-        return SpawnError(
-            f"cannot run {program}: its working directory {plan.cwd} may not be entered",
-            permanent=True,
-            exit_code=126,
-        )
-    where = os.path.join(plan.cwd or "", program)
-    if code == errno.ENOENT and os.path.sep in program and os.path.exists(where):
-        return SpawnError(
-            f"cannot run {program}: its interpreter (the first line, after #!) does not exist",
-            permanent=True,
-            exit_code=126,
-        )
-    if code == errno.E2BIG:
-        size = sum(len(part) + 1 for part in plan.argv)
-        size += sum(len(name) + len(value) + 2 for name, value in plan.env.items())
-        return SpawnError(
-            f"cannot run {program}: its arguments and environment ({size} bytes) are too long",
-            permanent=True,
-            exit_code=126,
-        )
-    said = "command not found" if code == errno.ENOENT else (os.strerror(code) or str(error))
-    return SpawnError(
-        f"cannot run {program}: {said[:1].lower() + said[1:]}",
-        permanent=code in _PERMANENT,
-        exit_code=_PERMANENT.get(code, 1),
-    )
+def spawn_error(error: OSError, spec: ChildSpec) -> SpawnError:
+    """Return a `SpawnError` with one line that says why a child could not be started."""
+    program, code = spec.argv[0], error.errno or 0
+    path = os.path.join(spec.cwd or "", program)
+    is_permanent, exit_code = True, 126
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        problem = "is not a directory" if os.path.exists(spec.cwd) else "does not exist"
+        reason = f"its working directory {spec.cwd} {problem}"
+    elif spec.cwd is not None and not os.access(spec.cwd, os.X_OK):
+        reason = f"its working directory {spec.cwd} cannot be entered"
+    elif code == errno.ENOENT and os.path.sep in program and os.path.exists(path):
+        reason = "its interpreter (the first line, after #!) does not exist"
+    elif code == errno.E2BIG:
+        size = sum(len(part) + 1 for part in spec.argv)
+        size += sum(len(name) + len(value) + 2 for name, value in spec.env.items())
+        reason = f"its arguments and environment ({size} bytes) are too long"
+    else:
+        reason = "command not found" if code == errno.ENOENT else (os.strerror(code) or str(error))
+        reason = reason[:1].lower() + reason[1:]
+        is_permanent, exit_code = code in _PERMANENT, _PERMANENT.get(code, 1)
+    message = f"cannot run {program}: {reason}"
+    return SpawnError(message, permanent=is_permanent, exit_code=exit_code)

@@ -1,16 +1,19 @@
-"""What a function worker is to call, pickled into a memory file before anything starts.
+"""Calls of functions in worker processes: how a call is passed and its `CallResult` is read.
 
-Plain pickle where it suffices; it keeps a worker's start cheap.  cloudpickle, where
-it is installed, takes what plain pickle cannot: closures, lambdas, and functions of
-a main module that no other process can import (notebooks, interactive sessions,
-`python -c`).
+A call is pickled into a memory file before anything starts.  Plain pickle where it
+suffices keeps a worker's start cheap.  cloudpickle, where it is installed, takes what
+plain pickle cannot: closures, lambdas, and functions of a main module that no other
+process can import (notebooks, interactive sessions, `python -c`).
 
-A worker imports the parent's main script only if the call refers to it: that is
-what functions defined there need, and all others are spared its cost.
+A worker imports the parent's main script only if the call refers to it: functions
+defined there need that, and all others are spared its cost.
 
 multiprocessing's queues, locks, events and shared memory may be arguments: pickling
-happens inside its own "spawning" context, which hands us the descriptors that the
-worker must inherit, as `multiprocessing.Process` does it.
+happens inside its own "spawning" context, as in `multiprocessing.Process`; that context
+collects the descriptors that the worker must inherit.
+
+A worker writes its result into another memory file (`worker.bootstrap` has the
+format), which is read after the worker has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from __future__ import annotations
 import copyreg
 import io
 import os
-import pickle
 import subprocess
 import sys
 from collections import ChainMap
@@ -28,39 +30,59 @@ from typing import Any
 
 from msgspec import Struct
 
-from elastic_aio.errors import SpecError, SurroundingsError
+from elastic_aio.aio import run_in_thread
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.outcome import WorkerError
+from elastic_aio.text import one_line
 from elastic_aio.worker import bootstrap
 
-__all__ = ["Payload", "argv_of", "interpreter_flags", "make_payload", "memory_file"]
-
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
+# From this size on, a result is unpickled in a thread: about a millisecond.
+_LARGE = 1 << 20
 
 
 class Payload(Struct, frozen=True):
-    """A call that is ready: the descriptor of its memory file, and those it needs."""
+    """A pickled call: the descriptor of its memory file, and those that it refers to."""
 
     descriptor: int
     inherited: tuple[int, ...]
 
     def close(self) -> None:
-        """Give the memory file back; workers that run have their own."""
+        """Close the memory file; workers that have started hold it open themselves."""
         os.close(self.descriptor)
+
+
+class CallResult(Struct, frozen=True):
+    """How a worker's call ended; `kind` is one of `worker.bootstrap`'s.
+
+    `error` is set when the call raised.  `problem` says why there is no value.
+    """
+
+    kind: int
+    value: Any = None
+    error: WorkerError | None = None
+    problem: str = ""
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether an Exception ended the call, and not another BaseException."""
+        return self.kind == bootstrap.RAISED
 
 
 def memory_file(name: str) -> int:
     """Return the descriptor of a new, empty file in memory.
 
     Raises:
-        SurroundingsError: there is no descriptor left.
+        HostError: the kernel has none, or no descriptor is left.
     """
     try:
         return os.memfd_create(f"elastic_aio-{name}", os.MFD_CLOEXEC)
     except OSError as error:
-        raise SurroundingsError(f"cannot make an anonymous file: {error.strerror}") from error
+        raise HostError(f"cannot create an anonymous file: {error.strerror}") from error
 
 
-def argv_of(python: str, payload: Payload, result: int, index: int) -> tuple[str, ...]:
-    """Return the command of one worker, with the flags of this interpreter."""
+def call_argv(python: str, payload: Payload, result: int, index: int) -> tuple[str, ...]:
+    """Return the command of one worker; `result` is a descriptor of a memory file."""
     numbers = (str(payload.descriptor), str(result), str(index))
     return (python, *interpreter_flags(), "-u", bootstrap.MAIN, *numbers)
 
@@ -69,6 +91,9 @@ def interpreter_flags() -> list[str]:
     """Return the flags of this interpreter that its workers should have too."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing's too
     return flags
+
+
+# ------------------------------------------------------------------------ the call
 
 
 def make_payload(
@@ -82,25 +107,25 @@ def make_payload(
     """Pickle a call.
 
     Args:
-        function: what workers call.
-        args: its positional arguments.
-        is_quiet: print no traceback, which the result carries anyway; drop values.
+        function: the function that workers call.
+        args: its arguments.
+        is_quiet: print no traceback, which the result has anyway; drop values.
         is_daemon: mark the workers as daemons for multiprocessing.
         with_index: put the worker's index before the arguments.
 
     Raises:
-        SpecError: it cannot be pickled; names what.
-        SurroundingsError: there is no descriptor left.
+        SpecError: the function or an argument, which it names, cannot be pickled.
+        HostError: no descriptor is left.
     """
     inherited: list[int] = []
     plain = _plain_call(function, tuple(args))
     if plain is None:
         with _spawning(inherited):
-            body = _pickled(function, tuple(args))
+            body = _pickle_call(function, tuple(args))
     else:
         body = b""
     header: dict[str, Any] = {
-        "path": [one or os.getcwd() for one in sys.path],
+        "path": [entry or os.getcwd() for entry in sys.path],
         "argv": list(sys.argv),
         "python": sys.executable,
         "is_quiet": is_quiet,
@@ -110,7 +135,7 @@ def make_payload(
     if _refers_to_main(body):
         header["main"] = _main_script()
     if b"multiprocessing" in body:
-        header["mp"] = _multiprocessing(inherited)
+        header["mp"] = _multiprocessing_settings(inherited)
     descriptor = memory_file("call")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -118,60 +143,61 @@ def make_payload(
                 file.write(part)
     except OSError as error:
         os.close(descriptor)
-        raise SurroundingsError(f"cannot keep a call in memory: {error.strerror}") from error
+        raise HostError(f"cannot keep a call in memory: {error.strerror}") from error
     return Payload(descriptor, tuple(dict.fromkeys(inherited)))
 
 
 def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return what needs no pickle: module, name and plain arguments; else None."""
+    """Return module, name and arguments of a call that needs no pickle; else None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or not bootstrap.is_plain(args):
         return None
     if module in ("__main__", "__mp_main__"):
         return None
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return (module, name, args) if found is function else None
+        value = getattr(value, part, None)
+    return (module, name, args) if value is function else None
 
 
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        body = _dumped(pickle.Pickler, (function, args))
+        body = _pickle((function, args))
         if not _refers_to_main(body) or _main_script() is not None:
             return body
         reason = "the main module of this session cannot be imported by a worker"
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
-        reason = _short(error)
+        reason = one_line(str(error)) or type(error).__name__
     try:
         import cloudpickle
     except ImportError:
-        raise _refused(function, args, f"{reason}; {_HINT}") from None
+        raise _unpicklable(function, args, f"{reason}; {_HINT}") from None
     try:
-        return _dumped(cloudpickle.Pickler, (function, args))
+        return _pickle((function, args), cloudpickle.Pickler)
     except Exception as error:
-        raise _refused(function, args, _short(error)) from error
+        raise _unpicklable(function, args, one_line(str(error)) or type(error).__name__) from error
 
 
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _refused(function: Callable[..., Any], args: tuple[Any, ...], reason: str) -> SpecError:
-    """Name the argument that cannot be pickled, or else the function."""
-    for position, one in enumerate(args):
+def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], reason: str) -> SpecError:
+    """Return an error that names the argument that cannot be pickled, or else the function."""
+    for position, argument in enumerate(args):
         try:
-            _dumped(pickle.Pickler, one)
+            _pickle(argument)
         except Exception as error:  # noqa: BLE001  # as above
-            return SpecError(f"args[{position}]", one, f"must be picklable ({_short(error)})")
-    return SpecError("entrypoint", function, f"must be picklable ({reason})")
+            problem = f"cannot be pickled: {(one_line(str(error)) or type(error).__name__)}"
+            return SpecError(f"args[{position}]", argument, problem)
+    return SpecError("entrypoint", function, f"cannot be pickled: {reason}")
 
 
-def _dumped(kind: Any, value: object) -> bytes:
+def _pickle(value: object, pickler_type: Any = None) -> bytes:
+    if pickler_type is None:
+        import pickle  # here: jobs that run commands need none
+
+        pickler_type = pickle.Pickler
     buffer = io.BytesIO()
-    pickler = kind(buffer, 5)
-    # Connections, arrays in shared memory and torch's tensors tell multiprocessing
-    # how they travel.
+    pickler = pickler_type(buffer, 5)
+    # Connections, arrays in shared memory and torch's tensors register their reducers
+    # with multiprocessing.
     if reduction := sys.modules.get("multiprocessing.reduction"):
         table = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
         pickler.dispatch_table = ChainMap(reduction.ForkingPickler._extra_reducers, table)
@@ -179,8 +205,8 @@ def _dumped(kind: Any, value: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Spawning:
-    """What multiprocessing's objects meet while they are pickled: collects descriptors."""
+class _SpawningPopen:
+    """Stands for multiprocessing's Popen while its objects are pickled: collects descriptors."""
 
     DupFd = bootstrap.InheritedDescriptor
 
@@ -198,15 +224,15 @@ def _spawning(descriptors: list[int]) -> Iterator[None]:
     if context is None:
         yield
         return
-    former = context.get_spawning_popen()
-    context.set_spawning_popen(_Spawning(descriptors))
+    previous = context.get_spawning_popen()
+    context.set_spawning_popen(_SpawningPopen(descriptors))
     try:
         yield
     finally:
-        context.set_spawning_popen(former)
+        context.set_spawning_popen(previous)
 
 
-def _multiprocessing(inherited: list[int]) -> Mapping[str, Any]:
+def _multiprocessing_settings(inherited: list[int]) -> Mapping[str, Any]:
     from multiprocessing import resource_tracker
     from multiprocessing.process import current_process
 
@@ -232,3 +258,36 @@ def _main_script() -> tuple[str | None, str | None] | None:
     if not path or not os.path.exists(path) or "_pyrepl" in path:
         return None
     return None, os.path.abspath(path)
+
+
+# ---------------------------------------------------------------------- the result
+
+
+async def read_call_result(descriptor: int) -> CallResult:
+    """Read a worker's result; never fails.
+
+    Cancellation: leaves the descriptor as it was.  Idempotent; safe to call again.
+    """
+    if os.fstat(descriptor).st_size < _LARGE:
+        return _read(descriptor)
+    return await run_in_thread(_read, descriptor)
+
+
+def _read(descriptor: int) -> CallResult:
+    # Workers pickle the main script's classes under multiprocessing's name for it.
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+    try:
+        kind, content = bootstrap.read_result(descriptor)
+    except Exception as error:  # noqa: BLE001  # unpickling runs code of the user's
+        name = type(error).__name__
+        return CallResult(
+            bootstrap.VALUE, problem=f"its value cannot be unpickled here: {name}: {error}"
+        )
+    if kind == bootstrap.VALUE:
+        return CallResult(kind, value=content)
+    if kind in (bootstrap.RAISED, bootstrap.RAISED_BASE):
+        message, traceback, timestamp = content
+        return CallResult(kind, error=WorkerError(message, traceback, timestamp, ""))
+    if kind in (bootstrap.UNPICKLABLE, bootstrap.EXITED):
+        return CallResult(kind, problem=content[0])
+    return CallResult(kind)

@@ -1,20 +1,20 @@
-"""Children from an argv, on any loop: two ways to spawn behind one `Child`.
+"""Children from an argv, on any event loop: two ways to spawn behind one `Child`.
 
-On a **stock loop** children come from `asyncio.create_subprocess_exec`, through
-public API only.  There asyncio reaps: its return code is taken, and a pidfd that we
-open ourselves serves only to signal without racing the reaper (`send_signal` of
-asyncio can hit a recycled pid before Python 3.13).  A worker that exits at once
-may be reaped before the pidfd is opened; then there is none, and nothing left to
-signal.  Our own descriptors are handed over, never PIPE: `Process.wait()` on pipes
-waits for their end of file, which a grandchild can hold back.
+On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public
+API only.  There asyncio reaps: its return code is taken, and a pidfd that is opened
+here serves only to signal without racing the reaper (asyncio's `send_signal` can hit a
+recycled pid before Python 3.13).  A child that exits at once may be reaped before the
+pidfd is opened; then there is none, and nothing left to signal.  Descriptors are handed
+over, never PIPE: `Process.wait()` on pipes waits for their end of file, which a
+grandchild can hold back.
 
-On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by
-pidfd and reaped by `wait4`, which also tells what they used.  uvloop's own
-subprocess is unfit for supervision: it ignores `close_fds`, it forks the whole
-address space with the loop blocked (76 ms with a parent of 2 GB, where `Popen`
-takes 1 ms by vfork), and it hangs when anybody else reaps.
+On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd
+and reaped by `wait4`, which also reports their resource usage.  uvloop's own subprocess
+is unfit for supervision: it ignores `close_fds`, it forks the whole address space while
+the loop is blocked (76 ms with a parent of 2 GB, where `Popen` takes 1 ms by vfork), and
+it hangs if other code reaps the child.
 
-Neither uses `preexec_fn` (it forbids vfork) or PR_SET_PDEATHSIG (it fires when the
+Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (it fires when the
 spawning *thread* ends, and grandchildren do not inherit it): see `guardian`.
 """
 
@@ -24,121 +24,102 @@ import asyncio
 import os
 import subprocess
 import time
+from typing import Any
 
-from elastic_aio.aio import owned_task
+from elastic_aio.aio import create_task
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import exits, sweep
-from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner, spawn_error
-from elastic_aio.process.reaped import ReapedChild, story
-
-__all__ = ["command_spawner", "spawn_with_asyncio", "spawn_with_popen"]
+from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
+from elastic_aio.process.exits import PidfdChild, ReapedChild
 
 
 def command_spawner(loop: asyncio.AbstractEventLoop) -> Spawner:
-    """Return the way to spawn that fits `loop`."""
+    """Return the spawner for `loop`."""
     return spawn_with_asyncio if isinstance(loop, asyncio.SelectorEventLoop) else spawn_with_popen
 
 
-async def spawn_with_asyncio(plan: ChildPlan) -> Child:
+def _options(spec: ChildSpec) -> dict[str, Any]:
+    return {
+        "env": dict(spec.env),
+        "cwd": spec.cwd,
+        "stdin": spec.stdin,
+        "stdout": spec.stdout,
+        "stderr": spec.stderr,
+        "pass_fds": spec.pass_fds,
+        "start_new_session": True,
+    }
+
+
+async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """Start a child through asyncio, which will reap it.
 
     Raises:
-        SpawnError: it could not be started.
+        SpawnError: the child could not be started.
     """
     try:
-        process = await asyncio.create_subprocess_exec(
-            *plan.argv,
-            env=dict(plan.env),
-            cwd=plan.cwd,
-            stdin=plan.stdin,
-            stdout=plan.stdout,
-            stderr=plan.stderr,
-            pass_fds=plan.pass_fds,
-            start_new_session=True,
-        )
+        process = await asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
     except OSError as error:
-        raise spawn_error(error, plan) from error
+        raise spawn_error(error, spec) from error
     try:
         return _AsyncioChild(process)
     except OSError as error:  # no descriptor left for the pidfd
         process.kill()
-        await process.wait()  # it has been killed: this returns at once
-        raise spawn_error(error, plan) from error
+        await process.wait()  # it was killed: this returns at once
+        raise spawn_error(error, spec) from error
 
 
-class _AsyncioChild:
+class _AsyncioChild(PidfdChild):
     """A child that asyncio reaps."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process.pid, _open_pidfd(process.pid))
         self._process = process
-        self._pidfd = self._open_pidfd()
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._wait()
 
-    def __repr__(self) -> str:
-        return story(self)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def has_ended(self) -> bool:
-        return self._pidfd is None or exits.has_ended(self._pidfd)
-
-    def send_signal(self, number: int) -> bool:
-        return self._pidfd is not None and sweep.send(self._pidfd, number)
-
-    def _open_pidfd(self) -> int | None:
-        try:
-            descriptor = os.pidfd_open(self._process.pid)
-        except ProcessLookupError:
-            return None  # asyncio has reaped it already
-        # The pid may even be somebody else's by now: only our own child can be waited for.
-        if exits.is_reaped(descriptor):
-            os.close(descriptor)
-            return None
-        return descriptor
-
     def _wait(self) -> None:
-        name = f"exit of {self._process.pid}"
-        self._waiter = owned_task(self._process.wait(), name=name)
-        self._waiter.add_done_callback(self._on_waited)
+        self._wait_task = create_task(self._process.wait(), name=f"exit of {self.pid}")
+        self._wait_task.add_done_callback(self._on_waited)
 
-    def _on_waited(self, waiter: asyncio.Task[int]) -> None:
-        if waiter.cancelled():
-            # The loop is being shut down around us, and the stop plan that runs
-            # right now learns only from here that the child is gone.
+    def _on_waited(self, task: asyncio.Task[int]) -> None:
+        if task.cancelled():
+            # The loop shuts down and cancels all tasks, while the stop of the tree still
+            # waits for this exit.
             self._wait()
             return
-        status = ExitStatus.from_returncode(waiter.result())
-        if self._pidfd is not None:
+        if self._pidfd >= 0:
             os.close(self._pidfd)
-            self._pidfd = None
-        self.exited.set_result(Exit(status, time.monotonic()))
+            self._pidfd = -1
+        status = ExitStatus.from_returncode(task.result())
+        self.exited.set_result(ChildExit(status, time.monotonic()))
 
 
-async def spawn_with_popen(plan: ChildPlan) -> Child:
-    """Start a child that we watch by pidfd and reap ourselves.
+def _open_pidfd(pid: int) -> int:
+    """Return a pidfd of a child; -1 if asyncio has reaped it already."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    try:
+        # The pid may even be another process's by now: only our own child can be waited for.
+        os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+async def spawn_with_popen(spec: ChildSpec) -> Child:
+    """Start a child that is watched by pidfd and reaped here.
 
     Raises:
-        SpawnError: it could not be started.
+        SpawnError: the child could not be started.
     """
     try:
-        process = subprocess.Popen(  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
-            plan.argv,
-            env=dict(plan.env),
-            cwd=plan.cwd,
-            stdin=plan.stdin,
-            stdout=plan.stdout,
-            stderr=plan.stderr,
-            pass_fds=plan.pass_fds,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(spec.argv, **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
     except OSError as error:
-        raise spawn_error(error, plan) from error
+        raise spawn_error(error, spec) from error
     try:
-        return ReapedChild(process.pid, told=lambda code: setattr(process, "returncode", code))
+        return ReapedChild(process.pid, on_reaped=lambda code: setattr(process, "returncode", code))
     except OSError as error:  # no descriptor left for the pidfd
         process.kill()
-        process.wait()  # it has been killed: this returns at once
-        raise spawn_error(error, plan) from error
+        process.wait()  # it was killed: this returns at once
+        raise spawn_error(error, spec) from error

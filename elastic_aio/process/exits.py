@@ -1,65 +1,122 @@
-"""Waiting for the end of a process by its pidfd: no thread, no signal, no poll."""
+"""Exits of processes, by pidfd: no thread, no signal handler, no polling."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
+import time
 from collections.abc import Callable
+from resource import struct_rusage
 
-__all__ = ["ExitWatch", "has_ended", "is_reaped"]
+from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.process import proc_scan
+from elastic_aio.process.base import ChildExit
 
-_PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
+class PidfdWatch:
+    """Calls back once when the process of a pidfd ends; owns the descriptor.
 
-class ExitWatch:
-    """Calls back once when the process behind a pidfd ends; owns the descriptor.
-
-    The process need not be a child.  The callback runs on the loop that was
-    running when the watch was made.
+    The process need not be a child.  The callback runs on the loop in which the watch was
+    created.
     """
 
-    def __init__(self, descriptor: int, ended: Callable[[], None]) -> None:
-        """Watch `descriptor`, which this object closes, and call `ended`."""
-        self._descriptor = descriptor
-        self._ended = ended
+    def __init__(self, descriptor: int, on_end: Callable[[], None]) -> None:
+        """Watch `descriptor`, which this object closes, and call `on_end`."""
+        self.descriptor = descriptor
+        """The pidfd; -1 after the end of the process or `close`."""
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(descriptor, self._on_readable)
 
     def __repr__(self) -> str:
-        return f"<ExitWatch {'done' if self._descriptor < 0 else f'on {self._descriptor}'}>"
-
-    @property
-    def descriptor(self) -> int:
-        """The pidfd; -1 once the watch is over."""
-        return self._descriptor
+        return f"<PidfdWatch {'done' if self.descriptor < 0 else f'on {self.descriptor}'}>"
 
     def close(self) -> None:
-        """End the watch; the callback will not run any more."""
-        if self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """End the watch: the callback does not run any more.  Idempotent."""
+        if self.descriptor >= 0:
+            self._loop.remove_reader(self.descriptor)
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def _on_readable(self) -> None:
-        # Before the close: whoever reaps by pidfd still needs it.
+        # Before the close: the callback may reap by the pidfd.
         try:
-            self._ended()
+            self._on_end()
         finally:
             self.close()
 
 
-def is_reaped(descriptor: int) -> bool:
-    """Tell whether the process behind a pidfd is no child of ours, or not any more."""
-    try:
-        os.waitid(os.P_PIDFD, descriptor, _PEEK)
-    except ChildProcessError:
-        return True
-    return False
-
-
 def has_ended(descriptor: int) -> bool:
-    """Tell whether the child behind a pidfd is over, without reaping it."""
-    try:
-        return os.waitid(os.P_PIDFD, descriptor, _PEEK) is not None
-    except ChildProcessError:
-        return True  # somebody has reaped it
+    """Return whether the process of a pidfd has ended, reaped or not; reaps nothing."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+class PidfdChild:
+    """A child with a pidfd (-1 after its end), through which signals are sent."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
+        self._pidfd = pidfd
+
+    def __repr__(self) -> str:
+        state = str(self.exited.result().status) if self.exited.done() else "running"
+        return f"<Child {self.pid}: {state}>"
+
+    def has_ended(self) -> bool:
+        return self._pidfd < 0 or has_ended(self._pidfd)
+
+    def send_signal(self, number: int) -> bool:
+        # A zombie accepts signals too (kill(2)), so the check comes first.
+        return not self.has_ended() and proc_scan.send(self._pidfd, number)
+
+
+class ReapedChild(PidfdChild):
+    """A child that is watched by pidfd and reaped here, by `wait4`."""
+
+    def __init__(self, pid: int, *, on_reaped: Callable[[int], object] = bool) -> None:
+        """Watch a child that has just been started.
+
+        Args:
+            pid: the child.
+            on_reaped: called with the return code (minus the signal's number if a
+                signal ended it).
+
+        Raises:
+            OSError: no descriptor is left for the pidfd.
+        """
+        # Nothing else reaps it, so the pid is still this child's.
+        super().__init__(pid, os.pidfd_open(pid))
+        self._on_reaped = on_reaped
+        PidfdWatch(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        self._pidfd = -1  # the watch closes it
+        usage = None
+        try:
+            _, wait_status, rusage = os.wait4(self.pid, 0)
+        except ChildProcessError:
+            status = ExitStatus()  # the embedding program reaps all children
+            code = 255
+        else:
+            code = os.waitstatus_to_exitcode(wait_status)
+            status = ExitStatus.from_returncode(code)
+            usage = usage_of(rusage)
+        self._on_reaped(code)
+        self.exited.set_result(ChildExit(status, time.monotonic(), usage))
+
+
+def usage_of(rusage: struct_rusage) -> ResourceUsage:
+    """Return the resource usage of a reaped process."""
+    return ResourceUsage(
+        user_s=rusage.ru_utime,
+        system_s=rusage.ru_stime,
+        max_rss_bytes=rusage.ru_maxrss * 1024,  # getrusage(2): kilobytes on Linux
+        minor_faults=rusage.ru_minflt,
+        major_faults=rusage.ru_majflt,
+        voluntary_switches=rusage.ru_nvcsw,
+        involuntary_switches=rusage.ru_nivcsw,
+    )

@@ -1,18 +1,18 @@
-"""Python workers forked by a server that has imported what they need: restarts cost no import.
+"""The client of the fork server: workers forked from a process with their imports done.
 
-The server (`forkserver_main`) is a child of ours.  It takes any plan whose command
-is Python code that we know how to run: our own bootstrap, a script, a module.  A
-request is a memory file with the plan, and the worker's descriptors, all in one
-message; they keep their new numbers there, since what the server has preloaded may
-use the old ones.
+The server (`forkserver_main`) is a child of ours.  It takes any `ChildSpec` whose
+command is Python code that it can run: the bootstrap of functions, a script, a module.
+A request is one message with a memory file, which holds the command, and the worker's
+descriptors; these keep their new numbers in the worker, since modules that the server
+has imported may use the old ones.
 
-With "started" comes a pidfd that the server has opened before it could reap; so the
-number cannot be somebody else's.  The exit's status comes from the server, which is
-the parent.  When the server is lost, exits are seen by pidfd and their status is
-lost too, and the next start makes another server.
+The "started" reply brings a pidfd that the server has opened before it could reap, so
+the pid cannot have been used again.  The exit status comes from the server, which is the
+parent.  If the server ends, exits are seen by pidfd, their status is unknown, and the
+next spawn starts another server.
 
-A forked worker shows the server's environment in `/proc`; hence the server carries
-the job's marker, and the process tree is told to spare it.
+A forked worker has the server's environment in /proc; so the server has the job's
+marker, and the process tree excludes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import collections
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import sys
@@ -30,22 +29,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_aio.errors import SpawnError, SurroundingsError
+from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import sweep
-from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner, check_folder, spawn_error
-from elastic_aio.process.exits import ExitWatch
-from elastic_aio.process.payload import interpreter_flags, memory_file
-from elastic_aio.process.reaped import story, usage_of
-
-__all__ = ["ForkServer"]
+from elastic_aio.process.base import (
+    Child,
+    ChildExit,
+    ChildSpec,
+    Spawner,
+    check_directory,
+    spawn_error,
+)
+from elastic_aio.process.calls import interpreter_flags, memory_file
+from elastic_aio.process.exits import PidfdChild, PidfdWatch, usage_of
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")
 _MESSAGE_MAX = 1 << 16
 
 
 class ForkServer:
-    """A spawner of Python workers, and the server behind it; must be closed."""
+    """A spawner of Python workers, and its server process; must be closed."""
 
     def __init__(
         self,
@@ -59,17 +61,15 @@ class ForkServer:
         streams: tuple[int, int, int],
         on_started: Callable[[int], None],
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Configure; nothing is started yet.
 
         Args:
-            spawner: starts the server.
             python: its interpreter.
-            path: where it finds the modules.
+            path: its `sys.path`.
             preload: modules that it imports.
             env: its environment, with the job's marker.
-            cwd: its working directory.
-            streams: its standard streams; stay the caller's to close.
-            on_started: told the server's pid when it runs.
+            streams: its standard streams; the caller closes them.
+            on_started: called with the server's pid when it runs.
         """
         self._spawner = spawner
         self._python = python
@@ -78,216 +78,188 @@ class ForkServer:
         self._cwd = cwd
         self._streams = streams
         self._on_started = on_started
-        self._link: _Link | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._channel: _Channel | None = None
+        self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"<ForkServer {self._link}>"
+        return f"<ForkServer {self._channel}>"
 
     async def start(self) -> None:
-        """Start the server; its imports go on after that.
+        """Start the server; it goes on importing after that.
 
         Raises:
-            SpawnError: it could not be started.
+            SpawnError: the server could not be started.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = -1
         try:
             settings = memory_file("settings")
             os.write(settings, pickle.dumps(self._settings))
-            numbers = (str(theirs.fileno()), str(settings))
+            numbers = (str(server_end.fileno()), str(settings))
             stdin, stdout, stderr = self._streams
             server = await self._spawner(
-                ChildPlan(
+                ChildSpec(
                     argv=(self._python, *interpreter_flags(), "-u", _MAIN, *numbers),
                     env=self._env,
                     cwd=self._cwd,
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=(theirs.fileno(), settings),
+                    pass_fds=(server_end.fileno(), settings),
                 )
             )
-        except BaseException:  # a cancellation too: nobody else knows the socket
-            ours.close()
+        except BaseException:  # a cancellation too: nothing else closes the socket
+            own_end.close()
             raise
         finally:
-            theirs.close()
+            server_end.close()
             if settings >= 0:
                 os.close(settings)
-        self._link = _Link(server, ours)
+        self._channel = _Channel(server, own_end)
         self._on_started(server.pid)
 
-    async def __call__(self, plan: ChildPlan) -> Child:
+    async def __call__(self, spec: ChildSpec, /) -> Child:
         """Let the server fork one worker.
 
         Raises:
-            SpawnError: it could not be started, or a module not be imported.
+            SpawnError: the server or the worker could not be started, or a module could
+                not be imported.
         """
-        check_folder(plan)
-        async with self._one_at_a_time:
-            if self._link is None or self._link.is_lost:
+        check_directory(spec)
+        async with self._lock:
+            if self._channel is None or self._channel.is_lost:
                 await self.start()
-            assert self._link is not None, "start() has made it"
-            await self._link.ready()
-            return await self._link.fork(plan)
+            assert self._channel is not None, "start() has made it"
+            if not self._channel.ready.done():
+                await asyncio.wait([self._channel.ready])
+            self._channel.ready.result()
+            return await self._channel.fork(spec)
 
     async def aclose(self) -> None:
-        """End the server and wait until it is gone.  May be started over."""
-        if self._link is not None:
-            await self._link.aclose()
+        """Kill the server and wait until it is reaped.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        if self._channel is not None:
+            await self._channel.aclose()
 
 
-class _Link:
+class _Channel:
     """The connection to one server process."""
 
-    def __init__(self, server: Child, channel: socket.socket) -> None:
+    def __init__(self, server: Child, sock: socket.socket) -> None:
         self._server = server
-        self._channel = channel
+        self._socket = sock
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._asked: collections.deque[asyncio.Future[Child]] = collections.deque()
-        self._workers: dict[int, _ServedChild] = {}
-        self._said_last = "it has ended"
-        channel.setblocking(False)
-        self._loop.add_reader(channel, self._on_readable)
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self._requests: collections.deque[asyncio.Future[Child]] = collections.deque()
+        self._workers: dict[int, _ForkedChild] = {}
+        self._problem = "the fork server has ended"
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._on_readable)
 
     def __repr__(self) -> str:
-        return f"<link to {self._server}, {len(self._workers)} workers>"
+        return f"<channel to {self._server}, {len(self._workers)} workers>"
 
     @property
     def is_lost(self) -> bool:
-        return self._channel.fileno() < 0
+        return self._socket.fileno() < 0
 
-    async def ready(self) -> None:
-        if not self._ready.done():
-            await asyncio.wait([self._ready])
-        self._ready.result()
-
-    async def fork(self, plan: ChildPlan) -> Child:
+    async def fork(self, spec: ChildSpec) -> Child:
         try:
             request = memory_file("request")
-        except SurroundingsError as error:
+        except HostError as error:
             raise SpawnError(str(error), permanent=False, exit_code=1) from error
         started: asyncio.Future[Child] = self._loop.create_future()
-        self._asked.append(started)
+        self._requests.append(started)
         try:
             with open(request, "wb") as file:  # noqa: ASYNC230  # in memory
-                said = {
-                    "argv": list(plan.argv),
-                    "env": dict(plan.env),
-                    "cwd": plan.cwd,
-                    "numbers": list(plan.pass_fds),
+                content = {
+                    "argv": list(spec.argv),
+                    "env": dict(spec.env),
+                    "cwd": spec.cwd,
+                    "numbers": list(spec.pass_fds),
                 }
-                file.write(pickle.dumps(said))
+                file.write(pickle.dumps(content))
                 file.flush()
-                streams = (plan.stdin, plan.stdout, plan.stderr)
-                socket.send_fds(self._channel, [b"R"], [request, *streams, *plan.pass_fds])
+                streams = (spec.stdin, spec.stdout, spec.stderr)
+                socket.send_fds(self._socket, [b"R"], [request, *streams, *spec.pass_fds])
         except OSError as error:
-            self._asked.remove(started)
-            raise spawn_error(error, plan) from error
+            self._requests.remove(started)
+            raise spawn_error(error, spec) from error
         try:
             return await started
         except OSError as error:
-            raise spawn_error(error, plan) from error
+            raise spawn_error(error, spec) from error
 
     async def aclose(self) -> None:
         self._server.send_signal(signal.SIGKILL)
         if not self._server.exited.done():
             await asyncio.wait([self._server.exited])
-        self._lose()
+        self._on_lost()
 
     def _on_readable(self) -> None:
         try:
             content, descriptors, _, _ = socket.recv_fds(
-                self._channel, _MESSAGE_MAX, 1, socket.MSG_CMSG_CLOEXEC
+                self._socket, _MESSAGE_MAX, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return
         except OSError:
             content, descriptors = b"", []
         if not content:
-            self._lose()
+            self._on_lost()
             return
-        self._heed(pickle.loads(content), descriptors)
-
-    def _heed(self, words: tuple[Any, ...], descriptors: list[int]) -> None:
-        match words:
+        match pickle.loads(content):
             case ("ready",):
-                self._ready.set_result(None)
+                self.ready.set_result(None)
             case ("failed", str(text)):
-                self._said_last = text
+                self._problem = text
             case ("started", int(pid)):
-                child = self._workers[pid] = _ServedChild(pid, descriptors[0])
-                asked = self._asked.popleft()
-                if asked.cancelled():
-                    child.send_signal(signal.SIGKILL)  # nobody else will ever stop it
+                child = self._workers[pid] = _ForkedChild(pid, descriptors[0])
+                request = self._requests.popleft()
+                if request.cancelled():
+                    child.send_signal(signal.SIGKILL)  # it is in no process tree
                 else:
-                    asked.set_result(child)
+                    request.set_result(child)
             case ("refused", int(number)):
-                asked = self._asked.popleft()
-                if not asked.cancelled():
-                    asked.set_exception(OSError(number, os.strerror(number)))
-            case ("exited", int(pid), int(status), used):
-                self._workers.pop(pid).reaped(status, resource.struct_rusage(used))
+                request = self._requests.popleft()
+                if not request.cancelled():
+                    request.set_exception(OSError(number, os.strerror(number)))
+            case ("exited", int(pid), int(status), rusage):
+                self._workers.pop(pid).on_reaped(status, resource.struct_rusage(rusage))
 
-    def _lose(self) -> None:
-        """Take the server for gone."""
+    def _on_lost(self) -> None:
         if self.is_lost:
             return
-        self._loop.remove_reader(self._channel)
-        self._channel.close()
-        text = f"the server that forks workers is of no use: {self._said_last}"
-        waits: list[asyncio.Future[Any]] = [self._ready, *self._asked]
-        for waiting in waits:
-            if not waiting.done():
-                waiting.set_exception(SpawnError(text, permanent=True, exit_code=1))
-                waiting.exception()  # marks it as seen: there may be nobody to ask
-        self._asked.clear()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        pending: list[asyncio.Future[Any]] = [self.ready, *self._requests]
+        for future in pending:
+            if not future.done():
+                future.set_exception(SpawnError(self._problem, permanent=True, exit_code=1))
+                future.exception()  # marks it as retrieved: it may not be awaited
+        self._requests.clear()
         for worker in self._workers.values():
-            worker.watch()
+            worker.on_server_lost()
         self._workers.clear()
 
 
-class _ServedChild:
-    """A worker that the server has forked and will reap."""
+class _ForkedChild(PidfdChild):
+    """A worker that the server has forked and reaps."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
-        self._pid = pid
-        self._pidfd = pidfd
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-
-    def __repr__(self) -> str:
-        return story(self)
-
-    @property
-    def pid(self) -> int:
-        return self._pid
-
-    def has_ended(self) -> bool:
-        if self._pidfd < 0:
-            return True
-        waiting = select.poll()
-        waiting.register(self._pidfd, select.POLLIN)
-        return bool(waiting.poll(0))
-
-    def send_signal(self, number: int) -> bool:
-        # A zombie takes signals too, but no longer as a process that could heed one.
-        return not self.has_ended() and sweep.send(self._pidfd, number)
-
-    def reaped(self, wait_status: int, used: resource.struct_rusage) -> None:
-        """Take the end from the server, which has reaped it."""
+    def on_reaped(self, wait_status: int, rusage: resource.struct_rusage) -> None:
+        """Set the exit that the server reports."""
         os.close(self._pidfd)
         self._pidfd = -1
-        code = os.waitstatus_to_exitcode(wait_status)
-        status = ExitStatus.from_returncode(code)
-        self.exited.set_result(Exit(status, time.monotonic(), usage_of(used)))
+        status = ExitStatus.from_returncode(os.waitstatus_to_exitcode(wait_status))
+        self.exited.set_result(ChildExit(status, time.monotonic(), usage_of(rusage)))
 
-    def watch(self) -> None:
-        """See the end by pidfd: the one who could tell the status is gone."""
+    def on_server_lost(self) -> None:
+        """Watch the worker by its pidfd; only the server could have reported the status."""
 
-        def ended() -> None:
+        def on_end() -> None:
             self._pidfd = -1  # the watch closes it
-            self.exited.set_result(Exit(ExitStatus(), time.monotonic()))
+            self.exited.set_result(ChildExit(ExitStatus(), time.monotonic()))
 
-        ExitWatch(self._pidfd, ended)
+        PidfdWatch(self._pidfd, on_end)

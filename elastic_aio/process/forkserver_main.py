@@ -1,9 +1,9 @@
-"""The server that forks workers: imports what they need once, and then only forks.
+"""The fork server: imports the workers' modules once, and forks workers on request.
 
 Run as `python -u forkserver_main.py SOCKET SETTINGS`, by `forkserver`; ends when the
-other end of its socket is closed.  It starts no thread and no loop, so that a fork
-of it is a clean copy.  Whoever forks a worker must reap it: this process does, and
-tells the true status.
+other end of its socket is closed.  It starts no thread and no event loop, so that a fork
+of it is a clean copy.  Only a parent can reap: this process reaps the workers and
+reports their status.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["main"]
-
-# What one message can bring: the kernel's limit (SCM_MAX_FD).
+# Descriptors in one message: the kernel's limit (SCM_MAX_FD).
 _DESCRIPTORS_MAX = 253
-# Imported once, as what users preload.
+# Imported once, like the user's modules.
 _OURS = ("elastic_aio.worker.bootstrap", "elastic_aio.worker.forked", "elastic_aio.worker.scripts")
 
 
@@ -45,8 +43,8 @@ class _Server:
         self._channel = channel
         self._path = path  # of a bare interpreter
         self._workers: dict[int, int] = {}  # pid by pidfd
-        self._waiting = select.poll()
-        self._waiting.register(channel, select.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
 
     def serve(self, settings: dict[str, Any]) -> None:
         sys.path[:] = settings["path"]
@@ -55,102 +53,89 @@ class _Server:
             for name in (*_OURS, *settings["preload"]):
                 __import__(name)
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
-            self._tell("failed", f"cannot import {name}: {type(error).__name__}: {error}")
+            self._send(
+                "failed", f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
+            )
             return
-        # What is there now is not looked at by any child's collections, and stays shared.
+        # The present objects are exempt from the children's collections: their pages stay shared.
         gc.collect()
         gc.freeze()
-        self._tell("ready")
+        self._send("ready")
         while True:
-            for descriptor, _ in self._waiting.poll():
+            for descriptor, _ in self._poller.poll():
                 if descriptor in self._workers:
                     self._reap(descriptor)
-                elif not self._heed():
+                elif not self._on_request():
                     return
 
-    def _tell(self, *words: Any, pidfd: int | None = None) -> None:
+    def _send(self, *message: Any, pidfd: int | None = None) -> None:
         try:
             descriptors = [] if pidfd is None else [pidfd]
-            socket.send_fds(self._channel, [pickle.dumps(words)], descriptors)
+            socket.send_fds(self._channel, [pickle.dumps(message)], descriptors)
         except OSError:
-            pass  # nobody is there; the next look at the socket ends us
+            pass  # the client is gone; the next read of the socket ends this process
 
     def _reap(self, descriptor: int) -> None:
         pid = self._workers.pop(descriptor)
-        self._waiting.unregister(descriptor)
+        self._poller.unregister(descriptor)
         os.close(descriptor)
-        _, status, used = os.wait4(pid, 0)
-        self._tell("exited", pid, status, tuple(used))
+        _, status, rusage = os.wait4(pid, 0)
+        self._send("exited", pid, status, tuple(rusage))
 
-    def _heed(self) -> bool:
-        """Serve one request; tell whether there may be more."""
-        word, descriptors, _, _ = socket.recv_fds(
+    def _on_request(self) -> bool:
+        """Serve one request; return False if the client has closed the socket."""
+        content, descriptors, _, _ = socket.recv_fds(
             self._channel, 1, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
         )
-        if not word:
+        if not content:
             return False
         request = _read(descriptors[0])  # closes it
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell("refused", error.errno)
+            self._send("refused", error.errno)
         else:
             if pid == 0:
-                self._live(request, descriptors[1:])
-            self._take_in(pid)
+                self._run_worker(request, descriptors[1:])
+            self._on_forked(pid)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         return True
 
-    def _take_in(self, pid: int) -> None:
+    def _on_forked(self, pid: int) -> None:
         try:
-            pidfd = os.pidfd_open(pid)  # not reaped before we do it: still this worker's
+            pidfd = os.pidfd_open(pid)  # only this process reaps: still this worker's
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            self._tell("refused", error.errno)
+            self._send("refused", error.errno)
             return
         self._workers[pidfd] = pid
-        self._waiting.register(pidfd, select.POLLIN)
-        self._tell("started", pid, pidfd=pidfd)
+        self._poller.register(pidfd, select.POLLIN)
+        self._send("started", pid, pidfd=pidfd)
 
-    def _live(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """Be a worker, to its end; nothing above us on the stack is ours to return to."""
-        from elastic_aio.worker import forked
+    def _run_worker(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        from elastic_aio.worker import bootstrap, forked, scripts
 
-        code = 1
-        try:
-            os.setsid()
+        streams, passed = descriptors[:3], descriptors[3:]
+
+        def detach() -> None:
             self._channel.close()
             for pidfd in self._workers:
                 os.close(pidfd)
-            forked.forget_parent()
-            forked.take_streams(*descriptors[:3])
-            for descriptor in descriptors[:3]:
+
+        def call() -> int:
+            for descriptor in streams:
                 os.close(descriptor)
-            if request["cwd"] is not None:
-                os.chdir(request["cwd"])
-            os.environ.clear()
-            os.environ.update(request["env"])
-            forked.renew_streams()
-            code = self._run(request, descriptors[3:])
-        except BaseException as error:  # noqa: BLE001  # there is nobody to raise it to
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            forked.leave(code)
-        raise SystemExit(code)  # never reached
+            argv = request["argv"]
+            arguments = argv[argv.index("-u") + 1 :]  # after the interpreter and its flags
+            if arguments[0] == bootstrap.MAIN:
+                numbers = dict(zip(request["numbers"], passed, strict=True))
+                return bootstrap.main(arguments[1:], numbers)
+            sys.path[:] = self._path
+            return scripts.run_as_interpreter(arguments)
 
-    def _run(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        from elastic_aio.worker import bootstrap, scripts
-
-        argv = request["argv"]
-        words = argv[argv.index("-u") + 1 :]  # after the interpreter and its flags
-        if words[0] == bootstrap.MAIN:
-            return bootstrap.main(
-                words[1:], dict(zip(request["numbers"], descriptors, strict=True))
-            )
-        sys.path[:] = self._path
-        return scripts.run_as_interpreter(words)
+        forked.run_forked(detach, streams, request["cwd"], request["env"], call)
 
 
 if __name__ == "__main__":

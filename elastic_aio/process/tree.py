@@ -1,9 +1,35 @@
-"""Everything that lives because of a job on this host, and how all of it is stopped.
+"""All processes of a job on this host, and how they are stopped.
 
-The workers themselves ("leaders") are our children and known by their futures.
-What they started is found by looking at `/proc` (`sweep`), and its end is seen by
-pidfd.  Stopping follows one plan on every path: signal, grace, next signal,
-SIGKILL.  A process that appears meanwhile gets the signal of the current step.
+The workers themselves (the *leaders*, each of a session) are our children and known by
+their futures.  Their descendants are found by scans of /proc (`proc_scan`).
+
+`ProcessTree.stop` takes the steps of the stop plan (a signal, a grace period), and last
+SIGKILL with `reap_timeout`.  One step does the following:
+
+1. Record the descendants of the leaders.  A child with a session of its own and an
+   empty environment is known by its parent only, and the signal may end the parent.
+2. Signal the leaders at once, without a scan: they should learn of a peer's failure
+   within a millisecond, and a scan takes several.
+3. Scan, and signal each descendant that has not had this step's signal yet, also those
+   that were started meanwhile, perhaps in response to the signal.
+4. Wait until all that were signalled have ended, and scan again.  The step is over when
+   two scans in a row find nothing.
+
+Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in
+ascending order while processes fork and exit.  A process that is about to be read may
+fork a child with a lower pid (the numbers wrap around) and exit: the scan sees neither.
+The child is there for the next scan.
+
+Signals go through pidfds, since a pid may be used again between scan and kill(2): the
+pidfd is opened, then the start time is read again, and from there on pidfd_open(2)
+guarantees that it stands for that process.  It also becomes readable at the exit of any
+process, child or not, so waiting needs no polling.  At most 64 are open for this at a
+time; other processes are signalled, but not watched, and found again by the next scan.
+
+At the end of a grace period the next step begins with what is left, and is reported as
+an escalation.  Graces are measured by a clock that excludes suspensions of the job.
+`escalate_to_kill` skips to the last step.  What is left after that cannot be killed
+(uninterruptible sleep): it is returned, not waited for, so a stop ends in bounded time.
 """
 
 from __future__ import annotations
@@ -13,33 +39,31 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
-from elastic_aio.aio import Pausable, all_done
-from elastic_aio.policy import StopPlan, StopStep
-from elastic_aio.process import sweep
-from elastic_aio.process.base import Child, Exit
-from elastic_aio.process.exits import ExitWatch
-from elastic_aio.process.roster import format_roster
+from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
+from elastic_aio.process import proc_scan
+from elastic_aio.process.base import Child
+from elastic_aio.process.exits import PidfdWatch
+from elastic_aio.spec.stop import StopPlan, StopStep
 
-__all__ = ["ProcessTree", "Survivor"]
-
-# How long we may hold the loop before others get a turn, in seconds.
+# Seconds for which a long list may be worked through before other tasks run.
 _SLICE_S = 0.002
-# How many descendants are watched at a time, a descriptor each.
+# How many descendants are watched at a time, by a descriptor each.
 _WATCHES_MAX = 64
-# Seconds between two looks when what was found could not be watched, and how many
-# looks may fail for a lack of descriptors before that is an error.
+# Seconds between two scans when there is nothing to wait for, and how many scans may
+# fail before that is an error.
 _RETRY_S = 0.005
-_LOOKS_MAX = 200
+_SCANS_MAX = 200
 
-Escalated = Callable[[int, tuple[int, ...]], None]
+OnEscalation = Callable[[int, tuple[int, ...]], None]
 
 
 class Survivor(Struct, frozen=True):
-    """A process that SIGKILL did not end in time, and what `/proc` says of it."""
+    """A process that SIGKILL did not end in time, and its state in /proc."""
 
     pid: int
     state: str
@@ -48,30 +72,30 @@ class Survivor(Struct, frozen=True):
 class ProcessTree:
     """The leaders of one job on this host and all their descendants."""
 
-    def __init__(self, marker: str, clock: Pausable, roster: int) -> None:
-        """Begin with nobody.
+    def __init__(self, marker: str, clock: PausableClock, session_list: int) -> None:
+        """Start empty.
 
         Args:
-            marker: name of the variable that every worker's environment carries.
-            clock: measures the graces.
-            roster: descriptor of the file in which the guardian finds the sessions.
+            marker: name of a variable in the environment of every worker.
+            clock: measures the grace periods.
+            session_list: its descriptor; the caller closes it, after `close`.
         """
         self._marker = marker.encode("ascii")
-        # One tick earlier: the tick in which the job begins is not over yet.
-        self._since = sweep.ticks_now() - 1
+        # One tick earlier: processes of the present tick may be older or newer.
+        self._since = proc_scan.ticks_now() - 1
         self._clock = clock
-        self._roster = roster
+        self._session_list = session_list
         self._leaders: dict[int, Child] = {}
-        self._sessions: dict[int, sweep.Session] = {}
-        self._asked: set[int] = set()
-        self._offspring: dict[int, int] = {}  # pid -> start, see _note_offspring
-        self._spared: tuple[int, int] | None = None
-        self._elders = sweep.Elders()
-        self._is_roster_due = False
-        self._kill_now: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sessions: dict[int, proc_scan.WorkerSession] = {}
+        self._signalled: set[int] = set()
+        self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
+        self._excluded: tuple[int, int] | None = None
+        self._cache = proc_scan.ScanCache()
+        self._is_write_due = False
+        self._must_kill: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        live = sum(not leader.exited.done() for leader in self._leaders.values())
+        live = len(self._running())
         return f"<ProcessTree with {live} of {len(self._leaders)} leaders alive>"
 
     @property
@@ -80,243 +104,230 @@ class ProcessTree:
         return self._since
 
     def add(self, leader: Child) -> None:
-        """Take in a child that has just been started."""
-        try:
-            found = sweep.read_process(leader.pid)
-        except OSError:
-            found = None  # no descriptor left: within a tick it has started now
-        opened = sweep.ticks_now() if found is None else found.start
-        session = sweep.Session(leader.pid, opened)
+        """Add a child that has just been started."""
+        entry = _read_process(leader.pid)
+        # Not readable: it has started now, give or take a tick.
+        opened = proc_scan.ticks_now() if entry is None else entry.start
+        session = proc_scan.WorkerSession(leader.pid, opened)
         self._leaders[leader.pid] = leader
         self._sessions[leader.pid] = session
-        self._write_roster()
+        self._write_sessions()
         if leader.exited.done():
             self._close(session)
         else:
             leader.exited.add_done_callback(lambda _: self._close(session))
 
-    def spare(self, pid: int) -> None:
-        """Leave a process and the session that it leads alone: it serves all attempts.
+    def exclude(self, pid: int) -> None:
+        """Do not stop a process nor the session that it leads: it serves all attempts.
 
-        It carries the job's marker, so that the guardian ends it with the job.
+        It has the job's marker, so that the guardian ends it with the job.
         """
-        try:
-            found = sweep.read_process(pid)
-        except OSError:
-            found = None
-        self._spared = None if found is None else found.identity
+        entry = _read_process(pid)
+        self._excluded = None if entry is None else entry.identity
 
-    def kill_now(self) -> None:
-        """Shorten every stop, the one that runs and those to come, to SIGKILL."""
-        if not self._kill_now.done():
-            self._kill_now.set_result(None)
+    def escalate_to_kill(self) -> None:
+        """Skip to SIGKILL in the present stop and in all later ones."""
+        set_result_if_pending(self._must_kill, None)
 
-    async def descendants(self) -> list[sweep.Process]:
-        """Look once for everything alive, leaders included; yields to the loop meanwhile.
+    async def descendants(self) -> list[proc_scan.ProcEntry]:
+        """Scan for all live processes of the job, leaders included.
 
         Raises:
-            OSError: for a second, this process has lacked the means to look (see
-                `sweep.find_descendants`).
+            OSError: for a second, no scan succeeded (see `proc_scan.find_descendants`).
         """
-        for _ in range(_LOOKS_MAX):
+        for _ in range(_SCANS_MAX):
             try:
-                return await self._look()
+                return await self._scan()
             except OSError:
-                # An exec that hides whose process it is, or no descriptor left: no
-                # event tells when that is over.
+                # An exec under way, or no descriptor left: no event reports its end.
                 await self._clock.sleep(_RETRY_S)
-        return await self._look()
+        return await self._scan()
 
-    async def _look(self) -> list[sweep.Process]:
-        looking = sweep.find_descendants(
-            self._marker, self._since, self._sessions, self._offspring, self._elders
+    async def _scan(self) -> list[proc_scan.ProcEntry]:
+        scan = proc_scan.find_descendants(
+            self._marker, self._since, self._sessions, self._descendants, self._cache
         )
-        turn = _Turn()
+        yielder = _Yielder()
         while True:
             try:
-                next(looking)
-            except StopIteration as done:
-                found: list[sweep.Process] = done.value
-                return [one for one in found if not self._is_spared(one)]
-            await turn.others()
+                next(scan)
+            except StopIteration as end:
+                entries: list[proc_scan.ProcEntry] = end.value
+                return [entry for entry in entries if not self._is_excluded(entry)]
+            await yielder.maybe_yield()
 
-    def _is_spared(self, process: sweep.Process) -> bool:
-        if self._spared is None:
+    def _is_excluded(self, process: proc_scan.ProcEntry) -> bool:
+        if self._excluded is None:
             return False
-        pid, start = self._spared
-        # Its number stays its own while it lives, and who is in its session is then
-        # no worker: those lead sessions of their own.
-        return process.identity == self._spared or (
+        pid, start = self._excluded
+        # Its pid is not used again while it lives, and a member of its session is no
+        # worker: those lead sessions of their own.
+        return process.identity == self._excluded or (
             process.session == pid and process.start >= start
         )
 
-    async def settle(self) -> bool:
-        """Forget the leaders that have ended if two looks find nobody else; tell whether so."""
+    async def forget_if_empty(self) -> bool:
+        """Forget the leaders if two scans find no process; return whether that is so."""
         if await self.descendants() or await self.descendants():
             return False
-        await _let_exits_be_told()
+        await _run_exit_callbacks()
         self._forget_ended()
         return True
 
-    def was_asked(self, pid: int) -> bool:
-        """Tell whether a leader was alive when it was first asked to stop."""
-        return pid in self._asked
+    def was_signalled(self, pid: int) -> bool:
+        """Return whether a leader was running when its stop began."""
+        return pid in self._signalled
 
     def signal_leaders(self, number: int) -> tuple[int, ...]:
-        """Send a signal to the leaders only; return the pids that got it."""
+        """Send a signal to the leaders only; return the pids that received it."""
         return tuple(pid for pid, leader in self._leaders.items() if leader.send_signal(number))
 
     async def signal_all(self, number: int) -> None:
-        """Send a signal to everything alive, once."""
+        """Send a signal to all live processes of the job, once."""
         for process in await self.descendants():
-            try:
-                descriptor = sweep.open_pidfd(process)
-            except OSError:
-                continue  # no descriptor left
-            if descriptor is not None:
-                sweep.send(descriptor, number)
-                os.close(descriptor)
+            proc_scan.signal_process(process, number)
 
-    async def stop(self, plan: StopPlan, on_escalated: Escalated) -> list[Survivor]:
-        """Stop everything by `plan`; return what could not be killed, mostly nothing.
+    async def stop(self, plan: StopPlan, on_escalation: OnEscalation) -> list[Survivor]:
+        """Stop all processes of the job by `plan` (see the module's docstring).
 
-        Ends as soon as two looks in a row find nobody.  `on_escalated` is told the
-        signal and the pids of every step after the first.  Its time is bounded by the
-        plan; whoever cancels it must start it over, since what is left is not stopped.
+        Cancellation: leaves processes running.  Idempotent; safe to call again after
+        cancellation.
+
+        Args:
+            plan: the signals and their grace periods.
+            on_escalation: called with the signal and the pids of what is left before
+                every step but the first.
+
+        Returns:
+            The processes that could not be killed.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
-        gone = False
+        is_empty = False
         for position, step in enumerate(steps):
             is_last = step is steps[-1]
-            if self._kill_now.done() and not is_last:
+            if self._must_kill.done() and not is_last:
                 continue
             if position and (left := await self.descendants()):
-                on_escalated(step.signal, tuple(process.pid for process in left))
-            gone = await self._signal_until_gone(step, is_last)
-            if gone:
+                on_escalation(step.signal, tuple(process.pid for process in left))
+            is_empty = await self._signal_until_gone(step, is_last)
+            if is_empty:
                 break
-        survivors = [] if gone else [_survivor(one) for one in await self.descendants()]
-        seen = {one.pid for one in survivors}
+        survivors = [] if is_empty else [_survivor(entry) for entry in await self.descendants()]
+        listed = {survivor.pid for survivor in survivors}
         survivors += [
-            Survivor(pid, "not reaped yet")
-            for pid, leader in self._leaders.items()
-            if not leader.exited.done() and pid not in seen
+            Survivor(leader.pid, "not reaped yet")
+            for leader in self._running()
+            if leader.pid not in listed
         ]
         self._forget_ended()
         return survivors
 
     async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
-        """Send a signal to all, latecomers included; tell whether all ended in time."""
+        """Take one step of a stop; return whether all processes ended within its grace."""
         end = self._clock.now() + step.grace
-        await self._note_offspring()
-        turn = _Turn()
+        await self._record_descendants()
+        yielder = _Yielder()
         with _Watches() as watches:
-            for leader in list(self._leaders.values()):
-                # At once and without a look at /proc: peers should hear of a
-                # failure within a millisecond.
-                if not leader.exited.done():
-                    self._signal_leader(leader, step.signal)
-                    watches.signalled.add(leader.pid)
-                    await turn.others()
-            # They wake up behind us on our processor, and a look takes a while.
+            for leader in self._running():
+                self._signal_leader(leader, step.signal)
+                watches.leaders.add(leader.pid)
+                await yielder.maybe_yield()
+            # The signalled processes are queued on this CPU: let them run before the
+            # scan (several ms).
             os.sched_yield()
-            clean_looks = 0
-            while clean_looks < 2:
+            clean_scans = 0
+            while clean_scans < 2:
                 alive = await self.descendants()
                 for process in alive:
                     self._signal_and_watch(process, step.signal, watches)
-                    await turn.others()
-                pending: list[asyncio.Future[Any]] = [*watches.exits(), *self._running()]
+                    await yielder.maybe_yield()
+                running = (leader.exited for leader in self._running())
+                pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
                 if not alive and not pending:
-                    clean_looks += 1
+                    clean_scans += 1
                     continue
-                clean_looks = 0
+                clean_scans = 0
                 if not pending:
-                    # They ended after the look, or no descriptor is left to watch
-                    # them by; then no event tells, and the next look must wait.
+                    # They ended after the scan, or no descriptor is left to watch them:
+                    # no event reports their end.
                     await self._clock.sleep(_RETRY_S)
-                ends = [all_done(pending)] if is_last else [all_done(pending), self._kill_now]
+                ends = [when_all_done(pending), *([] if is_last else [self._must_kill])]
                 in_time = await self._clock.wait_for(*ends, seconds=end - self._clock.now())
-                if not in_time or (self._kill_now.done() and not is_last):
+                if not in_time or (self._must_kill.done() and not is_last):
                     return False
-        await _let_exits_be_told()
+        await _run_exit_callbacks()
         return True
 
-    def _signal_and_watch(self, process: sweep.Process, number: int, watches: _Watches) -> None:
+    def _signal_and_watch(
+        self, process: proc_scan.ProcEntry, number: int, watches: _Watches
+    ) -> None:
         leader = self._leaders.get(process.pid)
         if leader is None or leader.exited.done():
-            watches.take_in(process, number)
-        elif process.pid not in watches.signalled:
-            watches.signalled.add(process.pid)
+            watches.signal(process, number)
+        elif process.pid not in watches.leaders:
+            watches.leaders.add(process.pid)
             self._signal_leader(leader, number)
 
     def _signal_leader(self, leader: Child, number: int) -> None:
         if leader.has_ended():
-            return  # by itself, and not because of us: it is no victim
-        self._asked.add(leader.pid)
+            return  # not because of this stop: it is no victim
+        self._signalled.add(leader.pid)
         leader.send_signal(number)
-        if number not in (signal.SIGKILL, signal.SIGSTOP) and _is_held(leader.pid):
+        entry = None if number == signal.SIGKILL else _read_process(leader.pid)
+        if entry is not None and _needs_continue(entry, number):
             leader.send_signal(signal.SIGCONT)
 
-    async def _note_offspring(self) -> None:
-        """Remember who descends from the leaders, while their death has not yet hidden it.
-
-        A child in a session of its own, and with an empty environment, is known by
-        its parent only.
-        """
-        turn = _Turn()
+    async def _record_descendants(self) -> None:
+        """Record the descendants of the leaders while their parents live."""
+        yielder = _Yielder()
         for leader in list(self._leaders.values()):
             if leader.exited.done():
                 continue
             try:
-                for one in sweep.offspring(leader.pid):
-                    self._offspring[one.pid] = one.start
-                    await turn.others()
+                for entry in proc_scan.iter_descendants(leader.pid):
+                    self._descendants[entry.pid] = entry.start
+                    await yielder.maybe_yield()
             except OSError:
-                return  # no descriptor left; the look at /proc will wait for one
+                return  # no descriptor left; the scan waits for one
 
-    def _running(self) -> list[asyncio.Future[Exit]]:
-        return [leader.exited for leader in self._leaders.values() if not leader.exited.done()]
+    def _running(self) -> list[Child]:
+        return [leader for leader in self._leaders.values() if not leader.exited.done()]
 
     def _forget_ended(self) -> None:
         for pid, leader in list(self._leaders.items()):
             if leader.exited.done():
                 del self._leaders[pid]
                 del self._sessions[pid]
-                self._asked.discard(pid)
+                self._signalled.discard(pid)
         if not self._leaders:
-            self._offspring.clear()
-        self._write_roster()
+            self._descendants.clear()
+        self._write_sessions()
 
-    def _close(self, session: sweep.Session) -> None:
-        session.closed = sweep.ticks_now()
-        if session.number in self._sessions and not self._is_roster_due:
-            # Once for all that end in the same turn of the loop.
-            self._is_roster_due = True
-            asyncio.get_running_loop().call_soon(self._write_roster)
+    def _close(self, session: proc_scan.WorkerSession) -> None:
+        session.closed = proc_scan.ticks_now()
+        if session.number in self._sessions and not self._is_write_due:
+            # One write for all exits of one iteration of the loop.
+            self._is_write_due = True
+            asyncio.get_running_loop().call_soon(self._write_sessions)
 
     def close(self) -> None:
-        """Write to the roster no more: it is about to be closed."""
-        self._roster = -1
+        """Stop writing the session list: its file is about to be closed."""
+        self._session_list = -1
 
-    def _write_roster(self) -> None:
-        self._is_roster_due = False
-        if self._roster < 0:
-            return  # a process that could not be killed has ended after all
-        content = format_roster(self._sessions.values())
-        # In this order: a SIGKILL in between leaves whole lines, at worst old ones.
-        os.pwrite(self._roster, content, 0)
-        os.ftruncate(self._roster, len(content))
+    def _write_sessions(self) -> None:
+        self._is_write_due = False
+        if self._session_list >= 0:  # else a process that could not be killed has ended after all
+            proc_scan.write_session_list(self._session_list, self._sessions.values())
 
 
 class _Watches:
-    """The descendants that one step has signalled, watched until they end."""
+    """The processes that one step has signalled; descendants are watched until they end."""
 
     def __init__(self) -> None:
-        self.signalled: set[int] = set()  # pids of leaders: ours until reaped
-        self._heard: set[tuple[int, int]] = set()
+        self.leaders: set[int] = set()  # a pid suffices: it is not used until reaped
+        self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
-        self._watches: list[ExitWatch] = []
+        self._watches: list[PidfdWatch] = []
 
     def __enter__(self) -> _Watches:
         return self
@@ -328,80 +339,76 @@ class _Watches:
     def exits(self) -> list[asyncio.Future[None]]:
         return [future for future in self._watched.values() if not future.done()]
 
-    def take_in(self, process: sweep.Process, number: int) -> None:
-        """Signal a process once, and watch it if not too many are watched already.
+    def signal(self, process: proc_scan.ProcEntry, number: int) -> None:
+        """Signal a process once, and watch it unless too many are watched already.
 
-        The program around us needs descriptors too.  Those that are not watched are
-        found again by the look that follows when the watched ones have ended.
+        The embedding program needs descriptors too.  Processes that are not watched are
+        found again by the scan that follows the end of the watched ones.
         """
         identity = process.identity
         has_room = len(self.exits()) < _WATCHES_MAX
-        if identity in self._watched or (identity in self._heard and not has_room):
+        if identity in self._watched or (identity in self._signalled and not has_room):
             return
         try:
-            descriptor = sweep.open_pidfd(process)
+            descriptor = proc_scan.open_pidfd(process)
         except OSError:
-            return  # no descriptor left; the next look tries again
+            return  # no descriptor left; the next scan tries again
         if descriptor is None:
             return
-        if identity not in self._heard:
-            self._heard.add(identity)
-            _send_and_wake(descriptor, process.state, number)
+        if identity not in self._signalled:
+            self._signalled.add(identity)
+            proc_scan.send(descriptor, number)
+            if _needs_continue(process, number):
+                proc_scan.send(descriptor, signal.SIGCONT)
         if has_room:
             ended = asyncio.get_running_loop().create_future()
             self._watched[identity] = ended
-            self._watches.append(ExitWatch(descriptor, lambda: _set(ended)))
+            self._watches.append(
+                PidfdWatch(descriptor, partial(set_result_if_pending, ended, None))
+            )
         else:
             os.close(descriptor)
 
 
-class _Turn:
-    """Lets others have their turn of the loop while we work through a long list."""
+class _Yielder:
+    """Yields to other tasks while a long list is worked through."""
 
     def __init__(self) -> None:
         self._end = time.perf_counter() + _SLICE_S
 
-    async def others(self) -> None:
-        """Yield to the loop if our slice is over."""
+    async def maybe_yield(self) -> None:
+        """Yield to the loop if the time slice is over."""
         if time.perf_counter() > self._end:
-            await asyncio.sleep(0)  # we go on at once
+            await asyncio.sleep(0)
             self._end = time.perf_counter() + _SLICE_S
 
 
-async def _let_exits_be_told() -> None:
-    """Let the callbacks of exits run that have been seen in this turn of the loop.
+async def _run_exit_callbacks() -> None:
+    """Let the callbacks of exits run that this iteration of the loop has seen.
 
-    A future is done before those who wait for it are told; they ask us whether the
-    leader was asked to stop, which we forget next.
+    They run one iteration after their future is done, and call `was_signalled`, whose
+    answer is about to be forgotten.
     """
     await asyncio.sleep(0)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _needs_continue(process: proc_scan.ProcEntry, number: int) -> bool:
+    """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
+    return process.state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP)
 
 
-def _is_held(pid: int) -> bool:
-    """Tell whether a process is stopped: it acts on a signal only when it goes on."""
+def _read_process(pid: int) -> proc_scan.ProcEntry | None:
     try:
-        found = sweep.read_process(pid)
+        return proc_scan.read_process(pid)
     except OSError:
-        return False
-    return found is not None and found.state == "T"
+        return None  # no descriptor left
 
 
-def _send_and_wake(descriptor: int, state: str, number: int) -> None:
-    sweep.send(descriptor, number)
-    if state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP):
-        sweep.send(descriptor, signal.SIGCONT)
-
-
-def _survivor(process: sweep.Process) -> Survivor:
+def _survivor(process: proc_scan.ProcEntry) -> Survivor:
     try:
         with open(f"/proc/{process.pid}/wchan", encoding="ascii") as file:
-            where = file.read().strip()
+            function = file.read().strip()
     except OSError:
-        where = ""
-    waits = f" in {where}" if where not in ("", "0") else ""
-    return Survivor(process.pid, f"{process.state}{waits}")
+        function = ""
+    suffix = f" in {function}" if function not in ("", "0") else ""
+    return Survivor(process.pid, f"{process.state}{suffix}")

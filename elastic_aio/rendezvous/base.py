@@ -1,8 +1,8 @@
-"""What an agent and a rendezvous say to each other, whatever the backend.
+"""The interface between an agent and a rendezvous backend: instructions and reports.
 
-The agent reports what became of its workers; the rendezvous instructs it to begin a
-round, to halt, or to conclude.  Both sides speak in frozen values without waiting for
-each other, and each value names the round it is about: what comes late is dropped.
+The rendezvous instructs the agent to start a round, to stop one, or to end the job;
+the agent reports the state of its workers.  Both send frozen values and never wait for
+each other.  Each value names its round, so that a late one can be dropped.
 """
 
 from __future__ import annotations
@@ -13,38 +13,17 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from elastic_aio.events import Event
-from elastic_aio.outcome import Failure, JobState
-from elastic_aio.policy import Action
-from elastic_aio.ranks import Span
-
-__all__ = [
-    "RENDEZVOUS_FAILED",
-    "Begin",
-    "Cause",
-    "Conclude",
-    "Ended",
-    "Ending",
-    "Failing",
-    "Halt",
-    "Instruction",
-    "Listener",
-    "NodeCard",
-    "Pause",
-    "Placement",
-    "Rendezvous",
-    "Report",
-    "Running",
-    "Succeeded",
-]
-
+from elastic_aio.events import Event, MembershipChanged, Restarting, RoundFormed
+from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.ranks import NodeRanks
+from elastic_aio.spec.restart import RestartAction
 
 RENDEZVOUS_FAILED = 75
-"""Exit code when the nodes do not come together: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a failed rendezvous: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 
-class NodeCard(Struct, frozen=True):
-    """Who a node is: its host's `name`, the agent's pid, and what it brings."""
+class NodeInfo(Struct, frozen=True):
+    """One node: its host's `name`, the agent's `pid`, `nproc` workers and their `role`."""
 
     name: str
     pid: int
@@ -53,34 +32,36 @@ class NodeCard(Struct, frozen=True):
 
 
 class Placement(Struct, frozen=True):
-    """A node's place in a round; its size does not depend on the number of nodes.
+    """A node's ranks in a round; its size does not depend on the number of nodes.
 
     Attributes:
         round: number of the round; it only grows.
-        origin: who formed it; two coordinators that cannot hear of each other may give
-            the same number to different rounds.
+        formed_by: term and name of the coordinator that formed the round.  Two
+            coordinators in a network partition may use one number for two rounds.
         attempt: number of the attempt, the same on all nodes.
         restarts: restarts after failures so far, for TORCHELASTIC_RESTART_COUNT.
-        changes: rounds so far that a change of the membership brought about.
+        changes: rounds so far that were formed because the membership changed.
         span: the ranks of the node's workers.
-        master_addr: address at which the workers meet.
-        master_port: TCP port there; group rank 0's agent has it reserved.
+        master_addr: address of the workers' store.
+        master_port: TCP port of that store, reserved by the agent of group rank 0.
     """
 
     round: int
-    origin: str
+    formed_by: str
     attempt: int
     restarts: int
     changes: int
-    span: Span
+    span: NodeRanks
     master_addr: str
     master_port: int
 
 
-class Cause(Struct, frozen=True):
-    """Why an attempt follows another one.
+class RestartCause(Struct, frozen=True):
+    """Why another attempt follows.
 
-    `root` is the failure that ended the former, None after a change of the membership.
+    `attempt` is its number, `why` the rule that applies, `restarts` the number of restarts
+    so far, and `delay` the seconds until it begins.  `root` is the failure that ended the
+    previous attempt; None after a change of the membership.
     """
 
     attempt: int
@@ -90,110 +71,100 @@ class Cause(Struct, frozen=True):
     root: Failure | None = None
 
 
-class Ending(Struct, frozen=True):
-    """How the whole job has ended, the same for every node.
+# ------------------------------------------------------------- instructions
 
-    `failures` are those that ended it, the root cause first.  With `is_rendezvous` it
-    was not the workers that failed: the nodes did not come together.
+
+class StartRound(Struct, frozen=True, tag=True):
+    """Start the workers of the round of `placement`, after stopping those of an earlier one.
+
+    `cause` is why an attempt follows another one; None for the first.
     """
-
-    state: JobState
-    why: str
-    exit_code: int
-    restarts: int = 0
-    failures: tuple[Failure, ...] = ()
-    is_rendezvous: bool = False
-
-
-# ------------------------------------------------- what the rendezvous says
-
-
-class Begin(Struct, frozen=True, tag=True):
-    """Start the workers of a round; those of an earlier one are stopped first."""
 
     placement: Placement
-    cause: Cause | None = None
+    cause: RestartCause | None = None
 
 
-class Halt(Struct, frozen=True, tag=True):
-    """Stop the workers of `round` and of earlier ones, and report `Ended`."""
-
-    round: int
-    why: str
-
-
-class Pause(Struct, frozen=True, tag=True):
-    """Another attempt will follow; nothing is to be done but to tell so."""
-
-    cause: Cause
-
-
-class Conclude(Struct, frozen=True, tag=True):
-    """The job is over: stop what runs, and end in the same way as all nodes."""
-
-    ending: Ending
-
-
-Instruction = Begin | Halt | Pause | Conclude
-
-# --------------------------------------------------------- what the agent says
-
-
-class Running(Struct, frozen=True):
-    """All workers of the round have been spawned."""
-
-    round: int
-
-
-class Failing(Struct, frozen=True):
-    """A worker of the round has failed; the node is stopping the others."""
+class StopRound(Struct, frozen=True, tag=True):
+    """Stop, because of `why`, the workers up to `round`, then report `RoundStopped`."""
 
     round: int
     why: str
 
 
-class Ended(Struct, frozen=True):
-    """Nothing of the round is left on this node.
+class RestartPending(Struct, frozen=True, tag=True):
+    """Another attempt follows because of `cause`, after its `delay`; nothing to do yet."""
 
-    `failures` are those seen here, the root cause first; none after a mere stop.
-    With `is_final` another attempt would be of no use (a program that does not exist,
-    a process that could not be killed); `ran` is how many seconds the workers lived.
+    cause: RestartCause
+
+
+class EndJob(Struct, frozen=True, tag=True):
+    """End the job with `outcome`, after stopping the workers."""
+
+    outcome: JobOutcome
+
+
+Instruction = StartRound | StopRound | RestartPending | EndJob
+
+# ------------------------------------------------------------------ reports
+
+
+class RoundStarted(Struct, frozen=True):
+    """All workers of `round` have been spawned."""
+
+    round: int
+
+
+class RoundFailing(Struct, frozen=True):
+    """A worker of `round` has failed (`why`); the node is stopping the others."""
+
+    round: int
+    why: str
+
+
+class RoundStopped(Struct, frozen=True):
+    """No process of `round` is left on this node.
+
+    `failures` are those of this node's workers, the root cause first; empty after a
+    plain stop.  `is_permanent`: another attempt cannot succeed, because of
+    `permanent_reason` (a program that does not exist, a process that cannot be killed).
+    `exit_code` is what the launcher exits with if the job ends.  `runtime` is how many
+    seconds the workers ran.
     """
 
     round: int
     failures: tuple[Failure, ...] = ()
-    is_final: bool = False
-    final_why: str = ""
+    is_permanent: bool = False
+    permanent_reason: str = ""
     exit_code: int = 1
-    ran: float = 0.0
+    runtime: float = 0.0
 
 
-class Succeeded(Struct, frozen=True):
-    """All workers of the round on this node have ended with code 0, and nothing is left."""
+class RoundSucceeded(Struct, frozen=True):
+    """All workers of `round` on this node exited with code 0; no process is left."""
 
     round: int
 
 
-Report = Running | Failing | Ended | Succeeded
+Report = RoundStarted | RoundFailing | RoundStopped | RoundSucceeded
 
 
-class Listener(Protocol):
-    """The agent as the rendezvous sees it.  Nothing here may block."""
+class AgentPort(Protocol):
+    """The agent as the rendezvous sees it.  No method may block."""
 
-    def instructed(self, instruction: Instruction) -> None:
+    def on_instruction(self, instruction: Instruction) -> None:
         """Take an instruction."""
 
-    def told(self, event: Event) -> None:
-        """Take an event for this node's readers."""
+    def on_event(self, event: Event) -> None:
+        """Publish an event on this node."""
 
-    def decide(self, failure: Failure) -> Awaitable[Action]:
-        """Ask the user's `restart.decide`; only on the node that coordinates."""
+    def decide(self, failure: Failure) -> Awaitable[RestartAction]:
+        """Call the user's `restart.decide`; only on the node of the coordinator."""
 
-    def reserve_master(self, address: str) -> int:
-        """Return the port that is reserved for the next round's workers at `address`.
+    def reserve_master_port(self, address: str) -> int:
+        """Return the port at `address` that is reserved for the next round's workers.
 
-        It is the same until a `Begin` that makes this node group rank 0 is given to
-        `instructed`: from then on it is another one, for the round after that.
+        The port stays the same until `on_instruction` takes a `StartRound` with group
+        rank 0; from then on it is another one, for the round after that.
         """
 
 
@@ -202,26 +173,63 @@ class Rendezvous(abc.ABC):
 
     @abc.abstractmethod
     async def open(self) -> None:
-        """Begin to take part; instructions come from now on.
+        """Begin to take part; instructions are sent from now on.
 
-        Returns before other nodes have come.  What goes wrong later comes as a
-        `Conclude`.  Cancelled when this node stops meanwhile; `leave` follows in any
-        case.
+        Returns before other nodes have joined.  Later errors are sent as `EndJob`.
+
+        Cancellation: happens when this node stops; `leave` follows in any case.
 
         Raises:
-            SurroundingsError: this machine lacks something, such as a port.
+            HostError: this host lacks something, such as a port.
         """
 
     @abc.abstractmethod
     def report(self, report: Report) -> None:
-        """Tell the others what has become of this node's workers; never blocks."""
+        """Send the state of this node's workers to the other nodes; never blocks."""
 
     @abc.abstractmethod
     async def leave(self, why: str) -> None:
-        """Leave at once; the others go on without this node.
+        """Leave; the other nodes continue without this one.
 
-        Returns when they can know it and all that was reported, after a second at
-        most.  May be started over after a cancellation.  After a `Conclude` the node
-        that serves the others stays until they have heard of it too; asked again
-        meanwhile, it stays for nobody.
+        Returns once the last report has been written, within one second.  After
+        `EndJob` the node that hosts the store also waits (`close_timeout`) until the
+        other nodes have read it; calling `leave` again ends that wait.
+
+        Idempotent; safe to call again after cancellation.
         """
+
+
+# ------------------------------------------------------------------- events
+
+
+def restarting_event(cause: RestartCause) -> Restarting:
+    """Return the event of a restart after a failure."""
+    return Restarting(
+        attempt=cause.attempt, why=cause.why, delay=cause.delay, restarts=cause.restarts
+    )
+
+
+def cause_event(cause: RestartCause, placement: Placement) -> Event:
+    """Return the event that says why an attempt follows another one."""
+    if cause.root is not None:
+        return restarting_event(cause)
+    return MembershipChanged(
+        attempt=placement.attempt,
+        why=cause.why,
+        round=placement.round,
+        nodes=placement.span.group_world_size,
+    )
+
+
+def round_formed_event(placement: Placement, group_rank: int) -> RoundFormed:
+    """Return the event of a new round; `group_rank` -1 stands for all nodes."""
+    return RoundFormed(
+        attempt=placement.attempt,
+        round=placement.round,
+        group_rank=group_rank,
+        group_world_size=placement.span.group_world_size,
+        world_size=placement.span.world_size,
+        master_addr=placement.master_addr,
+        master_port=placement.master_port,
+        changes=placement.changes,
+    )

@@ -1,258 +1,276 @@
-"""A rendezvous at a store that one of the nodes serves: the member's asyncio shell.
+"""The backends "c10d", "tcp" and "static": a rendezvous at a store that one node hosts.
 
-One task finds a store, attends there until it is lost, and finds another.  Attending
-is a `Session`; what is decided is decided by the pure `Member`, and by the pure
-`Coordinator` on the node whose session holds that office.
+One task finds a store, takes part there until it is lost, and finds another.  Each stay
+at a store is a `StoreSession`.  The decisions are those of the pure `Member` and, on the
+node of the leader, of the pure `Coordinator`.
+
+With "static" every node is given its rank and the address of rank 0, which hosts the
+store there.  The workers use the same store and port, because firewalls are opened for
+it; the keys of one attempt's workers are deleted before the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Iterable
 
-from elastic_aio.aio import owned_task, see_through
-from elastic_aio.errors import StoreError, SurroundingsError
-from elastic_aio.events import Event, RendezvousStoreLost, RendezvousStoreRegained
+from elastic_aio.aio import create_task, run_shielded
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.errors import HostError, StoreError
+from elastic_aio.events import Event, RendezvousStoreLost, RendezvousStoreRecovered
 from elastic_aio.rendezvous.base import (
-    Begin,
-    Conclude,
-    Halt,
-    Listener,
-    NodeCard,
-    Pause,
+    AgentPort,
+    EndJob,
+    NodeInfo,
     Rendezvous,
     Report,
+    RestartPending,
+    StartRound,
+    StopRound,
 )
-from elastic_aio.rendezvous.member import Member, Probe, Reaction
-from elastic_aio.rendezvous.office import Office
-from elastic_aio.rendezvous.points import Found, MeetingPoints, PointsError
-from elastic_aio.rendezvous.session import Session
-from elastic_aio.rendezvous.state import Rules
-from elastic_aio.rendezvous.tickets import Ticket
-from elastic_aio.restarts import RestartBook
-from elastic_aio.spec import LaunchSpec
-from elastic_aio.store.listen import parse_endpoint
+from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
+from elastic_aio.rendezvous.member import PROBE_TIMEOUT, Member, MemberEffect, Probe
+from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.messages import MemberStatus
+from elastic_aio.rendezvous.session import StoreSession
+from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import RestartBudget
 
-__all__ = ["Dynamic", "make_dynamic"]
-
-_PROBE_TIMEOUT_S = 5.0
-_LAST_WORD_S = 0.5
-"""How long a node that leaves waits until the store has its last ticket."""
+_LAST_STATUS_S = 0.5
+"""Seconds for which a node that leaves waits until its last status has been written."""
 
 
-def make_dynamic(spec: LaunchSpec, card: NodeCard, run_id: str, listener: Listener) -> Rendezvous:
-    """Return the rendezvous of backend "c10d": ranks are given in the order of coming."""
-    return Dynamic(spec, card, run_id, listener)
+def make_static(spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
+    """Return a rendezvous of backend "static": every node is given its rank."""
+    rank = spec.rendezvous.node_rank or 0
+    settings = dataclasses.replace(spec.rendezvous, node_rank=rank, is_host=rank == 0)
+    spec = spec.replace(rendezvous=settings)
+    return DynamicRendezvous(spec, node, run_id, agent, fixed_ranks=True)
 
 
-class Dynamic(Rendezvous):
-    """One node's part in a rendezvous at a store."""
+class DynamicRendezvous(Rendezvous):
+    """One node's part in a rendezvous at a store; ranks are given in the order of arrival."""
 
     def __init__(
         self,
         spec: LaunchSpec,
-        card: NodeCard,
+        node: NodeInfo,
         run_id: str,
-        listener: Listener,
+        agent: AgentPort,
         *,
-        is_ranked: bool = False,
+        fixed_ranks: bool = False,
     ) -> None:
-        """Prepare; nothing is looked for before `open`.
+        """Prepare; nothing is connected before `open`.
 
-        Args:
-            spec: the job.
-            card: who this node is.
-            run_id: name of the run, the same on all nodes.
-            listener: the agent.
-            is_ranked: whether `node_rank` is an order and not a wish, and the workers
-                meet at the nodes' own store.
+        With `fixed_ranks`, `node_rank` is binding, and the workers use the nodes' own store.
         """
-        meeting = spec.rendezvous
-        self._meeting = meeting
-        self._card = card
-        self._listener = listener
-        self._points = MeetingPoints(meeting, run_id)
-        self._member = Member(_first_ticket(spec, card))
-        # Torch's own clients know no token, and worker 0 may want to serve itself.
-        self._shares_store = is_ranked and meeting.token is None and spec.hosts_store
-        self._rules = _rules_of(spec, is_ranked=is_ranked, is_shared=self._shares_store)
         self._spec = spec
-        self._book = RestartBook(spec.max_restarts, spec.restart, random.random)
+        self._settings = spec.rendezvous
+        self._node = node
+        self._agent = agent
+        self._locator = StoreLocator(spec.rendezvous, run_id)
+        nnodes = spec.nnodes
+        self._member = Member(
+            MemberStatus(
+                serial=0,
+                node=node,
+                address="",
+                port=0,
+                preferred_rank=spec.rendezvous.node_rank,
+                minimum=nnodes.minimum,
+                maximum=nnodes.maximum,
+            )
+        )
+        # Torch's own clients send no token, and worker 0 may want to host its store.
+        self._shares_store = fixed_ranks and spec.rendezvous.token is None and spec.host_store
+        self._round_settings = RoundSettings(
+            minimum=nnodes.minimum,
+            maximum=nnodes.maximum,
+            join_timeout=spec.rendezvous.join_timeout,
+            last_call_timeout=spec.rendezvous.last_call_timeout,
+            keep_workers=spec.rendezvous.keep_workers,
+            fixed_ranks=fixed_ranks,
+            shared_store=self._shares_store,
+            has_decide=spec.restart.decide is not None,
+        )
+        self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._run_id = run_id
-        # Unique among all members of all times; the host's name is for people.
-        self._name = f"{card.name}.{card.pid}.{os.urandom(4).hex()}"
-        self._session: Session | None = None
+        # Unique among all members ever; the host's name makes it readable.
+        self._name = f"{node.name}.{node.pid}.{os.urandom(4).hex()}"
+        self._session: StoreSession | None = None
         self._attending: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
         self._is_leaving = False
         self._is_hurried = False
-        self._stay: asyncio.Timeout | None = None
+        self._draining: asyncio.Timeout | None = None
 
     def __repr__(self) -> str:
-        return f"<Dynamic {self._name}: {self._member!r}, {self._session or 'no store'}>"
+        return f"<DynamicRendezvous {self._name}: {self._member!r}, {self._session or 'no store'}>"
 
-    # ------------------------------------------------------ what the agent calls
+    # ---------------------------------------------------------------- the agent
 
     async def open(self) -> None:
-        self._attending = owned_task(self._attend(), name=f"rendezvous {self._run_id}")
+        self._attending = create_task(self._attend(), name=f"rendezvous {self._run_id}")
 
     def report(self, report: Report) -> None:
         self._member.report(report)
-        self._ticket_changed()
+        self._status_changed()
 
     async def leave(self, why: str) -> None:
         if self._is_leaving:
             self._is_hurried = True
-            if self._stay is not None:
-                self._stay.reschedule(0.0)
+            if self._draining is not None:
+                self._draining.reschedule(0.0)
         self._is_leaving = True
-        await see_through(self._leave)
+        await run_shielded(self._leave)
 
     # ---------------------------------------------------------------- attending
 
     async def _attend(self) -> None:
-        """Meet the others, and let no defect of ours make this node wait for ever."""
+        """Take part; a defect of this package ends the job instead of hanging it."""
         try:
-            await self._meet_wherever()
-        except Exception as error:  # noqa: BLE001  # a defect of ours: told, and the job ends here
-            said = "a rendezvous has a defect"
+            await self._attend_stores()
+        except Exception as error:  # noqa: BLE001  # a defect: it is reported and ends the job
+            message = "a rendezvous has a defect"
             asyncio.get_running_loop().call_exception_handler(
-                {"message": said, "exception": error, "task": asyncio.current_task()}
+                {"message": message, "exception": error, "task": asyncio.current_task()}
             )
-            self._act(self._member.give_up(f"internal error: {error!r}"))
+            self._perform(self._member.fail(f"internal error: {error!r}"))
 
-    async def _meet_wherever(self) -> None:
-        """Meet the others wherever they are, for as long as the job lasts."""
+    async def _attend_stores(self) -> None:
+        """Take part at one store after the other until the job is over."""
         is_first = True
         while True:
             try:
-                found = await self._points.find(is_first=is_first)
-            except PointsError as error:
-                self._act(self._member.give_up(str(error)))
+                located = await self._locator.locate(is_first=is_first)
+            except DiscoveryError as error:
+                self._perform(self._member.fail(str(error)))
                 return
+            endpoint, is_host = located.endpoint, located.is_host
             if not is_first:
-                regained = RendezvousStoreRegained(endpoint=found.endpoint, is_host=found.is_host)
-                self._listener.told(regained)
+                self._agent.on_event(RendezvousStoreRecovered(endpoint=endpoint, is_host=is_host))
             is_first = False
             try:
-                why = await self._meet(found)
+                why = await self._attend_store(located)
             finally:
                 self._session = None
-                await see_through(self._points.abandon)
+                await self._locator.aclose()
             if self._member.has_ended:
                 return
-            self._listener.told(RendezvousStoreLost(endpoint=found.endpoint, why=why))
-            self._start_grace(why, found.store.heard_at)
+            self._agent.on_event(RendezvousStoreLost(endpoint=endpoint, why=why))
+            self._start_grace(why, located.store.last_received_at)
 
-    async def _meet(self, found: Found) -> str:
-        """Take part at one store; return why that is over."""
-        host, port = parse_endpoint(found.endpoint)
-        address = self._meeting.local_addr or found.local_address
-        self._member.found(host if self._shares_store else address, is_host=found.is_host)
+    async def _attend_store(self, located: LocatedStore) -> str:
+        """Take part at one store until it is lost; return the reason."""
+        host, port = parse_host_port("endpoint", located.endpoint)
+        address = host if self._shares_store else self._settings.local_addr or located.local_address
+        self._member.set_address(address, is_host=located.is_host)
         if self._shares_store:
-            self._member.reserved(port)
-        elif not self._renew_port():
+            self._member.set_port(port)
+        elif not self._reserve_port():
             return "no port for the workers"
-        office = Office(
-            self._rules,
-            self._book,
-            self._listener,
-            card=self._card,
+        runner = CoordinatorRunner(
+            self._round_settings,
+            self._budget,
+            self._agent,
+            node=self._node,
             run_id=self._run_id,
-            root=found.store if self._shares_store else None,
+            root=located.store if self._shares_store else None,
         )
-        self._session = Session(
-            found,
-            self._points,
-            office,
+        self._session = StoreSession(
+            located,
+            self._locator,
+            runner,
             name=self._name,
             run_id=self._run_id,
             member=self._member,
-            ttl=self._meeting.heartbeat_timeout,
-            act=self._act,
-            on_attended=self._stop_grace,
+            ttl=self._settings.heartbeat_timeout,
+            perform=self._perform,
+            on_joined=self._stop_grace,
         )
-        return await self._session.attend()
+        return await self._session.run()
 
-    def _act(self, actions: Iterable[Reaction]) -> None:
-        for action in actions:
-            match action:
-                case Begin():
-                    self._listener.instructed(action)
+    def _perform(self, effects: Iterable[MemberEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartRound():
+                    self._agent.on_instruction(effect)
                     if not self._shares_store:
-                        self._renew_port()
-                case Halt() | Pause() | Conclude():
-                    self._listener.instructed(action)
+                        self._reserve_port()
+                case StopRound() | RestartPending() | EndJob():
+                    self._agent.on_instruction(effect)
                 case Event():
-                    self._listener.told(action)
+                    self._agent.on_event(effect)
                 case Probe():
-                    task = owned_task(self._probe(action), name=f"probe {action.address}")
+                    task = create_task(self._probe(effect), name=f"probe {effect.address}")
                     self._probes.add(task)
                     task.add_done_callback(self._probes.discard)
-        self._ticket_changed()
+        self._status_changed()
 
-    def _renew_port(self) -> bool:
+    def _reserve_port(self) -> bool:
         try:
-            self._member.reserved(self._listener.reserve_master(self._member.ticket.address))
-        except SurroundingsError as error:
-            self._act(self._member.give_up(str(error)))
+            address = self._member.status.address
+            self._member.set_port(self._agent.reserve_master_port(address))
+        except HostError as error:
+            self._perform(self._member.fail(str(error)))
             return False
         return True
 
-    def _ticket_changed(self) -> None:
+    def _status_changed(self) -> None:
         if self._session is not None:
-            self._session.ticket_changed()
+            self._session.status_changed()
 
     async def _probe(self, probe: Probe) -> None:
-        """Find out whether the place where the workers would meet can be reached."""
-        trouble = ""
+        """Connect to the address at which the workers would meet."""
+        problem = ""
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            async with asyncio.timeout(PROBE_TIMEOUT):
                 _, writer = await asyncio.open_connection(probe.address, probe.port)
             writer.close()
         except TimeoutError:
-            trouble = f"no answer from {probe.address} within {_PROBE_TIMEOUT_S:g} s"
+            problem = f"no answer from {probe.address} within {PROBE_TIMEOUT:g} s"
         except OSError as error:
-            # Where worker 0 itself will listen, a refusal proves that the host is reached.
-            is_reached = isinstance(error, ConnectionRefusedError) and not self._spec.hosts_store
-            trouble = "" if is_reached else f"{probe.address}: {error.strerror or error}"
-        except (ValueError, OverflowError) as error:  # no name, or no port, of this world
-            trouble = f"{probe.address}: {error}"
-        self._member.probed(probe.round, trouble)
-        self._ticket_changed()
+            # If worker 0 itself is to listen there, a refusal proves that the host is reached.
+            is_reached = isinstance(error, ConnectionRefusedError) and not self._spec.host_store
+            problem = "" if is_reached else f"{probe.address}: {error.strerror or error}"
+        except (ValueError, OverflowError) as error:  # an invalid name or port
+            problem = f"{probe.address}: {error}"
+        self._member.probed(probe.round, problem)
+        self._status_changed()
 
     # ---------------------------------------------------------- without a store
 
-    def _start_grace(self, why: str, heard_at: float) -> None:
-        """Let the workers run on for as long as the others cannot have replaced them."""
+    def _start_grace(self, why: str, last_received_at: float) -> None:
+        """Keep the workers running until the other nodes may have replaced this one."""
         if self._grace is None:
-            meeting = self._meeting
-            grace = meeting.store_grace
-            seconds = meeting.heartbeat_timeout if grace is None else grace
-            said = f"no store could be found for {seconds:g} s ({why})"
+            grace = self._settings.store_grace
+            seconds = self._settings.heartbeat_timeout if grace is None else grace
+            reason = f"no store could be found for {seconds:g} s ({why})"
             loop = asyncio.get_running_loop()
-            # The others count from the last that they have heard of this node.
-            self._grace = loop.call_at(heard_at + seconds, self._cut_off, said)
+            # The lease of this node began at the last message that was exchanged.
+            self._grace = loop.call_at(last_received_at + seconds, self._isolate, reason)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _cut_off(self, why: str) -> None:
+    def _isolate(self, why: str) -> None:
         self._grace = None
-        self._act(self._member.cut_off(why))
+        self._perform(self._member.isolate(why))
 
     # ------------------------------------------------------------------ leaving
 
     async def _leave(self) -> None:
         self._stop_grace()
         if self._session is not None and not self._is_hurried:
-            await self._part_from(self._session)
+            await self._leave_session(self._session)
         tasks = {*self._probes, *([self._attending] if self._attending else [])}
         for task in tasks:
             if not task.cancelling():
@@ -261,45 +279,19 @@ class Dynamic(Rendezvous):
             await asyncio.wait(tasks)
         self._attending = None
 
-    async def _part_from(self, session: Session) -> None:
-        """Let the others know how it ended here; stay while somebody needs this node."""
+    async def _leave_session(self, session: StoreSession) -> None:
+        """Write the last status, and stay while other nodes need this one."""
         with contextlib.suppress(TimeoutError, StoreError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await session.ticket_known()
+            async with asyncio.timeout(_LAST_STATUS_S):
+                await session.wait_status_written()
                 if self._member.has_succeeded and not self._member.has_ended:
-                    await session.hand_over()
+                    await session.resign()
         if not self._member.has_ended:
             return
-        # Who is still there when the time is over hears it from the connection that ends.
+        # Nodes that are still there after the timeout notice the end of the connection.
         with contextlib.suppress(TimeoutError, StoreError):
-            async with asyncio.timeout(self._meeting.close_timeout) as self._stay:
+            async with asyncio.timeout(self._settings.close_timeout) as self._draining:
                 try:
-                    await session.see_off()
+                    await session.drain()
                 finally:
-                    self._stay = None
-
-
-def _first_ticket(spec: LaunchSpec, card: NodeCard) -> Ticket:
-    return Ticket(
-        serial=0,
-        card=card,
-        address="",
-        port=0,
-        wish=spec.rendezvous.node_rank,
-        minimum=spec.nnodes.minimum,
-        maximum=spec.nnodes.maximum,
-    )
-
-
-def _rules_of(spec: LaunchSpec, *, is_ranked: bool, is_shared: bool) -> Rules:
-    meeting = spec.rendezvous
-    return Rules(
-        minimum=spec.nnodes.minimum,
-        maximum=spec.nnodes.maximum,
-        join_timeout=meeting.join_timeout,
-        last_call_timeout=meeting.last_call_timeout,
-        keeps_workers=meeting.keeps_workers,
-        is_ranked=is_ranked,
-        is_shared=is_shared,
-        asks=spec.restart.decide is not None,
-    )
+                    self._draining = None

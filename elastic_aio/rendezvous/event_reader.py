@@ -1,4 +1,4 @@
-"""The events of a job of several nodes, followed from anywhere, in their order."""
+"""Reads the event stream of a job of several nodes, in order, from any host."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from typing import Final, Self
 
 import msgspec
 
-from elastic_aio.checks import check_number, checked_integer, checked_text
+from elastic_aio.aio import running_loop
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.events import Event, EventsMissed, JobFinished
-from elastic_aio.rendezvous.stream import COUNT, EVENTS, IDENTITY, KEPT, event_in, number_in
-from elastic_aio.rendezvousspec import parse_endpoints
+from elastic_aio.rendezvous.event_stream import (
+    COUNT,
+    EVENTS,
+    IDENTITY,
+    KEPT,
+    decode_event,
+    parse_seq,
+)
+from elastic_aio.spec.checks import check_number, checked_integer, checked_text
+from elastic_aio.spec.rendezvous import parse_endpoints
 from elastic_aio.store import Store, Watch, connect
 
-__all__ = ["JobEvents", "follow_job"]
-
 _GAP_PATIENCE: Final = 2.0
-"""Seconds after which the writer that leaves a gap counts as dead."""
+"""Seconds after which the writer of a missing event counts as killed."""
 
 _TURN: Final = 2.0
-"""Seconds that one of several endpoints is tried before the next one is."""
+"""Seconds for which one of several endpoints is tried before the next."""
 
 
 def follow_job(
-    endpoint: str,
-    run_id: str,
-    *,
-    token: str | None = None,
-    after: int = -1,
-    timeout: float = 30.0,
+    endpoint: str, run_id: str, *, token: str | None = None, after: int = -1, timeout: float = 30.0
 ) -> JobEvents:
-    """Follow the events of a running job of several nodes, from anywhere.
+    """Follow the events of a running job of several nodes, from any host.
 
     ::
 
@@ -45,13 +46,12 @@ def follow_job(
                 print(event.seq, event)
 
     Args:
-        endpoint: where the job's nodes meet, as for `RendezvousSpec`; of several the
-            first one is taken at which there is a store, at the start and when the
-            store is lost.
-        run_id: the job's.
+        endpoint: the job's endpoints, as for `RendezvousSpec`.  The first one with a
+            store is used, at the start and when the store is lost.
+        run_id: name of the run.
         token: the store's token, if it has one.
-        after: the `seq` of the last event that is known already.
-        timeout: seconds to look for a store, at the start and when it is lost.
+        after: the `seq` of the last event that has been read already; -1 for none.
+        timeout: seconds to search for a store, at the start and when it is lost.
 
     Raises:
         SpecError: an argument is unusable.
@@ -68,12 +68,12 @@ class JobEvents:
     """The events of a job, in the order of the stream; made by `follow_job`.
 
     An async context manager, and an async iterator that ends after `JobFinished`.
-    `seq` is the number in the stream: give it as `after` to go on from there.  What
-    was dropped, cannot be read, or was lost with its writer is an `EventsMissed`; one
-    with `count` 0 tells that the store was lost, and that another stream begins with
-    numbers from 0 (how many events were lost with the store is not known).
+    `seq` is the number in the stream: pass it as `after` to continue from there.
+    Events that were deleted, cannot be decoded, or were lost with their writer are
+    replaced by an `EventsMissed`.  One with `count` 0 means that the store was lost and
+    another stream begins at 0; how many events were lost with it is unknown.
 
-    Cancelling a wait for the next event loses none.
+    Cancellation: of a wait for the next event loses no event.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class JobEvents:
         self._token = token
         self._timeout = timeout
         self._identity: bytes | None = None
-        self._order = _Order(run_id, after + 1)
-        self._source: _Source | None = None
-        self._gap: tuple[int, float] | None = None  # which number is missing, and until when
+        self._order = _ReorderBuffer(run_id, after + 1)
+        self._source: _Subscription | None = None
+        self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
         self._is_open = False
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class JobEvents:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the store knows of events of this run, as far as has been seen."""
+        """Whether the store had events of this run when it was last read."""
         return self._identity is not None
 
     async def __aenter__(self) -> Self:
@@ -103,8 +103,9 @@ class JobEvents:
 
         Raises:
             StoreTimeout: no store answers.
-            StoreRefused: a store wants another token, or is not ours.
+            StoreRefused: the store requires another token, or is not one of elastic_aio.
         """
+        running_loop()
         try:
             await self._begin()
         except BaseException:  # a cancellation too: no connection stays open
@@ -128,14 +129,14 @@ class JobEvents:
         """Return the next event.
 
         Raises:
-            StoreTimeout: the store was lost, and no other answers.
+            StoreTimeout: the store was lost, and no store answers.
             StoreRefused: as on entering.
         """
         while (event := self._order.pop()) is None:
             if self._order.is_over:
                 raise StopAsyncIteration
             if not self._is_open:
-                raise StoreClosed("nothing is followed: use `async with follow_job(...)`")
+                raise StoreClosed("the stream is not open: use `async with follow_job(...)`")
             if self._source is None:
                 await self._begin()
             else:
@@ -143,30 +144,30 @@ class JobEvents:
         return event
 
     async def aclose(self) -> None:
-        """Close the connection.  It takes a second at most."""
+        """Close the connection, within a second."""
         self._is_open = False
         source, self._source = self._source, None
         if source is not None:
-            await source.aclose()
+            await source.stack.aclose()
 
     async def _begin(self) -> None:
-        """Find a store and take what is there."""
-        source = await _Source.open(self._endpoints, self._run_id, self._token, self._timeout)
+        """Connect to a store and take the events that it has."""
+        source = await _Subscription.open(self._endpoints, self._run_id, self._token, self._timeout)
         self._source = source
         count = await self._count(source)
         if count is None:
-            return  # lost again; the next turn looks for a store again
+            return  # lost again: the next call connects again
         present = source.watch.present
         identity = present.pop(IDENTITY, None)
-        is_another = self._identity is not None and identity != self._identity
-        if is_another or self._order.next > count:
-            self._order.begin_anew()
+        is_other_stream = self._identity is not None and identity != self._identity
+        if is_other_stream or self._order.next > count:
+            self._order.restart()
         self._identity = identity
         self._order.take(present)
         self._order.skip_dropped(count)
 
-    async def _read(self, source: _Source) -> None:
-        """Wait for something to happen, and take it."""
+    async def _read(self, source: _Subscription) -> None:
+        """Wait for a change of the stream, and take it."""
         try:
             async with asyncio.timeout_at(self._gap_deadline()):
                 change = await anext(source.watch)
@@ -185,47 +186,47 @@ class JobEvents:
             self._order.take({change.key: change.value})
 
     def _gap_deadline(self) -> float | None:
-        """Until when to wait for the event that is missing, if one is."""
+        """Return until when to wait for a missing event; None if none is missing."""
         if not self._order.has_gap:
             self._gap = None
         elif self._gap is None or self._gap[0] != self._order.next:
             self._gap = (self._order.next, asyncio.get_running_loop().time() + _GAP_PATIENCE)
         return None if self._gap is None else self._gap[1]
 
-    async def _count(self, source: _Source) -> int | None:
-        """Return how many numbers have been given; None if the store has just been lost."""
+    async def _count(self, source: _Subscription) -> int | None:
+        """Return how many numbers have been allocated; None if the store is lost."""
         try:
             count = await source.store.peek(COUNT)
         except StoreLost:
             await self._drop(source)
             return None
-        return 0 if count is None else number_in(count.decode("ascii", "replace"))
+        return 0 if count is None else parse_seq(count.decode("ascii", "replace"))
 
-    async def _drop(self, source: _Source) -> None:
+    async def _drop(self, source: _Subscription) -> None:
         self._source = None
-        await source.aclose()
+        await source.stack.aclose()
 
 
-class _Source:
-    """A connection to the store, and the watch of the stream there."""
+class _Subscription(msgspec.Struct):
+    """A connection to the store, and a watch of the stream there."""
 
-    def __init__(self, stack: contextlib.AsyncExitStack, store: Store, watch: Watch) -> None:
-        self.store = store
-        self.watch = watch
-        self._stack = stack
+    store: Store
+    watch: Watch
+    stack: contextlib.AsyncExitStack
 
     @classmethod
     async def open(
         cls, endpoints: Sequence[str], run_id: str, token: str | None, timeout: float
-    ) -> _Source:
-        """Connect to the first store that can be had.
+    ) -> _Subscription:
+        """Connect to the first store that accepts the connection.
 
         Raises:
-            StoreTimeout: none answers.
-            StoreRefused: none answers that would do it.
+            StoreTimeout: no store answers.
+            StoreRefused: every store that answers refuses the connection.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
+        reasons: dict[str, str] = {}
         while True:
             refusal: StoreRefused | None = None
             for endpoint in endpoints:
@@ -235,44 +236,47 @@ class _Source:
                     return await cls._open(endpoint, run_id, token, turn)
                 except StoreRefused as error:
                     refusal = error
-                except (StoreTimeout, StoreLost):
-                    pass  # it is the next one's turn
+                except (StoreTimeout, StoreLost) as error:
+                    # Try the next.  The last turn is short and may only add "no answer".
+                    reason = str(error).rpartition(": ")[2]
+                    if reason != "no answer" or endpoint not in reasons:
+                        reasons[endpoint] = f"{endpoint}: {reason}"
             if refusal is not None:
                 raise refusal
             if loop.time() >= end:
-                raise StoreTimeout(f"no store at {', '.join(endpoints)} within {timeout:g} s")
+                text = f"no store at {', '.join(endpoints)} within {timeout:g} s"
+                raise StoreTimeout(f"{text}: {'; '.join(reasons.values())}")
 
     @classmethod
-    async def _open(cls, endpoint: str, run_id: str, token: str | None, turn: float) -> _Source:
+    async def _open(
+        cls, endpoint: str, run_id: str, token: str | None, turn: float
+    ) -> _Subscription:
         async with contextlib.AsyncExitStack() as stack:
-            # Connecting again is ours to do: perhaps to another endpoint.
+            # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
             client = connect(endpoint, timeout=turn, reconnect_for=0, token=token)
             store = (await stack.enter_async_context(client)).prefixed(f"elastic_aio/{run_id}")
             watch = await stack.enter_async_context(store.watch(EVENTS, is_prefix=True))
-            return cls(stack.pop_all(), store, watch)
-
-    async def aclose(self) -> None:
-        await self._stack.aclose()
+            return cls(store, watch, stack.pop_all())
 
 
-class _Order:
-    """Puts what comes into order: numbers in, events out."""
+class _ReorderBuffer:
+    """Sorts events by number, and replaces missing ones by `EventsMissed`."""
 
     def __init__(self, run_id: str, following: int) -> None:
         """Begin with number `following`."""
         self.next = following
         self.is_over = False
         self._run_id = run_id
-        self._held: dict[int, bytes] = {}
+        self._pending: dict[int, bytes] = {}
         self._ready: deque[Event] = deque()
 
     @property
     def has_gap(self) -> bool:
-        """Whether events have come that others should come before."""
-        return bool(self._held)
+        """Whether later events have arrived than the next one."""
+        return bool(self._pending)
 
     def pop(self) -> Event | None:
-        """Return the next event, if it is there."""
+        """Return the next event, or None."""
         if not self._ready:
             return None
         event = self._ready.popleft()
@@ -281,31 +285,31 @@ class _Order:
             self._ready.clear()
         return event
 
-    def begin_anew(self) -> None:
-        """Another stream begins, at 0."""
-        self._held.clear()
+    def restart(self) -> None:
+        """Begin another stream, at 0."""
+        self._pending.clear()
         self.next = 0
         self._miss(0)
 
     def take(self, items: Mapping[str, bytes]) -> None:
-        """Take keys of events, in any order."""
+        """Take events by their keys, in any order."""
         for key, value in items.items():
-            number = number_in(key.removeprefix(EVENTS))
-            if 0 <= number == self.next - 1 and isinstance(event_in(value), JobFinished):
-                self.is_over = True  # its reader has had it, and goes on after it
+            number = parse_seq(key.removeprefix(EVENTS))
+            if 0 <= number == self.next - 1 and isinstance(decode_event(value), JobFinished):
+                self.is_over = True  # the reader continues after the last event
             if number >= self.next:
-                self._held[number] = value
+                self._pending[number] = value
         self._release()
 
     def skip_dropped(self, count: int) -> None:
-        """Go on at the oldest that is kept, when `count` numbers have been given."""
-        self._skip_to(min([count - KEPT, *self._held]))
+        """Continue at the oldest kept event, when `count` numbers have been allocated."""
+        self._skip_to(min([count - KEPT, *self._pending]))
 
     def skip_gap(self, count: int) -> None:
-        """Give up what is missing; what has a number that was never given is no event."""
-        self._held = {number: value for number, value in self._held.items() if number < count}
-        if self._held:
-            self._skip_to(min(self._held))
+        """Give up missing events; drop keys whose numbers were never allocated."""
+        self._pending = {number: value for number, value in self._pending.items() if number < count}
+        if self._pending:
+            self._skip_to(min(self._pending))
 
     def _skip_to(self, number: int) -> None:
         if number > self.next:
@@ -314,8 +318,8 @@ class _Order:
         self._release()
 
     def _release(self) -> None:
-        while (value := self._held.pop(self.next, None)) is not None:
-            event = event_in(value)
+        while (value := self._pending.pop(self.next, None)) is not None:
+            event = decode_event(value)
             self.next += 1
             if event is None:
                 self._miss(1)

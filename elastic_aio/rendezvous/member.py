@@ -1,248 +1,228 @@
-"""A member's part in a rendezvous: orders and reports in, tickets and instructions out.
+"""A member of a rendezvous: orders and reports in, its status and effects out.
 
-Pure.  It is level-triggered like the coordinator: an order that is older than the
-last one is dropped, and the present ticket says everything.
+Pure.  Level-triggered like the coordinator: an order that is not newer than the last
+one is dropped, and the present status says everything.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.events import (
-    CoordinatorChanged,
-    Event,
-    Promoted,
-    StandingBy,
-)
-from elastic_aio.outcome import JobState
+from elastic_aio.events import CoordinatorChanged, Event, NodeStandby, StandbyPromoted
+from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
-    Begin,
-    Cause,
-    Conclude,
-    Ended,
-    Ending,
-    Failing,
-    Halt,
+    EndJob,
     Instruction,
-    Pause,
-    Placement,
     Report,
-    Running,
-    Succeeded,
+    RestartPending,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
 )
-from elastic_aio.rendezvous.bulletin import forming
-from elastic_aio.rendezvous.tickets import (
-    Departed,
+from elastic_aio.rendezvous.messages import (
+    MemberPhase,
+    MembersDone,
+    MemberStatus,
     Order,
-    Prepare,
-    Refuse,
+    ProbePeers,
+    Reject,
     StandBy,
-    Standing,
-    Stay,
-    Ticket,
-    bounded,
-    clean,
-    sketched,
+    WaitForNodes,
+    sanitize,
+    truncate_failure,
+    truncate_failures,
 )
 
-__all__ = ["Member", "Probe", "Reaction"]
+PROBE_TIMEOUT = 5.0
+"""Seconds for the address of a `Probe` to accept the connection."""
 
 
 class Probe(Struct, frozen=True):
-    """Find out whether `address` and `port` can be reached; answer with `probed`."""
+    """Connect to `address` and `port`, then call `probed`."""
 
     round: int
     address: str
     port: int
 
 
-Reaction = Instruction | Event | Probe
-"""What is to be done about what a member has heard."""
+MemberEffect = Instruction | Event | Probe
 
 
 class Member:
-    """One member; `ticket` is what the others should know now."""
+    """One member; `status` is what it should have in the store now."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        """Begin with a first ticket, which says who this is."""
-        self.ticket = ticket
-        self._seen = (0, 0)
-        self._halting = -1
+    def __init__(self, status: MemberStatus) -> None:
+        """Begin with a first status."""
+        self.status = status
+        self._acked = (0, 0)
+        self._stopping = -1
         self._is_standing_by = False
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the job is over for this member."""
 
     def __repr__(self) -> str:
-        return f"<Member {self.ticket.card.name}: {self.ticket.standing}, {self._seen}>"
-
-    @property
-    def held(self) -> Placement | None:
-        """The last place taken."""
-        return self.ticket.held
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job is over for this member."""
-        return self._has_ended
+        return f"<Member {self.status.node.name}: {self.status.phase}, {self._acked}>"
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether the workers of the last round have all succeeded here."""
-        return self.ticket.standing is Standing.SUCCEEDED
+        """Whether all workers of the last round have succeeded here."""
+        return self.status.phase is MemberPhase.SUCCEEDED
 
-    # -------------------------------------------------------------- what it hears
+    # ------------------------------------------------------------------- inputs
 
-    def found(self, address: str, *, is_host: bool) -> None:
-        """Take in where the others reach this member, at the store it has found."""
-        self._now(address=address, is_host=is_host)
+    def set_address(self, address: str, *, is_host: bool) -> None:
+        """Set where other nodes reach this member, and whether it hosts the store."""
+        self._update(address=address, is_host=is_host)
 
-    def reserved(self, port: int) -> None:
-        """Take in the port that is reserved for the next round's workers."""
-        if port != self.ticket.port:
-            self._now(port=port)
+    def set_port(self, port: int) -> None:
+        """Set the port that is reserved for the next round's workers."""
+        if port != self.status.port:
+            self._update(port=port)
 
-    def again(self) -> None:
-        """Write the ticket anew, for a store that may not know it."""
-        self._now()
+    def republish(self) -> None:
+        """Make the status a new one, for a store that may not have it."""
+        self._update()
 
-    def coordinated(self, name: str, epoch: int) -> list[Reaction]:
-        """Take in who coordinates now; an epoch that is not newer changes nothing."""
-        if epoch <= self.ticket.epoch:
+    def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
+        """Take the name of the coordinator; a term that is not newer changes nothing."""
+        if term <= self.status.term:
             return []
-        self._now(epoch=epoch)
-        return [CoordinatorChanged(name=name, epoch=epoch)]
+        self._update(term=term)
+        return [CoordinatorChanged(name=name, term=term)]
 
-    def order(self, order: Order) -> list[Reaction]:
-        """Take in an order; return what is to be done about it."""
-        seen = (order.epoch, order.serial)
-        if seen <= self._seen or order.epoch < self.ticket.epoch or self._has_ended:
+    def on_order(self, order: Order) -> list[MemberEffect]:
+        """Take an order and return the effects to perform."""
+        position = (order.term, order.serial)
+        if position <= self._acked or order.term < self.status.term or self.has_ended:
             return []
-        self._seen = seen
-        if order.epoch > self.ticket.epoch:
-            self._now(epoch=order.epoch)
+        self._acked = position
+        if order.term > self.status.term:
+            self._update(term=order.term)
         match order.body:
-            case Begin(placement):
-                return self._begin(order.body, placement)
-            case Halt(round, why):
-                return self._halt(round, why)
-            case Prepare():
-                return [Probe(order.body.round, order.body.address, order.body.port)]
-            case Stay(gathering):
-                return [forming(gathering)]
+            case StartRound():
+                return self._start(order.body)
+            case StopRound(round, why):
+                return self._stop(round, why)
+            case ProbePeers(round, address, port):
+                return [Probe(round, address, port)]
+            case WaitForNodes(forming):
+                return [forming]
             case StandBy(round, maximum):
-                return self._stand_by(round, maximum)
-            case Refuse(why):
-                return self.give_up(f"the other nodes refused this one: {why}")
-            case Conclude(ending):
-                self._has_ended = True
-                # A coordinator that comes after this one has to know it from somebody.
-                slight = tuple(sketched(one) for one in ending.failures[:1])
-                self._now(ending=replace(ending, failures=slight))
+                if self._is_standing_by:
+                    return []
+                self._is_standing_by = True
+                return [NodeStandby(round=round, maximum=maximum)]
+            case Reject(why):
+                return self.fail(f"the other nodes refused this one: {why}")
+            case EndJob(outcome):
+                self.has_ended = True
+                # The next coordinator learns the outcome from this status.
+                root = tuple(truncate_failure(one) for one in outcome.failures[:1])
+                self._update(outcome=dataclasses.replace(outcome, failures=root))
                 return [order.body]
-            case Pause(cause):
-                return self._pause(order.body, cause)
-            case Departed(round, count):
-                if round == self.ticket.round and count != self.ticket.departed:
-                    self._now(departed=count)
+            case RestartPending(cause):
+                if cause == self.status.pending_restart:
+                    return []  # a repeated order
+                self._update(pending_restart=cause)
+                return [order.body]
+            case MembersDone(round, count):
+                if round == self.status.round and count != self.status.members_done:
+                    self._update(members_done=count)
                 return []
 
-    def give_up(self, why: str) -> list[Reaction]:
-        """Let the job end for this node alone: it cannot meet the others."""
-        if self._has_ended:
+    def fail(self, why: str) -> list[MemberEffect]:
+        """End the job for this node alone: it cannot join the other nodes."""
+        if self.has_ended:
             return []
-        self._has_ended = True
-        ending = Ending(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
-        return [Conclude(ending)]
+        self.has_ended = True
+        outcome = JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
+        return [EndJob(outcome)]
 
-    def cut_off(self, why: str) -> list[Reaction]:
-        """Stop what runs: the others must be taken to have gone on without this node."""
-        if not self.ticket.is_busy:
+    def isolate(self, why: str) -> list[MemberEffect]:
+        """Stop the workers: after this long without the store, this node is replaced."""
+        if not self.status.is_busy:
             return []
-        return self._halt(self.ticket.round, why)
+        return self._stop(self.status.round, why)
 
     def report(self, report: Report) -> None:
-        """Take in what has become of this node's workers."""
-        if report.round != self.ticket.round:
+        """Take a report of the agent; one of another round is dropped."""
+        if report.round != self.status.round:
             return
         match report:
-            case Running():
+            case RoundStarted():
                 return
-            case Failing():
-                if self.ticket.standing is Standing.RUNNING:
-                    self._now(standing=Standing.FAILING)
-            case Ended(round, failures, is_final, final_why, exit_code, ran):
-                self._now(
-                    standing=Standing.ENDED,
-                    quiet=max(round, self._halting),
-                    failures=bounded(failures) or self.ticket.failures,
-                    is_final=is_final or self.ticket.is_final,
-                    final_why=clean(final_why) or self.ticket.final_why,
-                    exit_code=exit_code,
-                    ran=ran,
+            case RoundFailing():
+                if self.status.phase is MemberPhase.RUNNING:
+                    self._update(phase=MemberPhase.FAILING)
+            case RoundStopped(round):
+                reason = sanitize(report.permanent_reason)
+                self._update(
+                    phase=MemberPhase.STOPPED,
+                    stopped_round=max(round, self._stopping),
+                    failures=truncate_failures(report.failures) or self.status.failures,
+                    is_permanent=report.is_permanent or self.status.is_permanent,
+                    permanent_reason=reason or self.status.permanent_reason,
+                    exit_code=report.exit_code,
+                    runtime=report.runtime,
                 )
-            case Succeeded(round):
-                self._now(standing=Standing.SUCCEEDED, quiet=max(round, self._halting))
+            case RoundSucceeded(round):
+                stopped = max(round, self._stopping)
+                self._update(phase=MemberPhase.SUCCEEDED, stopped_round=stopped)
 
-    def probed(self, round: int, trouble: str) -> None:
-        """Take in whether the others could be reached; `trouble` is empty if so."""
-        self._now(reached=round, trouble=clean(trouble))
+    def probed(self, round: int, error: str) -> None:
+        """Take the result of a `Probe`; `error` is empty if it succeeded."""
+        self._update(probed_round=round, probe_error=sanitize(error))
 
-    # ------------------------------------------------------------------- changes
+    # ------------------------------------------------------------------ changes
 
-    def _begin(self, begin: Begin, placement: Placement) -> list[Reaction]:
-        ticket = self.ticket
-        if placement == ticket.held:
-            return []  # told again
+    def _start(self, order: StartRound) -> list[MemberEffect]:
+        status, placement = self.status, order.placement
+        if placement == status.placement:
+            return []  # a repeated order
         master = placement.master_addr, placement.master_port
-        is_stale = placement.span.group_rank == 0 and master != (ticket.address, ticket.port)
-        if placement.round <= ticket.round or is_stale:
-            # It was given by somebody who did not know where we are by now.  Our
-            # present ticket tells, and that the order has been seen.
-            self._now()
+        is_stale = placement.span.group_rank == 0 and master != (status.address, status.port)
+        if placement.round <= status.round or is_stale:
+            # The coordinator did not have the latest status of this member.  A new one
+            # acknowledges the order, so the coordinator sees that it was dropped.
+            self._update()
             return []
-        self._halting = -1
-        self._now(
-            standing=Standing.RUNNING,
-            held=placement,
-            reached=-1,
-            trouble="",
+        self._stopping = -1
+        self._update(
+            phase=MemberPhase.RUNNING,
+            placement=placement,
+            probed_round=-1,
+            probe_error="",
             failures=(),
-            is_final=False,
-            final_why="",
+            is_permanent=False,
+            permanent_reason="",
             exit_code=1,
-            ran=0.0,
-            departed=0,
-            granted=None,
+            runtime=0.0,
+            members_done=0,
+            pending_restart=None,
         )
         if not self._is_standing_by:
-            return [begin]
+            return [order]
         self._is_standing_by = False
-        promoted = Promoted(round=placement.round, group_rank=placement.span.group_rank)
-        return [promoted, begin]
+        promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
+        return [promoted, order]
 
-    def _halt(self, round: int, why: str) -> list[Reaction]:
-        if round < self.ticket.round:
+    def _stop(self, round: int, why: str) -> list[MemberEffect]:
+        if round < self.status.round:
             return []
-        self._halting = max(round, self._halting)
-        if self.ticket.is_busy or self.ticket.standing is Standing.SUCCEEDED:
-            return [Halt(self.ticket.round, why)]
-        if self.ticket.quiet < round:
-            self._now(quiet=round)
+        self._stopping = max(round, self._stopping)
+        if self.status.is_busy or self.has_succeeded:
+            return [StopRound(self.status.round, why)]
+        if self.status.stopped_round < round:
+            self._update(stopped_round=round)
         return []
 
-    def _pause(self, pause: Pause, cause: Cause) -> list[Reaction]:
-        if cause == self.ticket.granted:
-            return []  # told again
-        self._now(granted=cause)
-        return [pause]
-
-    def _stand_by(self, round: int, maximum: int) -> list[Reaction]:
-        if self._is_standing_by:
-            return []
-        self._is_standing_by = True
-        return [StandingBy(round=round, maximum=maximum)]
-
-    def _now(self, **changes: object) -> None:
-        serial = self.ticket.serial + 1
-        self.ticket = replace(self.ticket, serial=serial, seen=self._seen, **changes)
+    def _update(self, **changes: object) -> None:
+        serial = self.status.serial + 1
+        self.status = replace(self.status, serial=serial, acked=self._acked, **changes)

@@ -1,285 +1,287 @@
-"""The coordinator of a job: who takes part in which round, and what follows its end.
-
-Pure: it is told what the tickets of the members say, what time it is (monotonic
-seconds of whoever asks), and answers with orders.  It may be replaced by another one
-at any moment, so it keeps nothing to itself that the members could not tell its
-successor.
-
-Rules
-=====
-
-* A round is a set of members with consecutive group ranks.  One round at a time: the
-  next one has a higher number, and a member that takes a place in it first stops what
-  it runs of an earlier one.
-* The first round is formed when all nodes of the maximum have come, or when there are
-  enough and the last call is over.  Later rounds are formed at once.
-* When a member of the round leaves or is lost before its workers have succeeded, the
-  others form another round with whoever waits; too few stop their workers and wait.
-* Newcomers below the maximum have to prove first that they reach the others, who run
-  on meanwhile; one that dies or fails in this is no more than a line.  Above the
-  maximum, and while members have already succeeded, they stand by.
-* A failure on any member halts the round everywhere.  When nothing of it is left, the
-  restart policy judges the earliest failure, once for all; changes of the membership
-  cost no restart.  A round that has lost a member is not judged: the loss is what the
-  workers of the others failed of, long before anybody could know of it.
-* When all members of the round have succeeded, or the policy grants no further
-  attempt, or nodes are missing for too long, the job ends, for all in the same way.
-
-Another coordinator
-===================
-
-* It adopts the newest round that anybody holds a place in.  When all of its members
-  have come, it runs on as if nothing had happened; else, after a while, it is mended.
-* Its predecessor may have given out places that were under way: whoever took one is
-  astray for the successor, and another round brings all together.
-* A restart that was granted and told to a member that is still there is not judged
-  again, but its delay begins anew.  A failure whose traces are all gone (the node that
-  saw it, and every node that was told of the restart) costs none.
-* Of two that cannot hear of each other each may have a round.  When they meet again,
-  one round is adopted and the members of the other are halted and taken in; numbers of
-  rounds, attempts and restarts go on from the highest that anybody has seen.
-* How many members left after their success is told to those who stay; what the last of
-  them did while nobody coordinated is taken for a loss.
-
-::
-
-    phase     what happens                               next
-    --------  -----------------------------------------  --------
-    ADOPTING  nobody claims a place                      FORMING
-              all of the newest round have come, or
-              the time for it is over                    RUNNING
-              one of them was told the end               ENDING
-    FORMING   enough, and full, re-forming or last call
-              over                                       RUNNING
-              too few for the join timeout               ENDING
-              a place is claimed before the first round  ADOPTING
-    RUNNING   a member's worker has failed               HALTING
-              all have succeeded                         ENDING
-              a member is gone, enough remain            RUNNING
-              a member is gone, too few remain           FORMING
-              newcomers are ready                        RUNNING
-              another round is due, and it would meet
-              at the same store as this one              FORMING
-    HALTING   nothing of the round is left               ASKING, or at once:
-    ASKING    the user's callback has answered           PAUSING or ENDING
-    HALTING   ... and nobody is left who saw a failure   FORMING
-    PAUSING   the delay is over                          FORMING
-"""
+"""The state of a coordinator: its members, the current round, and a pending restart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from elastic_aio.events import NodeJoined, NodeLeft, NodeLost
-from elastic_aio.policy import Action
-from elastic_aio.rendezvous.adopting import adopt
-from elastic_aio.rendezvous.base import Ending
-from elastic_aio.rendezvous.commands import Ask, Command, Publish, Raise, Rules, Send
-from elastic_aio.rendezvous.ending import say_goodbye
-from elastic_aio.rendezvous.forming import form_when_possible
-from elastic_aio.rendezvous.job import Job, Phase
-from elastic_aio.rendezvous.judging import heed_answer, judge_when_quiet, wait_out_delay
-from elastic_aio.rendezvous.roll import Entry
-from elastic_aio.rendezvous.running import watch
-from elastic_aio.rendezvous.tickets import PROTOCOL, Refuse, Ticket
-from elastic_aio.restarts import RestartBook
-from elastic_aio.spec import NodeRange
+from elastic_aio.events import JobFinished, NodeRefused, RoundForming
+from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound
+from elastic_aio.rendezvous.members import MemberRecord, Outbox, RoundSettings
+from elastic_aio.rendezvous.messages import MemberPhase, truncate_failures
+from elastic_aio.spec.restart import RestartAction, RestartBudget
 
-__all__ = ["Ask", "Command", "Coordinator", "Phase", "Publish", "Raise", "Rules", "Send"]
+NAMES_MAX = 8
+"""How many nodes a message names at most."""
 
 
-class Coordinator:
-    """Decides about the rounds of one job; performs nothing.
+class CoordinatorPhase(Enum):
+    """What a coordinator is doing; see the table in `elastic_aio.rendezvous.coordinator`."""
 
-    Tell it everything that is known by `ticket` and `gone`, then let it `decide`, and
-    again at the latest when `deadline` is due.
-    """
+    RECOVERING = "recovering"
+    FORMING = "forming"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DECIDING = "deciding"
+    BACKING_OFF = "backing off"
+    ENDING = "ending"
+
+
+class Deadlines:
+    """The time of the last call, and the time at which the next call is due."""
+
+    def __init__(self, now: float) -> None:
+        """Begin at `now`, monotonic seconds."""
+        self.now = now
+        self.earliest: float | None = None
+
+    def arm(self, when: float) -> bool:
+        """Request a call at `when` and return True; return False if `when` has passed."""
+        if self.now >= when:
+            return False
+        self.earliest = when if self.earliest is None else min(when, self.earliest)
+        return True
+
+
+class FormationTimer:
+    """Since when the coordinator waits for nodes, and what it published last about it."""
+
+    def __init__(self, now: float) -> None:
+        """Begin at `now`."""
+        self.since = now
+        self.enough_since: float | None = None
+        self.published: RoundForming | None = None
+        self.published_at = now
+
+
+class RoundState:
+    """The last round; number and attempt are -1 before the first one."""
+
+    def __init__(self, placements: Mapping[str, Placement], names: Mapping[str, str]) -> None:
+        """Begin a round; without placements, the state before the first one."""
+        first = next(iter(placements.values()), None)
+        self.number = -1 if first is None else first.round
+        self.formed_by = "" if first is None else first.formed_by
+        self.attempt = -1 if first is None else first.attempt
+        self.changes = 0 if first is None else first.changes
+        self.placements = dict(placements)
+        self.names = dict(names)
+        """Host name of each member, kept after the member has gone."""
+        self.succeeded_and_left: set[str] = set()
+        self.members_done = 0
+        """Members that left after their success before this coordinator was elected."""
+        self.has_lost_member = False
+        """Whether a member was lost before its workers had succeeded."""
+        self.change_reasons: dict[str, None] = {}
+        """Why another round is needed; ordered, without repetition."""
+        self.ready_since: float | None = None
+        """Since when a joiner could be taken in; None while none could."""
+
+
+@dataclass(slots=True)
+class RestartState:
+    """The end of the last round and what follows it."""
+
+    cause: RestartCause | None = None
+    """Why another attempt follows, once that is decided."""
+    failures: tuple[Failure, ...] = ()
+    """Those of the last round, the root cause first."""
+    stop_reason: str = ""
+    """Sent to members that must stop."""
+    decision: RestartAction | str | None = None
+    """The callback's answer; text is the error that it raised."""
+    restart_at: float = 0.0
+    """When the delay is over."""
+
+
+class CoordinatorState:
+    """The state that all phases of a coordinator read and change."""
 
     def __init__(
         self,
-        rules: Rules,
-        book: RestartBook,
-        *,
+        settings: RoundSettings,
+        budget: RestartBudget,
         name: str,
-        epoch: int,
+        term: int,
         now: float,
-        is_new_store: bool = True,
+        is_new_store: bool,
     ) -> None:
-        """Begin without members.
+        """Begin without members."""
+        self.phase = CoordinatorPhase.RECOVERING
+        self.settings = settings
+        self.budget = budget
+        self.name = name
+        self.is_new_store = is_new_store
+        self.created_at = now
+        self.deadlines = Deadlines(now)
+        self.outbox = Outbox(term)
+        self.members: dict[str, MemberRecord] = {}
+        """The present members, in the order of their arrival."""
+        self.round = RoundState({}, {})
+        self.restart = RestartState()
+        self.timer = FormationTimer(now)
+        self.outcome: JobOutcome | None = None
 
-        Args:
-            rules: what the job wants.
-            book: judges failures; told how many restarts there were.
-            name: of the member that coordinates.
-            epoch: higher than that of any coordinator before.
-            now: monotonic seconds.
-            is_new_store: whether the members have come to another store.
-        """
-        self._job = Job(rules, book, name, epoch, now, is_new_store)
-        self._fresh: list[Entry] = []
-        self._heard_epoch = epoch
+    # ------------------------------------------------------------------ members
 
-    def __repr__(self) -> str:
-        job = self._job
-        return (
-            f"<Coordinator {job.name} of epoch {self.epoch}: {job.phase.value},"
-            f" round {job.round}, {len(job.roll)} members>"
+    def eligible(self) -> list[MemberRecord]:
+        """Return the members that may take part."""
+        return [record for record in self.members.values() if not record.is_rejected]
+
+    def active(self) -> list[MemberRecord]:
+        """Return the present members of the round."""
+        return [self.members[member] for member in self.round.placements if member in self.members]
+
+    def unplaced(self) -> list[MemberRecord]:
+        """Return the eligible members without a placement in the round."""
+        return [record for record in self.eligible() if record.member not in self.round.placements]
+
+    # --------------------------------------------------------------- one member
+
+    def is_stopped(self, record: MemberRecord) -> bool:
+        """Whether no workers of this round or of an earlier one run on a member."""
+        status = record.status
+        is_placed = record.member in self.round.placements
+        return not status.is_busy and not (is_placed and status.stopped_round < self.round.number)
+
+    def has_placement(self, record: MemberRecord) -> bool:
+        """Whether a member has taken its placement in the round."""
+        placement = record.status.placement
+        return placement is not None and (placement.round, placement.formed_by) == (
+            self.round.number,
+            self.round.formed_by,
         )
 
-    # ------------------------------------------------------------ what is asked
+    def has_diverged(self, record: MemberRecord) -> bool:
+        """Whether a member will never take its placement in the round.
+
+        It has taken one in a round that is not older, formed by a coordinator in another
+        partition; or it has dropped the order, because its reserved port had changed.
+        """
+        if self.has_placement(record):
+            return False
+        if record.status.round >= self.round.number:
+            return True
+        return record.begun is not None and record.status.acked >= record.begun
+
+    def placement_pending(self, record: MemberRecord) -> bool:
+        """Whether a member's last order was to start the round, and no reply has come."""
+        is_ordered = record.member in self.round.placements and isinstance(record.sent, StartRound)
+        return is_ordered and not self.has_placement(record) and not self.has_diverged(record)
+
+    def inherited_restart(self, record: MemberRecord) -> RestartCause | None:
+        """Return the restart after this round that a former coordinator has granted."""
+        pending = record.status.pending_restart
+        is_next = pending is not None and pending.attempt == self.round.attempt + 1
+        return pending if is_next and self.has_placement(record) else None
+
+    def has_failed(self, record: MemberRecord) -> bool:
+        """Whether a member reports a failure of the round, its own or another node's."""
+        status = record.status
+        if not self.has_placement(record):
+            return False
+        if self.inherited_restart(record) is not None:
+            return True
+        if status.phase is MemberPhase.STOPPED:
+            return bool(status.failures) or status.is_permanent
+        return status.phase is MemberPhase.FAILING
+
+    def has_succeeded(self, record: MemberRecord) -> bool:
+        """Whether all workers of the round on a member have succeeded."""
+        return record.status.phase is MemberPhase.SUCCEEDED and self.has_placement(record)
+
+    # ------------------------------------------------------------------ numbers
 
     @property
-    def phase(self) -> Phase:
-        """Where it is."""
-        return self._job.phase
+    def next_round(self) -> int:
+        """A number above that of every round that a member has seen."""
+        seen = (max(one.status.round, one.status.stopped_round) for one in self.members.values())
+        return max(self.round.number, *seen, -1) + 1
 
-    @property
-    def epoch(self) -> int:
-        """The epoch under which it gives orders."""
-        return self._job.desk.epoch
+    def catch_up(self) -> None:
+        """Raise attempt, changes and restarts to the highest that a member has seen."""
+        for record in self.members.values():
+            if (placement := record.status.placement) is not None:
+                self.round.attempt = max(placement.attempt, self.round.attempt)
+                self.round.changes = max(placement.changes, self.round.changes)
+                self.resume_restarts(placement.restarts)
 
-    @property
-    def round(self) -> int:
-        """Number of the last round, -1 before the first."""
-        return self._job.round
+    def resume_restarts(self, restarts: int) -> None:
+        """Count at least that many restarts."""
+        if restarts > self.budget.restarts:
+            self.budget.resume(restarts)
 
-    @property
-    def attempt(self) -> int:
-        """Number of the last attempt, -1 before the first."""
-        return self._job.attempt
+    def count_restart(self, number: int) -> None:
+        """Count a restart that begins now, the `number`-th of the job, from 1."""
+        self.resume_restarts(number - 1)
+        if self.budget.restarts < number:
+            self.budget.record(self.deadlines.now)
 
-    @property
-    def ending(self) -> Ending | None:
-        """How the job has ended, if it has."""
-        return self._job.ending
+    # ------------------------------------------------------------------ changes
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended and everybody who took part has left."""
-        job = self._job
-        return job.phase is Phase.ENDING and not any(one.was_told_end for one in job.roll)
+    def begin_round(self, placements: Mapping[str, Placement]) -> None:
+        """Make `placements` the current round."""
+        self.round = RoundState(placements, {one: self.members[one].name for one in placements})
+        self.restart.cause = None
+        self.restart.failures = ()
+        self.phase = CoordinatorPhase.RUNNING
 
-    @property
-    def deadline(self) -> float | None:
-        """When `decide` has to be called though nothing happens."""
-        return self._job.clock.deadline
+    def wait_for_nodes(self) -> None:
+        """Form another round as soon as there are enough nodes."""
+        self.phase = CoordinatorPhase.FORMING
+        self.timer = FormationTimer(self.deadlines.now)
 
-    # ------------------------------------------------------------ what it hears
+    def refuse(self, record: MemberRecord, why: str) -> None:
+        """Refuse a member, temporarily or permanently."""
+        record.refused_because, record.refused_at = why, self.deadlines.now
+        self.outbox.publish(NodeRefused(name=record.name, member=record.member, why=why))
 
-    def ticket(self, member: str, ticket: Ticket) -> None:
-        """Take in the present ticket of a member."""
-        job = self._job
-        entry = job.roll.get(member)
-        if entry is None:
-            entry = job.roll.add(member, ticket)
-            self._fresh.append(entry)
-        elif ticket.serial <= entry.ticket.serial:
-            return
-        entry.ticket = ticket
-        if job.desk.hear(entry):
-            self._heard_epoch = max(ticket.epoch, self._heard_epoch)
+    def add_change_reason(self, why: str) -> None:
+        """Note why another round is needed."""
+        self.round.change_reasons[why] = None
 
-    def gone(self, member: str, *, is_lost: bool) -> None:
-        """Take in that a member has left, or is lost."""
-        job = self._job
-        entry = job.roll.remove(member)
-        if entry is None:
-            return
-        job.desk.forget(member)
-        if member in job.seats and job.has_succeeded(entry):
-            job.done.add(member)
-        elif member in job.seats:
-            job.note(f"{entry.name} {'is lost' if is_lost else 'has left'}")
-            job.has_lost = job.has_lost or is_lost
-        if job.phase is Phase.ENDING:
-            return  # the end of the job was the last that was to be told
-        if is_lost:
-            why = "it is not heard of any more"
-            job.desk.publish(NodeLost(name=entry.name, member=member, why=why))
-        else:
-            why = "it has left by itself"
-            job.desk.publish(NodeLeft(name=entry.name, member=member, why=why))
+    def next_cause(self, why: str = "") -> RestartCause | None:
+        """Return why another attempt follows; None before the first one."""
+        if self.restart.cause is not None or self.round.number < 0:
+            return self.restart.cause
+        reasons = [*self.round.change_reasons, *([why] if why else [])]
+        text = "; ".join(reasons[:NAMES_MAX]) or "other nodes take part"
+        return RestartCause(self.round.attempt + 1, text, self.budget.restarts)
 
-    def decided(self, attempt: int, action: Action) -> None:
-        """Take in what the user's callback has answered."""
-        self._answered(attempt, action)
+    # ------------------------------------------------------------------ the end
 
-    def decide_failed(self, attempt: int, why: str) -> None:
-        """Take in that the user's callback has failed itself."""
-        self._answered(attempt, why)
-
-    def _answered(self, attempt: int, answer: Action | str) -> None:
-        if self._job.phase is Phase.ASKING and attempt == self._job.attempt:
-            self._job.answer = answer
-
-    # --------------------------------------------------------- what it decides
-
-    def decide(self, now: float) -> list[Command]:
-        """Return what is to be done: at most one order for each member."""
-        job = self._job
-        job.clock.now = now
-        if self._heard_epoch > job.desk.epoch:
-            self._heard_epoch += 1
-            job.desk.raise_epoch(self._heard_epoch, job.roll)
-        self._welcome()
-        while True:
-            before = job.phase, job.round
-            job.clock.deadline = None
-            self._STEPS[job.phase](job)
-            if before == (job.phase, job.round):
-                return job.desk.take()
-
-    def _welcome(self) -> None:
-        """Announce those who have come, and refuse whoever can never take part."""
-        job = self._job
-        if job.phase is Phase.ADOPTING:
-            # What the job wants is known when it is known whether it runs already.
-            adopt(job)
-        if job.phase in (Phase.ADOPTING, Phase.ENDING):
-            return
-        fresh, self._fresh = self._fresh, []
-        for entry in fresh:
-            if job.roll.get(entry.member) is not entry:
-                continue
-            card = entry.ticket.card
-            job.desk.publish(
-                NodeJoined(
-                    name=card.name,
-                    member=entry.member,
-                    address=entry.ticket.address,
-                    nproc=card.nproc,
-                    role=card.role,
-                )
+    def end_job(self, outcome: JobOutcome) -> None:
+        """End the job for all present members."""
+        failures = truncate_failures(outcome.failures)
+        outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
+        self.phase = CoordinatorPhase.ENDING
+        self.outcome = outcome
+        for record in self.eligible():
+            record.has_end_order = True
+            self.outbox.send(record, EndJob(outcome))
+        self.outbox.publish(
+            JobFinished(
+                attempt=max(0, self.round.attempt),
+                state=outcome.state,
+                why=outcome.why,
+                exit_code=outcome.exit_code,
+                duration=self.deadlines.now - self.created_at,
+                restarts=outcome.restarts,
             )
-            if why := self._misfit(entry):
-                entry.is_refused_for_good = True
-                job.refuse(entry, why)
-                job.desk.send(entry, Refuse(why))
+        )
 
-    def _misfit(self, entry: Entry) -> str:
-        """Say why a member can never take part; nothing if it can."""
-        ticket, rules = entry.ticket, self._job.rules
-        if ticket.protocol != PROTOCOL:
-            return f"it speaks version {ticket.protocol} of the protocol, not {PROTOCOL}"
-        if (ticket.minimum, ticket.maximum) != (rules.minimum, rules.maximum):
-            theirs = NodeRange(ticket.minimum, ticket.maximum)
-            return f"it was started with --nnodes {theirs}, the job with {rules.wanted}"
-        if not rules.is_ranked or ticket.wish is None:
-            return ""
-        if not 0 <= ticket.wish < rules.maximum:
-            return f"node rank {ticket.wish} is not below {rules.maximum}"
-        for other in self._job.fit():
-            if other.arrival < entry.arrival and other.ticket.wish == ticket.wish:
-                return f"node rank {ticket.wish} is taken by {other.name}"
-        return ""
+    def notify_returning(self) -> None:
+        """Send the outcome to members that were away when the job ended.
 
-    _STEPS: ClassVar[dict[Phase, Callable[[Job], None]]] = {
-        Phase.ADOPTING: adopt,
-        Phase.FORMING: form_when_possible,
-        Phase.RUNNING: watch,
-        Phase.HALTING: judge_when_quiet,
-        Phase.ASKING: heed_answer,
-        Phase.PAUSING: wait_out_delay,
-        Phase.ENDING: say_goodbye,
-    }
+        A member that never took part gets none: it belongs to the next job of that name.
+        """
+        if self.outcome is None:
+            return
+        for record in self.eligible():
+            status = record.status
+            took_part = status.placement is not None or status.acked > (0, 0)
+            if took_part and not record.has_end_order:
+                record.has_end_order = True
+                self.outbox.send(record, EndJob(self.outcome))

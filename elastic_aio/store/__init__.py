@@ -1,60 +1,60 @@
-"""The store that nodes and workers meet at: torch's TCPStore protocol, on asyncio.
+"""A key-value store over TCP: server and client of torch's TCPStore protocol, on asyncio.
 
-The names load on first use: a launcher binds a store's port for every job, and needs
-the rest of it only when somebody connects.
+* `StoreServer` serves a store to torch's clients and to `connect`.  `ServerLimits` (with
+  `WireLimits` and `KeyspaceLimits`) limits clients, `Dropped` reports a faulty one.
+* `connect` returns a `RemoteStore`, the client of such a server or of torch's.
+* `MemoryStore` is the same store without a network.
+* `Store` is the interface of both.  Between processes of this package it also has
+  leases (`Lease`: keys that are deleted when their holder fails) and watches (`Watch`:
+  the changes of keys, each a `Change` of some `ChangeKind`).
+
+Example::
+
+    async with StoreServer("127.0.0.1") as server, connect(server.endpoint) as store:
+        await store.set("model", "ready")
+        await store.add("steps", 10)
+        async with store.watch("nodes/", is_prefix=True) as watch:
+            async with store.lease(5.0) as lease:
+                await lease.set("nodes/0", "host-a")
+            async for change in watch:
+                print(change.kind, change.key, change.value)
+
+The names load on first use: a launcher binds the port of a store for every job, but
+needs the rest only when a client connects.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from elastic_aio.store.base import Change as Change
-    from elastic_aio.store.base import ChangeKind as ChangeKind
-    from elastic_aio.store.base import Lease as Lease
     from elastic_aio.store.base import Store as Store
-    from elastic_aio.store.base import Watch as Watch
     from elastic_aio.store.client import RemoteStore as RemoteStore
     from elastic_aio.store.client import connect as connect
-    from elastic_aio.store.connection import Dropped as Dropped
-    from elastic_aio.store.connection import ServerLimits as ServerLimits
+    from elastic_aio.store.handles import Change as Change
+    from elastic_aio.store.handles import ChangeKind as ChangeKind
+    from elastic_aio.store.handles import Lease as Lease
+    from elastic_aio.store.handles import Value as Value
+    from elastic_aio.store.handles import Watch as Watch
+    from elastic_aio.store.keyspace import KeyspaceLimits as KeyspaceLimits
     from elastic_aio.store.memory import MemoryStore as MemoryStore
     from elastic_aio.store.server import StoreServer as StoreServer
-
-_HOME_OF = {
-    "Change": "base",
-    "ChangeKind": "base",
-    "Dropped": "connection",
-    "Lease": "base",
-    "MemoryStore": "memory",
-    "RemoteStore": "client",
-    "ServerLimits": "connection",
-    "Store": "base",
-    "StoreServer": "server",
-    "Watch": "base",
-    "connect": "client",
-}
-
-__all__ = [
-    "Change",
-    "ChangeKind",
-    "Dropped",
-    "Lease",
-    "MemoryStore",
-    "RemoteStore",
-    "ServerLimits",
-    "Store",
-    "StoreServer",
-    "Watch",
-    "connect",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from the module that defines it (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    from elastic_aio.store.server_connection import Dropped as Dropped
+    from elastic_aio.store.server_connection import ServerLimits as ServerLimits
+    from elastic_aio.store.wire import WireLimits as WireLimits
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "elastic_aio.store.base": "Store",
+            "elastic_aio.store.client": "RemoteStore connect",
+            "elastic_aio.store.handles": "Change ChangeKind Lease Value Watch",
+            "elastic_aio.store.keyspace": "KeyspaceLimits",
+            "elastic_aio.store.memory": "MemoryStore",
+            "elastic_aio.store.server": "StoreServer",
+            "elastic_aio.store.server_connection": "Dropped ServerLimits",
+            "elastic_aio.store.wire": "WireLimits",
+        },
+    )

@@ -1,383 +1,319 @@
-"""What every store can do, whether it is ours, torch's, or only in memory.
+"""The interface of all stores, `Store`, and `PrefixedStore`, a view of one.
 
-Keys are text and values are bytes, as in torch's `Store`; the names of operations
-are torch's too.  A text value is stored as UTF-8.
+The operations have torch's names, as in torch's `Store`.  They are requests of the wire
+protocol; subclasses carry these out: over TCP, or on a keyspace in memory.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
+import functools
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from enum import StrEnum
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from elastic_aio.checks import checked_items, checked_text
-from elastic_aio.errors import SpecError
+from elastic_aio.aio import run_shielded
+from elastic_aio.errors import SpecError, StoreError, StoreTimeout
+from elastic_aio.spec.checks import check_number, checked_text
+from elastic_aio.store import replies, wire
+from elastic_aio.store.handles import (
+    LIMITS,
+    Lease,
+    Value,
+    Watch,
+    user_key,
+    wire_key,
+    wire_keys,
+    wire_value,
+)
 
-__all__ = ["Change", "ChangeKind", "Lease", "PrefixedStore", "Store", "Watch"]
+MIN_TTL: Final = 2.0
+"""Seconds; a shorter lease would need more than one heartbeat a second."""
 
-Value = bytes | str
-
-
-class ChangeKind(StrEnum):
-    """What happened to a watched key."""
-
-    SET = "set"
-    DELETED = "deleted"
-    EXPIRED = "expired"
-    """Its lease ended: the holder died, fell silent, or lost its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change of a watched key.
-
-    `value` is None unless `kind` is SET.  `is_resync` tells that changes between
-    could not be had any more (the store was replaced, or too much happened during a
-    broken connection) and that this one brings the picture up to date.
-    """
-
-    kind: ChangeKind
-    key: str
-    value: bytes | None = None
-    is_resync: bool = False
-
-
-class Lease(abc.ABC):
-    """Keys that live as long as this client does; made by `Store.lease`."""
-
-    @property
-    @abc.abstractmethod
-    def is_alive(self) -> bool:
-        """Whether the lease holds, as far as this client has been told."""
-
-    @abc.abstractmethod
-    async def set(self, key: str, value: Value) -> None:
-        """Set `key`; it vanishes when the lease ends.
-
-        Raises:
-            StoreRefused: the lease has ended.
-            StoreError: as for `Store.set`.
-        """
-
-    @abc.abstractmethod
-    async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Do `Store.compare_set`; a key that is stored vanishes when the lease ends.
-
-        Raises:
-            StoreRefused: the lease has ended.
-            StoreError: as for `Store.compare_set`.
-        """
-
-    @abc.abstractmethod
-    async def wait_ended(self) -> None:
-        """Wait until the lease has ended against our will.  Cancelling changes nothing."""
-
-
-class Watch(abc.ABC):
-    """The changes of a key or a prefix, in order; made by `Store.watch`.
-
-    An async iterator.  Cancelling a wait for the next change loses none.
-    """
-
-    @property
-    @abc.abstractmethod
-    def present(self) -> dict[str, bytes]:
-        """The watched keys that were there when the watch began."""
-
-    @abc.abstractmethod
-    async def __anext__(self) -> Change:
-        """Return the next change.
-
-        Raises:
-            StoreLost: the store is gone for good, or more changes came than are kept
-                for a reader that does not read.
-            StoreClosed: this program closed the store.
-        """
-
-    def __aiter__(self) -> Self:
-        return self
+_RELEASE_TIMEOUT: Final = 5.0
 
 
 class Store(abc.ABC):
-    """A key-value store on which programs meet.
+    """A key-value store that processes share.
 
     An async context manager that closes itself.  Any number of tasks may use it at
-    once.  Cancelling an operation leaves the store usable; whether a change that was
-    under way has happened is then unknown.
+    once.  Every operation raises `SpecError` for keys and values that no store accepts,
+    and one of `StoreError`: StoreClosed, StoreLost, StoreTimeout, StoreRefused.
+    A `timeout` is in seconds; None means the store's default.
 
-    Every operation raises `SpecError` for keys or values that no store accepts, and
-    one of `StoreError`: StoreClosed, StoreLost, StoreTimeout, StoreRefused.
-    A `timeout` is in seconds; None means the store's own.
+    Cancellation: of an operation leaves the store usable; a change may have been made.
     """
 
-    @abc.abstractmethod
+    _prefix = ""
+    """Precedes every key; that of `prefixed`."""
+
+    def __init__(self, timeout: float, min_ttl: float = MIN_TTL) -> None:
+        """Set the default timeout of waiting operations and the shortest lease, in seconds."""
+        check_timeout(timeout)
+        check_number("min_ttl", min_ttl, above=0)
+        self._timeout = timeout
+        self._min_ttl = min_ttl
+
     async def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
+        await self.call(wire.SET, self._key(key), wire_value(value))
 
-    @abc.abstractmethod
     async def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """Return the value of `key`; wait until there is one."""
+        """Return the value of `key`; wait until it has one."""
+        values = await self._within(timeout, wire.GET_WHEN_SET, b"", (self._key(key),))
+        return bytes(values[0])
 
-    @abc.abstractmethod
     async def peek(self, key: str) -> bytes | None:
-        """Return the value of `key`, or None if there is none now."""
+        """Return the value of `key`, or None if it has none."""
+        value: bytes | None = await self.call(wire.PEEK, self._key(key), None)
+        return value
 
-    @abc.abstractmethod
     async def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0, and return the sum (64 bits, wrapping).
+        """Add to a counter, which starts at 0, and return the sum (64 bits, wrapping).
 
         Raises:
             StoreRefused: the value is not a number (a torch server closes the
                 connection instead: StoreLost).
         """
+        if isinstance(amount, bool) or not isinstance(amount, int) or abs(amount) >= 1 << 63:
+            raise SpecError("amount", amount, "must be a whole number of 64 bits")
+        return int(await self.call(wire.ADD, self._key(key), amount))
 
-    @abc.abstractmethod
     async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Store `desired` if the value is `expected`; return the value that is there then.
+        """Store `desired` if the value is `expected`; return the value afterwards.
 
         An empty `expected` also matches an absent key.  If the key is absent and
         `expected` is not empty, nothing is stored and `expected` is returned.
         """
+        argument = [wire_value(expected), wire_value(desired)]
+        return bytes(await self.call(wire.COMPARE_SET, self._key(key), argument))
 
-    @abc.abstractmethod
     async def check(self, keys: Iterable[str]) -> bool:
-        """Tell whether each of `keys` has a value or is a non-empty queue."""
+        """Return whether each of `keys` has a value or is a non-empty queue."""
+        status = await self.call(wire.CHECK, b"", wire_keys(keys, self._prefix))
+        return bool(status == replies.READY)
 
-    @abc.abstractmethod
     async def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
         """Wait until each of `keys` has been set (or is a non-empty queue)."""
+        await self._within(timeout, wire.WAIT, b"", wire_keys(keys, self._prefix))
 
-    @abc.abstractmethod
     async def delete(self, key: str) -> bool:
-        """Delete `key`; tell whether it was there."""
+        """Delete `key`; return whether it had a value."""
+        return bool(await self.call(wire.DELETE_KEY, self._key(key), None))
 
-    @abc.abstractmethod
     async def append(self, key: str, value: Value) -> None:
-        """Append to the value of `key`, which begins empty."""
+        """Append to the value of `key`, which starts empty."""
+        await self.call(wire.APPEND, self._key(key), wire_value(value))
 
-    @abc.abstractmethod
     async def multi_get(self, keys: Iterable[str], *, timeout: float | None = None) -> list[bytes]:
-        """Return the values of `keys`; wait until all are there."""
+        """Return the values of `keys`; wait until all have one."""
+        names = wire_keys(keys, self._prefix)
+        return list(await self._within(timeout, wire.GET_WHEN_SET, b"", names))
 
-    @abc.abstractmethod
     async def multi_set(self, items: Mapping[str, Value]) -> None:
         """Store all `items` at once."""
+        pairs = tuple((self._key(key), wire_value(value)) for key, value in items.items())
+        if len(pairs) > LIMITS.count:
+            raise SpecError("items", f"{len(pairs)} items", f"must be at most {LIMITS.count}")
+        await self.call(wire.MULTI_SET, b"", pairs)
 
-    @abc.abstractmethod
     async def queue_push(self, key: str, item: Value) -> None:
         """Append `item` to the queue `key`."""
+        await self.call(wire.QUEUE_PUSH, self._key(key), wire_value(item))
 
-    @abc.abstractmethod
     async def queue_pop(self, key: str, *, timeout: float | None = None) -> bytes:
         """Take the oldest item of the queue `key`; wait until there is one.
 
-        An item whose taker is cancelled goes back to the front (on a torch server:
-        to the end).  One whose taker dies is lost.
+        Cancellation: returns an item taken meanwhile to the front of the queue (on a
+        torch server: to the end).  If the client is killed instead, the item is lost.
         """
+        return bytes(await self._within(timeout, wire.POP_WHEN_PUSHED, self._key(key), None))
 
-    @abc.abstractmethod
     async def queue_pop_nowait(self, key: str) -> bytes | None:
         """Take the oldest item of the queue `key`, or None if it is empty."""
+        length, item = await self.call(wire.QUEUE_POP, self._key(key), None)
+        return bytes(item) if length else None
 
-    @abc.abstractmethod
     async def queue_len(self, key: str) -> int:
-        """Return how many items the queue `key` holds."""
+        """Return the number of items of the queue `key`."""
+        return int(await self.call(wire.QUEUE_LEN, self._key(key), None))
 
-    @abc.abstractmethod
     async def num_keys(self) -> int:
-        """Return the number of keys in the whole store, queues not counted."""
+        """Return the number of keys of the whole store, without queues."""
+        return int(await self.call(wire.NUM_KEYS, b"", None))
 
-    @abc.abstractmethod
     async def list_keys(self) -> list[str]:
-        """Return all keys, in no particular order, queues not included."""
+        """Return all keys, in no particular order, without queues."""
+        begin = self._key("")
+        names = await self.call(wire.LIST_KEYS, b"", None)
+        return [user_key(name, self._prefix) for name in names if name.startswith(begin)]
 
-    @abc.abstractmethod
     def lease(self, ttl: float, *, linger: float = 0.0) -> AbstractAsyncContextManager[Lease]:
-        """Hold keys that vanish, with notice to watchers, when this client does.
+        """Hold keys that are deleted, and reported to watches, when this client fails.
 
         Leaving the block deletes them.
 
         Args:
-            ttl: seconds of silence (a stopped process) after which they vanish, 2 or
-                more; a client with a lease sends one small frame twice in that time.
-            linger: seconds for which they survive the end of the connection, so
-                that a client that reconnects in time keeps them.
+            ttl: seconds, at least the store's `min_ttl` (2); the keys expire when the
+                server receives nothing from this client for so long.  A client with a
+                lease sends a small heartbeat about twice in that time.
+            linger: seconds for which the keys outlive the connection, so that a client
+                that reconnects in time keeps them.
 
         Raises:
             StoreRefused: on entering; the peer is a plain torch server.
         """
+        check_number("ttl", ttl, at_least=self._min_ttl)
+        check_number("linger", linger, at_least=0)
+        return _LeaseBlock(self, Lease(self.call, self._prefix, min(ttl, 1e6), min(linger, 1e6)))
 
-    @abc.abstractmethod
     def watch(self, name: str, *, is_prefix: bool = False) -> AbstractAsyncContextManager[Watch]:
         """Watch a key, or all keys that begin with `name`.
 
         Raises:
             StoreRefused: on entering; the peer is a plain torch server.
         """
+        op = wire.WATCH_PREFIX if is_prefix else wire.WATCH_KEY
+        return _WatchBlock(self, Watch(op, self._key(name), self._prefix))
+
+    def prefixed(self, name: str) -> Store:
+        """Return a view of this store in which the key `k` is this store's `name/k`.
+
+        The keys are those of torch's `PrefixStore`.  The view's `num_keys` counts all
+        keys of this store.  Closing the view does not close this store.
+        """
+        return PrefixedStore(self, name)
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Close this client; operations under way raise StoreClosed."""
-
-    def prefixed(self, name: str) -> Store:
-        """Return this store seen under `name`: key `k` there is `name/k` here.
-
-        The same keys as torch's `PrefixStore`.  `num_keys` still counts all keys.
-        Closing the view closes nothing.
-        """
-        return PrefixedStore(self, name)
+        """Close this client; pending operations raise StoreClosed."""
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    # The requests, which subclasses carry out.
 
-class _PrefixedLease(Lease):
-    def __init__(self, lease: Lease, prefix: str) -> None:
+    @abc.abstractmethod
+    async def call(self, op: int, key: bytes, argument: Any) -> Any:
+        """Carry out one request, without a timeout, and return its result.
+
+        Cancellation: withdraws a wait; the store stays usable.
+        """
+
+    @abc.abstractmethod
+    async def _grant(self, lease: Lease) -> None:
+        """Set the id of `lease`, and call its `_end` when the store ends it."""
+
+    @abc.abstractmethod
+    async def _release(self, lease: Lease) -> None:
+        """End `lease` for its holder, with its keys."""
+
+    @abc.abstractmethod
+    async def _open_watch(self, watch: Watch) -> None:
+        """Feed `watch` from now on; return when it has got its snapshot."""
+
+    @abc.abstractmethod
+    def _close_watch(self, watch: Watch) -> None:
+        """Stop feeding `watch`."""
+
+    def _key(self, key: str) -> bytes:
+        return wire_key(key, self._prefix)
+
+    async def _within(self, timeout: float | None, op: int, key: bytes, argument: Any) -> Any:
+        """Carry out a request that waits for `key`, or for the keys `argument`."""
+        if timeout is None:
+            timeout = self._timeout
+        else:
+            check_timeout(timeout)
+        try:
+            async with asyncio.timeout(None if timeout == math.inf else timeout):
+                return await self.call(op, key, argument)
+        except TimeoutError:
+            keys = _describe((key,) if argument is None else argument)
+            raise StoreTimeout(f"{keys} not there after {timeout:g} s") from None
+
+    async def _try_release(self, lease: Lease) -> None:
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT):
+                await self._release(lease)
+        except (StoreError, TimeoutError):
+            # The server deletes the keys when the lease expires.
+            pass
+        finally:
+            lease._end()
+
+
+# Classes, and not `asynccontextmanager`: the collector finalizes a dropped generator, which
+# would release the lease of a program that keeps the lease alone.
+class _LeaseBlock(AbstractAsyncContextManager[Lease]):
+    def __init__(self, store: Store, lease: Lease) -> None:
+        self._store = store
         self._lease = lease
-        self._prefix = prefix
 
-    @property
-    def is_alive(self) -> bool:
-        return self._lease.is_alive
+    async def __aenter__(self) -> Lease:
+        await self._store._grant(self._lease)
+        return self._lease
 
-    async def set(self, key: str, value: Value) -> None:
-        await self._lease.set(self._prefix + key, value)
-
-    async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        return await self._lease.compare_set(self._prefix + key, expected, desired)
-
-    async def wait_ended(self) -> None:
-        await self._lease.wait_ended()
+    async def __aexit__(self, *_: object) -> None:
+        await run_shielded(functools.partial(self._store._try_release, self._lease))
 
 
-class _PrefixedWatch(Watch):
-    def __init__(self, watch: Watch, prefix: str) -> None:
+class _WatchBlock(AbstractAsyncContextManager[Watch]):
+    def __init__(self, store: Store, watch: Watch) -> None:
+        self._store = store
         self._watch = watch
-        self._skip = len(prefix)
 
-    @property
-    def present(self) -> dict[str, bytes]:
-        return {key[self._skip :]: value for key, value in self._watch.present.items()}
+    async def __aenter__(self) -> Watch:
+        await self._store._open_watch(self._watch)
+        return self._watch
 
-    async def __anext__(self) -> Change:
-        change = await self._watch.__anext__()
-        return Change(change.kind, change.key[self._skip :], change.value, change.is_resync)
-
-
-class _Mapped(AbstractAsyncContextManager[Any]):
-    """Enter another context manager and wrap what it gives."""
-
-    def __init__(
-        self,
-        inner: AbstractAsyncContextManager[Any],
-        wrapper: type[_PrefixedLease | _PrefixedWatch],
-        prefix: str,
-    ) -> None:
-        self._inner = inner
-        self._wrapper = wrapper
-        self._prefix = prefix
-
-    async def __aenter__(self) -> Any:
-        return self._wrapper(await self._inner.__aenter__(), self._prefix)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._inner.__aexit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        self._store._close_watch(self._watch)
 
 
 class PrefixedStore(Store):
-    """A store seen under a prefix; made by `Store.prefixed`."""
+    """A view of a store under a prefix; made by `Store.prefixed`."""
 
     def __init__(self, store: Store, name: str) -> None:
-        """See `store` under `name`."""
+        """Create the view `name` of `store`."""
+        super().__init__(store._timeout, store._min_ttl)
         self._store = store
-        self._prefix = checked_text("prefix", name) + "/"
+        self._prefix = store._prefix + checked_text("prefix", name) + "/"
 
     def __repr__(self) -> str:
         return f"<{self._prefix!r} in {self._store!r}>"
 
-    def _all(self, keys: Iterable[str]) -> list[str]:
-        return [self._one(key) for key in checked_items("keys", keys)]
+    async def call(self, op: int, key: bytes, argument: Any) -> Any:
+        return await self._store.call(op, key, argument)
 
-    def _one(self, key: str) -> str:
-        if not isinstance(key, str):
-            raise SpecError("key", key, "must be text")
-        return self._prefix + key
+    async def _grant(self, lease: Lease) -> None:
+        await self._store._grant(lease)
 
-    async def set(self, key: str, value: Value) -> None:
-        await self._store.set(self._one(key), value)
+    async def _release(self, lease: Lease) -> None:
+        await self._store._release(lease)
 
-    async def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        return await self._store.get(self._one(key), timeout=timeout)
+    async def _open_watch(self, watch: Watch) -> None:
+        await self._store._open_watch(watch)
 
-    async def peek(self, key: str) -> bytes | None:
-        return await self._store.peek(self._one(key))
-
-    async def add(self, key: str, amount: int = 1) -> int:
-        return await self._store.add(self._one(key), amount)
-
-    async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        return await self._store.compare_set(self._one(key), expected, desired)
-
-    async def check(self, keys: Iterable[str]) -> bool:
-        return await self._store.check(self._all(keys))
-
-    async def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
-        await self._store.wait(self._all(keys), timeout=timeout)
-
-    async def delete(self, key: str) -> bool:
-        return await self._store.delete(self._one(key))
-
-    async def append(self, key: str, value: Value) -> None:
-        await self._store.append(self._one(key), value)
-
-    async def multi_get(self, keys: Iterable[str], *, timeout: float | None = None) -> list[bytes]:
-        return await self._store.multi_get(self._all(keys), timeout=timeout)
-
-    async def multi_set(self, items: Mapping[str, Value]) -> None:
-        await self._store.multi_set({self._one(key): value for key, value in items.items()})
-
-    async def queue_push(self, key: str, item: Value) -> None:
-        await self._store.queue_push(self._one(key), item)
-
-    async def queue_pop(self, key: str, *, timeout: float | None = None) -> bytes:
-        return await self._store.queue_pop(self._one(key), timeout=timeout)
-
-    async def queue_pop_nowait(self, key: str) -> bytes | None:
-        return await self._store.queue_pop_nowait(self._one(key))
-
-    async def queue_len(self, key: str) -> int:
-        return await self._store.queue_len(self._one(key))
-
-    async def num_keys(self) -> int:
-        return await self._store.num_keys()
-
-    async def list_keys(self) -> list[str]:
-        skip = len(self._prefix)
-        return [key[skip:] for key in await self._store.list_keys() if key.startswith(self._prefix)]
-
-    def lease(self, ttl: float, *, linger: float = 0.0) -> AbstractAsyncContextManager[Lease]:
-        return _Mapped(self._store.lease(ttl, linger=linger), _PrefixedLease, self._prefix)
-
-    def watch(self, name: str, *, is_prefix: bool = False) -> AbstractAsyncContextManager[Watch]:
-        inner = self._store.watch(self._one(name), is_prefix=is_prefix)
-        return _Mapped(inner, _PrefixedWatch, self._prefix)
+    def _close_watch(self, watch: Watch) -> None:
+        self._store._close_watch(watch)
 
     async def aclose(self) -> None:
-        """Close nothing: the store belongs to whoever opened it."""
+        """Do nothing: the owner of the store closes it."""
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise `SpecError` unless `timeout` is a number of seconds or infinite."""
+    if timeout != math.inf:
+        check_number("timeout", timeout, at_least=0)
+
+
+def _describe(keys: tuple[bytes, ...]) -> str:
+    listed = ", ".join(repr(user_key(key)) for key in keys[:3])
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"key{'' if len(keys) == 1 else 's'} {listed}{more}"

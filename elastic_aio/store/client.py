@@ -1,411 +1,366 @@
-"""The store's client: any number of tasks over one connection that comes back.
+"""The store's client: any number of tasks share one connection, which is reopened.
 
-A connection that breaks is opened again with growing, jittered delays.  Questions
-and waits under way are asked again; what may have changed something raises
-`StoreLost`, because nobody knows whether it has.  Watches go on where they were.
+A broken connection is opened again with growing, jittered delays.  Pending reads and
+waits are sent again.  Pending changes raise `StoreLost`, since it is unknown whether
+the server has made them.  Watches continue after the last change received.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 import time
-from types import TracebackType
 from typing import Any, Final, Self
 
-from elastic_aio.aio import owned_task, see_through
-from elastic_aio.backoff import Backoff
-from elastic_aio.checks import check_number
+from elastic_aio.aio import Notifier, create_task, run_shielded, running_loop
 from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.spec.checks import check_number, checked_token, parse_host_port
+from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import wire
+from elastic_aio.store.base import MIN_TTL, Store, check_timeout
+from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handshake import LinkOptions, open_link
 from elastic_aio.store.link import LinkLost
-from elastic_aio.store.listen import parse_endpoint
-from elastic_aio.store.opening import open_link
-from elastic_aio.store.plainlink import PlainLink
-from elastic_aio.store.requesting import HeldLease, RequestStore, WatchView, check_timeout
-from elastic_aio.store.taggedlink import TaggedLink
+from elastic_aio.store.link_plain import PLAIN_PEER, PlainLink
+from elastic_aio.store.link_tagged import TaggedLink
 
-__all__ = ["RemoteStore", "connect"]
-
-_QUESTIONS: Final = frozenset(
-    {
-        wire.CHECK,
-        wire.GET,
-        wire.GET_WHEN_SET,
-        wire.LIST_KEYS,
-        wire.MULTI_GET,
-        wire.NUM_KEYS,
-        wire.PEEK,
-        wire.PING,
-        wire.QUEUE_LEN,
-        wire.WAIT,
-    }
+_READS: Final = frozenset(
+    {wire.CHECK, wire.GET, wire.GET_WHEN_SET, wire.LIST_KEYS, wire.MULTI_GET}
+    | {wire.NUM_KEYS, wire.PEEK, wire.PING, wire.QUEUE_LEN, wire.WAIT}
 )
-"""What can be asked twice without harm."""
+"""Requests that change nothing, so that they can be sent again."""
 
 _ATTEMPT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 1.0
-_MIN_BEAT: Final = 1.0
-_BEAT_SHARE: Final = 0.43
-"""Of the time that silence may last: two beats, and room for an answer to the second."""
+_HEARTBEAT_SHARE: Final = 0.43
+"""Interval of heartbeats per timeout: two fit, and the reply to the second one."""
 
 _RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=2.0)
 
-_PLAIN_PEER: Final = "the peer is a plain TCPStore server: no leases and no watches"
 
-
-def connect(
-    endpoint: str,
-    *,
-    timeout: float = 30.0,
-    wait_timeout: float = 300.0,
-    reply_timeout: float = 30.0,
-    reconnect_for: float = 60.0,
-    silence: float = 10.0,
-    token: str | None = None,
-    is_watchful: bool = False,
-    outlives_server: bool = True,
-) -> RemoteStore:
-    """Return the client of the store at `endpoint`, to be used with `async with`.
-
-    Args:
-        endpoint: `host:port` or `[ipv6]:port`.
-        timeout: seconds to wait, on entering, for a server that is not there yet.
-        wait_timeout: seconds that `get`, `wait`, `multi_get` and `queue_pop` last at
-            most unless they say otherwise; `math.inf` for ever.
-        reply_timeout: seconds without a reply, where one is due, after which the
-            connection counts as broken.
-        reconnect_for: seconds to try to connect again after the connection broke;
-            then the store is lost for good.  0: do not try; `math.inf`: for ever.
-        silence: seconds without a sign of the peer's kernel after which the
-            connection counts as broken.
-        token: the server's token, if it has one.
-        is_watchful: ask our own server for a sign of life so often, while nothing else
-            is asked, that its silence is noticed within `reply_timeout`: a stopped
-            process keeps its connections.
-        outlives_server: go on when another server, without the keys of the former, has
-            taken its place; otherwise the store is lost for good then.
-
-    Raises:
-        SpecError: an argument is unusable.
-        StoreTimeout: on entering; nobody answered in time.
-        StoreRefused: on entering; the peer is no store, or wants another token.
-    """
-    host, port = parse_endpoint(endpoint)
-    check_timeout(timeout)
-    check_timeout(reconnect_for)
-    check_number("reply_timeout", reply_timeout, above=0)
-    check_number("silence", silence, above=0)
-    opening = {"token": token, "reply_timeout": reply_timeout, "silence": silence}
-    return RemoteStore(
-        host,
-        port,
-        wait_timeout,
-        timeout,
-        reconnect_for,
-        opening,
-        is_watchful=is_watchful,
-        outlives_server=outlives_server,
-    )
-
-
-class RemoteStore(RequestStore):
-    """A client of a store; made by `connect`."""
+class RemoteStore(Store):
+    """A client of the store at an endpoint; use it with `async with`."""
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        wait_timeout: float,
-        timeout: float,
-        reconnect_for: float,
-        opening: dict[str, Any],
+        endpoint: str,
         *,
-        is_watchful: bool = False,
-        outlives_server: bool = True,
+        timeout: float = 30.0,
+        wait_timeout: float = 300.0,
+        reply_timeout: float = 30.0,
+        reconnect_for: float = 60.0,
+        peer_timeout: float = 10.0,
+        min_ttl: float = MIN_TTL,
+        token: str | None = None,
+        ping_when_idle: bool = False,
+        survive_server_restart: bool = True,
     ) -> None:
-        """See `connect`."""
-        super().__init__(wait_timeout)
-        self._host = host
-        self._port = port
-        self._first_timeout = timeout
+        """Configure a client; nothing is connected yet.
+
+        Args:
+            endpoint: `host:port` or `[ipv6]:port`.
+            timeout: seconds to wait, on entering, for a server that does not listen yet.
+            wait_timeout: the default `timeout` of `get`, `wait`, `multi_get` and `queue_pop`.
+            reply_timeout: seconds to wait for a reply before the connection is broken off.
+            reconnect_for: seconds to try to reconnect after the connection broke; then the
+                store is lost for good.  0: do not try; `math.inf`: without limit.
+            peer_timeout: seconds without a packet from the server's host before the same.
+            min_ttl: seconds; the shortest `ttl` that `lease` accepts (2).  The interval
+                of heartbeats is at least half of it.
+            token: the server's token, if it has one.
+            ping_when_idle: ping an idle server of this package, so that its suspension is
+                detected within `reply_timeout`: its kernel keeps the connection.
+            survive_server_restart: reconnect to a new server at the endpoint, which has none
+                of the keys; False: the store is then lost for good.
+
+        Raises:
+            SpecError: an argument is invalid.
+            StoreTimeout: on entering; no server answered in time.
+            StoreRefused: on entering; the peer is not a store, or has another token.
+        """
+        super().__init__(wait_timeout, min_ttl)
+        host, port = parse_host_port("endpoint", endpoint)
+        check_timeout(timeout)
+        check_timeout(reconnect_for)
+        check_number("reply_timeout", reply_timeout, above=0)
+        check_number("peer_timeout", peer_timeout, above=0)
+        self._options = LinkOptions(host, port, checked_token(token), reply_timeout, peer_timeout)
+        self._connect_timeout = timeout
         self._reconnect_for = reconnect_for
-        self._opening = opening
-        self._is_watchful = is_watchful
-        self._outlives_server = outlives_server
+        self._ping_when_idle = ping_when_idle
+        self._survive_server_restart = survive_server_restart
         self._link: PlainLink | TaggedLink | None = None
-        self._heard_at = 0.0
-        self._over: StoreError | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._last_received_at = 0.0
+        # Why the store cannot be used any more.
+        self._error: StoreError | None = None
+        self._link_changed = Notifier()
         self._keeper: asyncio.Task[None] | None = None
-        self._beat: asyncio.TimerHandle | None = None
-        self._leases: dict[HeldLease, None] = {}
-        self._views: dict[WatchView, None] = {}
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
+        self._leases: dict[Lease, None] = {}
+        self._watches: dict[Watch, None] = {}
 
     def __repr__(self) -> str:
         state = "connected" if self._link else "not connected"
-        return f"<store at {self._host}:{self._port}, {self._over or state}>"
+        return f"<store at {self._address}, {self._error or state}>"
+
+    @property
+    def _address(self) -> str:
+        return f"{self._options.host}:{self._options.port}"
 
     async def __aenter__(self) -> Self:
-        self._check_fresh()
-        self._begin(await self._open(self._first_timeout))
+        running_loop()
+        self._check_unused()
+        self._begin(await self._open(self._connect_timeout))
         return self
 
     async def connect_over(self, sock: socket.socket) -> None:
-        """Connect over `sock`, a TCP connection to the server, instead of by entering.
+        """Connect over `sock`, a TCP connection to the server, instead of entering.
 
-        There is one attempt, which the caller bounds in time.  The socket is the
-        store's from now on, whatever becomes of it.  Cancelling closes it.
+        There is one attempt, which the caller bounds in time.  The store owns the
+        socket from now on, also if this fails.
+
+        Cancellation: closes the socket.
 
         Raises:
             StoreLost: the peer closed the connection, or has not answered.
-            StoreRefused: the peer is no store, or wants another token.
+            StoreRefused: the peer is not a store, or has another token.
         """
-        try:
-            self._check_fresh()
-        except StoreClosed:
+        if self._keeper is not None:
             sock.close()
-            raise
+        self._check_unused()
         try:
-            link = await open_link(self._host, self._port, sock=sock, **self._opening)
+            link = await open_link(self._options, sock)
         except LinkLost as error:
             raise StoreLost(str(error)) from None
         self._begin(link)
 
-    def _check_fresh(self) -> None:
+    def _check_unused(self) -> None:
         if self._keeper is not None:
             raise StoreClosed("a store is connected once; call connect() again")
 
     def _begin(self, link: PlainLink | TaggedLink) -> None:
         self._link = link
-        self._keeper = owned_task(self._keep_connected(link), f"store {self._host}:{self._port}")
-        self._schedule_beat()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
+        self._keeper = create_task(self._keep_connected(link), f"store {self._address}")
+        self._schedule_heartbeat()
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the peer is our own server, with leases and watches."""
+        """Whether the peer is a server of this package, with leases and watches."""
         return isinstance(self._link, TaggedLink)
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection at this moment."""
+        """Whether there is a connection now."""
         return self._link is not None
 
     @property
     def instance(self) -> bytes:
-        """The name of the running server; empty without a connection to one of ours."""
+        """The id of the running server; empty if not connected to one of this package."""
         return self._link.instance if self._link else b""
 
     @property
-    def heard_at(self) -> float:
-        """When the server was last heard of, in the loop's seconds; 0: never."""
-        return self._heard_at if self._link is None else self._link.heard_at
+    def last_received_at(self) -> float:
+        """When the server last sent something, in the loop's seconds; 0: never."""
+        return self._last_received_at if self._link is None else self._link.last_received_at
 
     async def wait_lost(self) -> str:
-        """Wait until this store is of no use any more; return why.
+        """Wait until this store is lost for good or closed; return the reason.
 
-        It was lost for good, or closed.  Cancelling changes nothing.
+        Cancellation: has no effect on the store.
         """
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
-        return str(self._over or "the store is not connected")
+        return str(self._error or "the store is not connected")
 
     async def ping(self) -> float:
-        """Return the seconds that a question and its answer take."""
+        """Return the round-trip time of a request, in seconds."""
         begin = time.perf_counter()
         await self.call(wire.PING, b"", 1)
         return time.perf_counter() - begin
 
     async def aclose(self) -> None:
-        """Close the connection; leases end, operations under way raise StoreClosed.
+        """Close the connection; leases end, pending operations raise StoreClosed.
 
-        It takes a second at most; a cancellation is raised afterwards.
+        It takes at most a second.  Idempotent.
+
+        Cancellation: raised when the connection is closed.
         """
-        if self._keeper is not None and not isinstance(self._over, StoreClosed):
-            await see_through(self._close)
+        if self._keeper is not None and not isinstance(self._error, StoreClosed):
+            await run_shielded(self._close)
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         instance: bytes | None = None
-        while True:
+        for attempt in itertools.count():
             link = self._link
             if link is None:
-                link = await self._connected()
+                link = await self._wait_connected()
             if instance is not None and link.instance != instance:
                 raise StoreLost("the store was replaced by another; its keys are gone")
             try:
                 return await link.call(op, key, argument)
             except LinkLost as error:
-                if self._over is not None:
-                    raise self._over from None
-                if op not in _QUESTIONS:
+                if self._error is not None:
+                    raise self._error from None
+                if op not in _READS:
                     raise StoreLost(f"{error}; the change may have been made or not") from None
                 instance = link.instance
-                if self._link is link:
-                    # It has just ended; the keeper will know in the next turn.
-                    self._link = None
+                if link.ended.done():
+                    self._drop_link(link)
+                else:
+                    # A plain server refused the additional connection that a wait uses.
+                    await asyncio.sleep(_RETRY.delay(attempt, random.random))
 
     # Leases and watches.
 
-    async def grant(self, lease: HeldLease) -> None:
-        link = await self._tagged()
+    async def _grant(self, lease: Lease) -> None:
+        link = await self._tagged_link()
         try:
-            lease.name = await link.lease(wire.GRANT_LEASE, lease)
+            lease.lease_id = await link.lease(wire.GRANT_LEASE, lease)
         except LinkLost as error:
-            raise self._over or StoreLost(str(error)) from None
+            raise self._error or StoreLost(str(error)) from None
         self._leases[lease] = None
-        self._schedule_beat()
+        self._schedule_heartbeat()
 
-    async def release(self, lease: HeldLease) -> None:
+    async def _release(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
-        self._schedule_beat()
+        self._schedule_heartbeat()
         link = self._link
         if isinstance(link, TaggedLink) and lease.is_alive:
             link.unlease(lease)
-            await self.call(wire.RELEASE_LEASE, lease.name, None)
+            await self.call(wire.RELEASE_LEASE, lease.lease_id, None)
 
-    async def open_watch(self, view: WatchView) -> None:
+    async def _open_watch(self, watch: Watch) -> None:
         while True:
-            link = await self._tagged()
+            link = await self._tagged_link()
             try:
-                await link.watch(view)
+                await link.watch(watch)
             except LinkLost as error:
-                if self._over is not None:
-                    raise self._over from error
-                if self._link is link:
-                    self._link = None
-            except BaseException:  # a cancellation too: nobody will read the watch
-                link.unwatch(view)
+                if self._error is not None:
+                    raise self._error from error
+                self._drop_link(link)
+            except BaseException:  # a cancellation too: the watch has no reader
+                link.unwatch(watch)
                 raise
             else:
-                # Only now: the keeper takes over what is listed here.
-                self._views[view] = None
+                # Not earlier: the keeper resumes the watches that are listed here.
+                self._watches[watch] = None
                 return
 
-    def close_watch(self, view: WatchView) -> None:
-        self._views.pop(view, None)
+    def _close_watch(self, watch: Watch) -> None:
+        self._watches.pop(watch, None)
         if isinstance(self._link, TaggedLink):
-            self._link.unwatch(view)
+            self._link.unwatch(watch)
 
-    async def _tagged(self) -> TaggedLink:
-        link = self._link or await self._connected()
+    async def _tagged_link(self) -> TaggedLink:
+        link = self._link or await self._wait_connected()
         if not isinstance(link, TaggedLink):
-            raise StoreRefused(_PLAIN_PEER)
+            raise StoreRefused(PLAIN_PEER)
         return link
 
-    def _schedule_beat(self) -> None:
-        """Set the time of the next beat, if there is a lease or the peer is watched."""
-        if self._beat is not None:
-            self._beat.cancel()
-            self._beat = None
-        times = [lease.ttl for lease in self._leases]
-        if self._is_watchful:
-            times.append(self._opening["reply_timeout"])
-        if times and self._over is None:
-            every = max(_MIN_BEAT, min(times) * _BEAT_SHARE)
+    def _schedule_heartbeat(self) -> None:
+        """Set the timer of the next heartbeat, if there is a lease or the peer is pinged."""
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
+            self._heartbeat_timer = None
+        timeouts = [lease.ttl for lease in self._leases]
+        if self._ping_when_idle:
+            timeouts.append(self._options.reply_timeout)
+        if timeouts and self._error is None:
+            interval = max(self._min_ttl / 2, min(timeouts) * _HEARTBEAT_SHARE)
             loop = asyncio.get_running_loop()
-            self._beat = loop.call_later(every, self._on_beat, every)
+            self._heartbeat_timer = loop.call_later(interval, self._send_heartbeat, interval)
 
-    def _on_beat(self, every: float) -> None:
+    def _send_heartbeat(self, interval: float) -> None:
         if isinstance(self._link, TaggedLink):
-            if self._is_watchful:
-                self._link.beat(every)
+            if self._ping_when_idle:
+                self._link.ping(interval)
             else:
                 self._link.heartbeat()
-        self._schedule_beat()
+        self._schedule_heartbeat()
 
     # The connection.
 
-    async def _connected(self) -> PlainLink | TaggedLink:
-        """Wait for a connection."""
+    def _drop_link(self, link: PlainLink | TaggedLink) -> None:
+        # The connection has just ended; the keeper task runs in the next loop iteration.
+        if self._link is link:
+            self._link = None
+
+    async def _wait_connected(self) -> PlainLink | TaggedLink:
         while self._link is None:
-            if self._over is not None:
-                raise self._over
+            if self._error is not None:
+                raise self._error
             if self._keeper is None:
                 raise StoreClosed("the store is not connected: use `async with connect(...)`")
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.add(future)
-            try:
-                await future
-            finally:
-                self._waiting.discard(future)
+            await self._link_changed.wait()
         return self._link
 
     async def _keep_connected(self, link: PlainLink | TaggedLink) -> None:
-        """Open the connection again whenever it ends, until that fails for too long."""
+        """Reopen the connection each time it ends, until that fails for too long."""
         while True:
             reason = await asyncio.shield(link.ended)
             self._link = None
-            self._heard_at = link.heard_at
-            former = link.instance
+            self._last_received_at = link.last_received_at
             if self._reconnect_for == 0:
                 self._finish(StoreLost(reason))
                 return
             try:
-                link = await self._open_again(former)
+                link = await self._reopen(link.instance)
             except StoreError as error:
                 self._finish(StoreLost(f"{reason}; then: {error}"))
                 return
             self._link = link
-            self._wake()
+            self._link_changed.notify_all()
 
-    async def _open_again(self, former: bytes) -> PlainLink | TaggedLink:
-        """Open a connection and take leases and watches over to it."""
+    async def _reopen(self, former_instance: bytes) -> PlainLink | TaggedLink:
+        """Open a connection and resume the leases and watches on it."""
         end = asyncio.get_running_loop().time() + self._reconnect_for
         for lease in [lease for lease in self._leases if not lease.linger]:
             # The server has ended it together with the connection.
-            lease.end()
+            lease._end()
             del self._leases[lease]
         while True:
-            left = end - asyncio.get_running_loop().time()
-            link = await self._open(max(0.0, left))
-            is_same = link.instance == former
+            link = await self._open(max(0.0, end - asyncio.get_running_loop().time()))
+            is_same_server = link.instance == former_instance
             try:
-                if not is_same and not self._outlives_server:
+                if not is_same_server and not self._survive_server_restart:
                     raise StoreLost("another server has taken its place")
-                await self._take_over(link, is_same=is_same)
+                await self._resume(link, is_same_server=is_same_server)
             except LinkLost:
                 continue
-            except BaseException:  # a cancellation too: nobody else has the connection
-                link.fail("given up")
+            except BaseException:  # a cancellation too: the connection has no other owner
+                link.fail("reconnecting was given up")
                 raise
             return link
 
-    async def _take_over(self, link: PlainLink | TaggedLink, *, is_same: bool) -> None:
+    async def _resume(self, link: PlainLink | TaggedLink, *, is_same_server: bool) -> None:
         for lease in list(self._leases):
             is_alive = (
-                is_same
+                is_same_server
                 and isinstance(link, TaggedLink)
                 and await link.lease(wire.RESUME_LEASE, lease)
             )
             if not is_alive:
-                lease.end()
+                lease._end()
                 self._leases.pop(lease, None)
-        for view in list(self._views):
+        for watch in list(self._watches):
             if not isinstance(link, TaggedLink):
-                view.fail(StoreLost(_PLAIN_PEER))
+                watch._fail(StoreLost(PLAIN_PEER))
                 continue
-            if not is_same:
-                view.revision = -1
+            if not is_same_server:
+                watch.revision = -1
             try:
-                await link.watch(view)
+                await link.watch(watch)
             except StoreRefused as error:
-                view.fail(error)
+                watch._fail(error)
 
     async def _open(self, timeout: float) -> PlainLink | TaggedLink:
-        """Try to connect until it succeeds.
+        """Try to connect until an attempt succeeds.
 
         Raises:
-            StoreTimeout: it has not within `timeout` seconds.
-            StoreRefused: it never will.
+            StoreTimeout: none has within `timeout` seconds.
+            StoreRefused: none will.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
@@ -415,43 +370,38 @@ class RemoteStore(RequestStore):
             left = end - loop.time()
             try:
                 async with asyncio.timeout(max(0.0, min(left, _ATTEMPT_TIMEOUT))):
-                    return await open_link(self._host, self._port, **self._opening)
+                    return await open_link(self._options)
             except TimeoutError as error:
-                # ETIMEDOUT of the socket is one, too, and has a text.
+                # The socket's ETIMEDOUT is a TimeoutError too, and has a text.
                 reason = str(error) or "no answer"
             except (OSError, LinkLost) as error:
                 reason = str(error)
             delay = _RETRY.delay(attempt, random.random)
             attempt += 1
             if loop.time() + delay >= end:
-                where = f"{self._host}:{self._port}"
-                raise StoreTimeout(f"no store at {where} within {round(timeout, 2):g} s: {reason}")
-            # The only pause: nothing tells when somebody begins to listen.
+                seconds = f"{round(timeout, 2):g} s"
+                raise StoreTimeout(f"no store at {self._address} within {seconds}: {reason}")
+            # A poll: there is no notification of a program that begins to listen.
             await asyncio.sleep(delay)
 
     def _finish(self, error: StoreError) -> None:
-        """Nothing works from now on."""
-        if self._over is None:
-            self._over = error
+        """Make the store unusable: every operation raises `error` from now on."""
+        if self._error is None:
+            self._error = error
         self._link = None
-        if self._beat is not None:
-            self._beat.cancel()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
         for lease in self._leases:
-            lease.end()
+            lease._end()
         self._leases.clear()
-        for view in self._views:
-            view.fail(self._over)
-        self._wake()
-
-    def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        for watch in self._watches:
+            watch._fail(self._error)
+        self._link_changed.notify_all()
 
     async def _close(self) -> None:
         link, keeper = self._link, self._keeper
         assert keeper is not None
-        self._over = None
+        self._error = None
         self._finish(StoreClosed("the store was closed"))
         keeper.cancel()
         await asyncio.wait([keeper])
@@ -459,3 +409,6 @@ class RemoteStore(RequestStore):
             link.close()
             await asyncio.wait([link.ended], timeout=_CLOSE_TIMEOUT)
             link.fail("the store was closed")
+
+
+connect = RemoteStore  # a verb reads better after `async with`

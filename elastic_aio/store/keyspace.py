@@ -1,11 +1,10 @@
-"""What a store knows: values, queues, who waits for what; leases and watches beside it.
+"""Contents of a store: values, queues and pending waits, with its leases and watches.
 
-Pure: whoever serves it passes in the time and the names of leases, and is told of
-what happens to its clients through the hooks of `Client`.  Semantics are those of
-torch's TCPStore wherever torch has the operation:
+Pure: the server passes in times and lease ids, and receives notifications through
+the hooks of `Client`.  Operations that torch's TCPStore has behave as there:
 
-* A wait remembers the keys that are missing when it begins and ends when each has
-  been written once; a later deletion does not undo that.
+* A wait records the keys that are missing when it begins, and ends when each of them
+  has been written once, even if a key has been deleted since.
 * A non-empty queue counts as a present key for CHECK and WAIT, but has no value.
 * A counter is decimal text under its key.
 * COMPARE_SET of an absent key with a non-empty expectation stores nothing and
@@ -21,39 +20,35 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_aio.store import wire
-from elastic_aio.store.leases import LeaseHolder, LeaseTable
-from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, RawView
-from elastic_aio.store.watches import Watcher, WatchTable
+from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
+from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, WatchSnapshot
+from elastic_aio.store.watch_table import Watcher, WatchTable
 
-__all__ = ["PENDING", "Client", "Keyspace", "KeyspaceLimits", "Refusal"]
-
-# How a waiter is to be answered.
-_WOKEN: Final = 0
-_VALUES: Final = 1
-_ITEM: Final = 2
+# Modes of a waiter: what it is sent when it is done.
+_WOKEN, _VALUES, _ITEM = range(3)
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 _TOP: Final = 1 << 63
 
 PENDING: Final = object()
-"""Instead of a result: the client is told later, through one of its hooks."""
+"""In place of a result: the client receives it later, through one of its hooks."""
 
 
-class Refusal(Exception):
-    """A request cannot be carried out; nothing has changed.  The message says why."""
+class OperationRefused(Exception):
+    """The keyspace refuses an operation and is unchanged; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyspaceLimits:
-    """What all clients together may occupy.
+    """Limits on what all clients together may occupy.
 
     Args:
-        waits: pairs of a wait and a key it waits for.
+        waits: pairs of a pending wait and a missing key.
         watches: open watches.
-        leases: living leases.
-        grown: bytes to which APPEND may grow a value.
-        history: changes of watched keys kept for watches that come back.
-        history_size: bytes of those changes.
+        leases: leases that have not ended.
+        grown: bytes to which APPEND may extend a value.
+        history: recent changes of watched keys, kept for clients that reconnect.
+        history_size: bytes of keys and values in those changes.
     """
 
     waits: int = 1_000_000
@@ -65,63 +60,59 @@ class KeyspaceLimits:
 
 
 class Client(LeaseHolder, Watcher):
-    """One client of a keyspace: what it waits for and holds, and how it is told.
+    """One client of a keyspace: its waits, leases and watches, and its notifications.
 
-    Subclasses implement the hooks; they are called in the middle of an operation
-    and must not call the keyspace back.  `tag` is what the client gave its request.
+    Subclasses implement the hooks.  A hook is called in the middle of an operation
+    and must not call the keyspace.  `tag` is the client's identifier of the request.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         super().__init__()
         self.waits: dict[Any, Waiter] = {}
 
     def on_woken(self, tag: Any) -> None:
-        """All keys of a WAIT or BARRIER are there."""
+        """A WAIT or BARRIER is done: all its keys are present."""
         raise NotImplementedError
 
     def on_values(self, tag: Any, values: list[bytes]) -> None:
-        """All keys of a GET_WHEN_SET are there; these are their values."""
+        """A GET_WHEN_SET is done: all its keys are present, with these values."""
         raise NotImplementedError
 
     def on_item(self, tag: Any, item: bytes) -> None:
-        """A POP_WHEN_PUSHED has got its item."""
+        """A POP_WHEN_PUSHED is done and takes `item`."""
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """One pending wait."""
 
-    __slots__ = ("client", "keys", "missing", "mode", "tag", "wanted")
-
-    def __init__(self, client: Client, tag: Any, mode: int, wanted: Sequence[bytes]) -> None:
-        self.client = client
-        self.tag = tag
-        self.mode = mode
-        self.wanted = wanted
-        self.keys: Sequence[bytes] = ()
-        self.missing = 0
+    client: Client
+    tag: Any
+    mode: int
+    requested: Sequence[bytes]
+    keys: Sequence[bytes] = ()
+    missing: int = 0
 
 
 class Keyspace:
-    """The contents of one store, and everybody who waits for a change of them."""
+    """The contents of one store, and the waits, leases and watches of its clients."""
 
     def __init__(self, limits: KeyspaceLimits | None = None) -> None:
         """Begin empty."""
         self._limits = limits = limits or KeyspaceLimits()
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        # An ordered set of waiters under each key that somebody waits for.
-        self._waiting: dict[bytes, dict[Waiter, None]] = {}
-        self._wait_count = 0
-        self.leases = LeaseTable(self._expire_key, limits.leases)
+        # By missing key: the waiters for it, an ordered set.
+        self._waiters: dict[bytes, dict[Waiter, None]] = {}
+        self.wait_count = 0
+        """The number of pairs of a pending wait and a missing key."""
+        self.leases = LeaseTable(lambda key: self._remove(key, CHANGE_EXPIRED), limits.leases)
         self._leased = self.leases.lease_of
         self.watches = WatchTable(limits.watches, limits.history, limits.history_size)
         self._watched = self.watches.targets
-        # The two tables of operations, by opcode; a method call is what one costs.
-        self.simple: list[Callable[[bytes, Any], Any] | None] = [None] * 256
-        self.for_client: list[Callable[[Client, Any, bytes, Any], Any] | None] = [None] * 256
-        simple: dict[int, Callable[[bytes, Any], Any]] = {
+        # Functions of a key and an argument.
+        handlers: dict[int, Callable[[bytes, Any], Any]] = {
             wire.SET: self.set,
             wire.COMPARE_SET: self.compare_set,
             wire.GET: self.get,
@@ -139,7 +130,8 @@ class Keyspace:
             wire.LIST_KEYS: self.list_keys,
             wire.PEEK: self.peek,
         }
-        for_client: dict[int, Callable[[Client, Any, bytes, Any], Any]] = {
+        # Functions of a client, its tag, a key and an argument.
+        client_handlers: dict[int, Callable[[Client, Any, bytes, Any], Any]] = {
             wire.WAIT: self.wait,
             wire.GET_WHEN_SET: self.get_when_set,
             wire.POP_WHEN_PUSHED: self.pop_when_pushed,
@@ -147,31 +139,21 @@ class Keyspace:
             wire.RELEASE_LEASE: self.release_lease,
             wire.LEASED_SET: self.leased_set,
             wire.LEASED_COMPARE_SET: self.leased_compare_set,
-            wire.WATCH_KEY: self.watch_key,
-            wire.WATCH_PREFIX: self.watch_prefix,
         }
-        for op, call in simple.items():
-            self.simple[op] = call
-        for op, call_for in for_client.items():
-            self.for_client[op] = call_for
+        # Lists by opcode, so that dispatching a request costs an index and a call.
+        self.handlers = [handlers.get(op) for op in range(256)]
+        self.client_handlers = [client_handlers.get(op) for op in range(256)]
 
     def __repr__(self) -> str:
-        return (
-            f"<Keyspace with {len(self._values)} keys, {len(self._queues)} queues, "
-            f"{self._wait_count} waits>"
-        )
-
-    @property
-    def wait_count(self) -> int:
-        """How many pairs of a wait and a key are pending."""
-        return self._wait_count
+        keys, queues, waits = len(self._values), len(self._queues), self.wait_count
+        return f"<Keyspace with {keys} keys, {queues} queues, {waits} waits>"
 
     # Values.
 
     def set(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        if self._leased or self._watched or key in self._waiting:
-            self._written(key, value)
+        if self._leased or self._watched or key in self._waiters:
+            self._on_written(key, value)
 
     def get(self, key: bytes, _: None = None) -> bytes:
         return self._values.get(key, b"")
@@ -190,15 +172,12 @@ class Keyspace:
         return self._compare_set(key, pair[0], pair[1])[0]
 
     def delete(self, key: bytes, _: None = None) -> int:
-        if self._values.pop(key, None) is None:
-            return 0
-        self._deleted(key, CHANGE_DELETED)
-        return 1
+        return self._remove(key, CHANGE_DELETED)
 
     def append(self, key: bytes, more: bytes) -> None:
         value = self._values.get(key, b"") + more
         if len(value) > self._limits.grown:
-            raise Refusal(f"a value may grow to {self._limits.grown} bytes")
+            raise OperationRefused(f"a value may grow to {self._limits.grown} bytes")
         self.set(key, value)
 
     def multi_get(self, _: bytes, keys: Sequence[bytes]) -> list[bytes]:
@@ -225,11 +204,11 @@ class Keyspace:
 
     def queue_push(self, key: bytes, item: bytes) -> None:
         self._queues.setdefault(key, deque()).append(item)
-        self._offer(key)
+        self._serve_item(key)
 
     def queue_unpop(self, key: bytes, item: bytes) -> None:
         self._queues.setdefault(key, deque()).appendleft(item)
-        self._offer(key)
+        self._serve_item(key)
 
     def queue_pop(self, key: bytes, _: None = None) -> tuple[int, bytes]:
         queue = self._queues.get(key)
@@ -246,201 +225,183 @@ class Keyspace:
     # Waits.
 
     def wait(self, client: Client, tag: Any, _: bytes, keys: Sequence[bytes]) -> Any:
-        """Return 0 when all keys are there, else PENDING; then `on_woken` follows."""
+        """Return 0 if all keys are present, else PENDING and call `on_woken` later."""
         values, queues = self._values, self._queues
         for key in keys:
             if key not in values and key not in queues:
-                break
-        else:
-            # A client has one wait under one tag: a new one replaces the old.
-            if tag in client.waits:
-                self.cancel(client, tag)
-            return 0
-        missing = [key for key in keys if key not in values and key not in queues]
-        return self._begin(Waiter(client, tag, _WOKEN, keys), missing)
+                missing = [key for key in keys if key not in values and key not in queues]
+                return self._begin_wait(Waiter(client, tag, _WOKEN, keys), missing)
+        # A client has one wait per tag: a new wait replaces the pending one.
+        if tag in client.waits:
+            self.cancel(client, tag)
+        return 0
 
     def get_when_set(self, client: Client, tag: Any, _: bytes, keys: Sequence[bytes]) -> Any:
-        """Return the values when all are there, else PENDING; then `on_values` follows."""
+        """Return the values if all are present, else PENDING and call `on_values` later."""
         missing = [key for key in keys if key not in self._values]
         if not missing:
             return [self._values[key] for key in keys]
-        return self._begin(Waiter(client, tag, _VALUES, keys), missing)
+        return self._begin_wait(Waiter(client, tag, _VALUES, keys), missing)
 
     def pop_when_pushed(self, client: Client, tag: Any, key: bytes, _: None) -> Any:
-        """Return the oldest item, else PENDING; then `on_item` follows."""
+        """Return the oldest item if there is one, else PENDING and call `on_item` later."""
         if key in self._queues:
             return self.queue_pop(key)[1]
-        return self._begin(Waiter(client, tag, _ITEM, (key,)), (key,))
+        return self._begin_wait(Waiter(client, tag, _ITEM, (key,)), (key,))
 
     def barrier(self, client: Client, tag: Any, key: bytes, size: int) -> Any:
-        """Count the caller; return 0 when `size` have come, else PENDING."""
+        """Count an arrival; return 0 from the `size`-th on, else PENDING (`on_woken`)."""
         count = self._number(key) + 1
         self._values[key] = b"%d" % count
         if count >= size:
-            self._written(key, self._values[key])
+            self._on_written(key, self._values[key])
             return 0
-        self._noted(key, self._values[key])
-        return self._begin(Waiter(client, tag, _WOKEN, (key,)), (key,))
+        if self._watched:
+            self.watches.record(CHANGE_SET, key, self._values[key])
+        return self._begin_wait(Waiter(client, tag, _WOKEN, (key,)), (key,))
 
     def cancel(self, client: Client, tag: Any) -> bool:
-        """End a wait or a watch early; tell whether there was one."""
+        """End the wait or watch `tag`; return whether there was one."""
         waiter = client.waits.pop(tag, None)
         if waiter is None:
             return self.watches.cancel(client, tag)
         for key in waiter.keys:
-            self._leave(key, waiter)
+            self._remove_waiter(key, waiter)
         return True
 
-    def _begin(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
-        client, tag = waiter.client, waiter.tag
-        if tag in client.waits:
-            self.cancel(client, tag)
-        if self._wait_count + len(missing) > self._limits.waits:
-            raise Refusal(f"{self._wait_count} keys are being waited for, no more is allowed")
-        self._enlist(waiter, missing)
+    def _begin_wait(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
+        if waiter.tag in waiter.client.waits:
+            self.cancel(waiter.client, waiter.tag)
+        if self.wait_count + len(missing) > self._limits.waits:
+            raise OperationRefused(f"too many waits: {self.wait_count} keys are being waited for")
+        self._add_waiter(waiter, missing)
         return PENDING
 
-    def _enlist(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
+    def _add_waiter(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
         keys = tuple(dict.fromkeys(missing)) if len(missing) > 1 else tuple(missing)
         waiter.keys = keys
         waiter.missing = len(keys)
         waiter.client.waits[waiter.tag] = waiter
-        self._wait_count += len(keys)
+        self.wait_count += len(keys)
         for key in keys:
-            self._waiting.setdefault(key, {})[waiter] = None
+            self._waiters.setdefault(key, {})[waiter] = None
 
-    def _leave(self, key: bytes, waiter: Waiter) -> None:
-        """Take a waiter off a key, if it is still there."""
-        waiters = self._waiting.get(key)
+    def _remove_waiter(self, key: bytes, waiter: Waiter) -> None:
+        """Remove `waiter` from the waiters for `key`; idempotent."""
+        waiters = self._waiters.get(key)
         if waiters is not None and waiters.pop(waiter, self) is None:
-            self._wait_count -= 1
+            self.wait_count -= 1
             if not waiters:
-                del self._waiting[key]
+                del self._waiters[key]
 
-    def _wake(self, key: bytes) -> None:
-        """Serve those who wait for the value of `key`."""
-        for waiter in list(self._waiting[key]):
+    def _wake_waiters(self, key: bytes) -> None:
+        """Notify the waiters for `key`, which has been written, oldest first."""
+        for waiter in list(self._waiters[key]):
             if waiter.mode == _ITEM:
                 continue
-            self._leave(key, waiter)
+            self._remove_waiter(key, waiter)
             waiter.missing -= 1
             if not waiter.missing:
-                self._finish(waiter)
+                self._complete(waiter)
 
-    def _finish(self, waiter: Waiter) -> None:
+    def _complete(self, waiter: Waiter) -> None:
         client, tag = waiter.client, waiter.tag
         del client.waits[tag]
         if waiter.mode == _WOKEN:
             client.on_woken(tag)
             return
-        # A key that was set and has been deleted since must be waited for again.
-        missing = [key for key in waiter.wanted if key not in self._values]
+        # A key may have been set and deleted while others were missing: wait for it again.
+        missing = [key for key in waiter.requested if key not in self._values]
         if missing:
-            self._enlist(waiter, missing)
+            self._add_waiter(waiter, missing)
         else:
-            client.on_values(tag, [self._values[key] for key in waiter.wanted])
+            client.on_values(tag, [self._values[key] for key in waiter.requested])
 
-    def _offer(self, key: bytes) -> None:
-        """Serve those who wait for an item of `key`, the oldest first."""
-        for waiter in list(self._waiting.get(key, ())):
+    def _serve_item(self, key: bytes) -> None:
+        """Notify the waiters for the queue `key`, which has got an item, oldest first."""
+        for waiter in list(self._waiters.get(key, ())):
             if waiter.mode == _VALUES:
                 continue
-            self._leave(key, waiter)
+            self._remove_waiter(key, waiter)
             if waiter.mode == _ITEM:
                 del waiter.client.waits[waiter.tag]
                 waiter.client.on_item(waiter.tag, self.queue_pop(key)[1])
                 if key not in self._queues:
                     return
                 continue
-            # The item stays: a torch client that is woken comes back to pop it.
+            # The item stays: a torch client pops it with another request once woken.
             waiter.missing -= 1
             if not waiter.missing:
-                self._finish(waiter)
+                self._complete(waiter)
                 return
 
     # Leases and watches.
 
     def leased_set(self, _: Client, __: Any, key: bytes, pair: Sequence[bytes]) -> None:
-        value, name = pair
-        lease = self.leases.find(name)
-        if lease is None:
-            raise Refusal("the lease has ended")
-        self.set(key, value)
+        lease = self._lease(pair[1])
+        self.set(key, pair[0])
         self.leases.bind(lease, key)
 
-    def leased_compare_set(self, _: Client, __: Any, key: bytes, three: Sequence[bytes]) -> bytes:
-        expected, desired, name = three
-        lease = self.leases.find(name)
-        if lease is None:
-            raise Refusal("the lease has ended")
-        current, is_stored = self._compare_set(key, expected, desired)
+    def leased_compare_set(self, _: Client, __: Any, key: bytes, parts: Sequence[bytes]) -> bytes:
+        lease = self._lease(parts[2])
+        current, is_stored = self._compare_set(key, parts[0], parts[1])
         if is_stored:
             self.leases.bind(lease, key)
         return current
 
-    def grant_lease(
-        self, client: Client, tag: Any, name: bytes, terms: tuple[int, int], now: float
-    ) -> bytes:
-        """Make a lease called `name`; `terms` are its ttl and linger in milliseconds."""
-        if not self.leases.grant(client, tag, name, terms[0] / 1000, terms[1] / 1000, now):
-            raise Refusal("there are too many leases")
-        return name
+    def _lease(self, lease_id: bytes) -> LeaseRecord:
+        lease = self.leases.find(lease_id)
+        if lease is None:
+            raise OperationRefused("the lease has ended")
+        return lease
 
-    def release_lease(self, _: Client, __: Any, name: bytes, ___: None) -> int:
-        lease = self.leases.find(name)
+    def grant_lease(
+        self, client: Client, tag: Any, lease_id: bytes, terms: tuple[int, int], now: float
+    ) -> bytes:
+        """Create a lease; `terms` are its ttl and linger in milliseconds."""
+        if not self.leases.grant(client, tag, lease_id, terms[0] / 1000, terms[1] / 1000, now):
+            raise OperationRefused("there are too many leases")
+        return lease_id
+
+    def release_lease(self, _: Client, __: Any, lease_id: bytes, ___: None) -> int:
+        lease = self.leases.find(lease_id)
         if lease is None:
             return 0
         for key in self.leases.release(lease):
             self.delete(key)
         return 1
 
-    def watch_key(self, client: Client, tag: Any, key: bytes, seen: int) -> RawView:
-        value = self._values.get(key)
-        present = () if value is None else ((key, value),)
-        return self._watch(client, tag, key, False, seen, lambda: present)
-
-    def watch_prefix(self, client: Client, tag: Any, prefix: bytes, seen: int) -> RawView:
-        def present() -> tuple[tuple[bytes, bytes], ...]:
-            return tuple(pair for pair in self._values.items() if pair[0].startswith(prefix))
-
-        return self._watch(client, tag, prefix, True, seen, present)
-
-    def _watch(
-        self,
-        client: Client,
-        tag: Any,
-        key: bytes,
-        is_prefix: bool,
-        seen: int,
-        present: Callable[[], tuple[tuple[bytes, bytes], ...]],
-    ) -> RawView:
-        view = self.watches.begin(client, tag, key, is_prefix, seen)
-        if view is None:
-            raise Refusal("there are too many watches")
-        return view._replace(pairs=present()) if view.is_whole else view
+    def watch(
+        self, client: Client, tag: Any, key: bytes, last_revision: int, *, is_prefix: bool
+    ) -> WatchSnapshot:
+        """Begin a watch, or continue one after `last_revision` if that is not negative."""
+        snapshot = self.watches.begin(client, tag, key, is_prefix, last_revision)
+        if snapshot is None:
+            raise OperationRefused("there are too many watches")
+        if not snapshot.is_whole:
+            return snapshot
+        if is_prefix:
+            pairs = tuple(pair for pair in self._values.items() if pair[0].startswith(key))
+        else:
+            pairs = ((key, self._values[key]),) if key in self._values else ()
+        return snapshot._replace(pairs=pairs)
 
     def forget(self, client: Client, now: float) -> None:
-        """The client is gone: drop its waits; its leases and watches may linger."""
+        """Remove a client whose connection has ended; its leases and watches may linger."""
         for tag in list(client.waits):
             self.cancel(client, tag)
         self.watches.forget(client, now)
         self.leases.forget(client, now)
 
     def next_deadline(self) -> float | None:
-        """When `expire` is to be called; None: not before something else happens."""
+        """Return when `expire` is due; None: not before the next operation."""
         times = [self.leases.next_deadline(), self.watches.next_deadline()]
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """End the leases and lingering watches whose time is over."""
+        """End the leases and lingering watches whose deadline has passed."""
         self.leases.expire(now)
         self.watches.expire(now)
-
-    def _expire_key(self, key: bytes) -> None:
-        if self._values.pop(key, None) is not None:
-            self._deleted(key, CHANGE_EXPIRED)
-
-    # What every change passes through.
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, bool]:
         current = self._values.get(key)
@@ -450,32 +411,32 @@ class Keyspace:
         return desired, True
 
     def _number(self, key: bytes) -> int:
-        """Read a counter as C's strtoll does: leading space, sign, digits, then anything."""
+        """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything."""
         text = self._values.get(key)
         if text is None:
             return 0
         if len(text) < 19 and text.isdigit():
             return int(text)
-        found = _NUMBER.match(text)
-        # Twenty characters hold every 64-bit number; leading zeros beyond that are refused too.
-        number = int(found[1]) if found and len(found[1]) <= 20 else _TOP
+        match = _NUMBER.match(text)
+        # Twenty characters hold every 64-bit number; more leading zeros are refused too.
+        number = int(match[1]) if match and len(match[1]) <= 20 else _TOP
         if not -_TOP <= number < _TOP:
-            raise Refusal("the value is not a 64-bit number")
+            raise OperationRefused("the value is not a 64-bit number")
         return number
 
-    def _written(self, key: bytes, value: bytes) -> None:
-        if self._leased:
-            self.leases.unbind(key)
-        self._noted(key, value)
-        if key in self._waiting:
-            self._wake(key)
-
-    def _noted(self, key: bytes, value: bytes) -> None:
-        if self._watched:
-            self.watches.note(CHANGE_SET, key, value)
-
-    def _deleted(self, key: bytes, kind: int) -> None:
+    def _on_written(self, key: bytes, value: bytes) -> None:
         if self._leased:
             self.leases.unbind(key)
         if self._watched:
-            self.watches.note(kind, key, b"")
+            self.watches.record(CHANGE_SET, key, value)
+        if key in self._waiters:
+            self._wake_waiters(key)
+
+    def _remove(self, key: bytes, kind: int) -> int:
+        if self._values.pop(key, None) is None:
+            return 0
+        if self._leased:
+            self.leases.unbind(key)
+        if self._watched:
+            self.watches.record(kind, key, b"")
+        return 1

@@ -1,122 +1,122 @@
-"""Leases: keys that live as long as somebody is heard of.
+"""Leases of a store: keys that exist as long as their holder keeps sending.
 
-A lease is bound to the connection of its holder.  It ends when the holder releases
-it, when nothing has been heard from the holder for `ttl` seconds (a stopped
-process keeps its connection), or `linger` seconds after the connection has ended;
-within those the holder may come back on another connection and resume it.
+A lease is bound to its holder's connection.  It ends when the holder releases it,
+when the server has received nothing from the holder for `ttl` seconds (a suspended
+process keeps its connection), or `linger` seconds after the connection has ended.
+Until then the holder can resume it on another connection.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
-
-__all__ = ["Lease", "LeaseHolder", "LeaseTable"]
 
 
 class LeaseHolder:
-    """A client as leases see it."""
+    """The lease half of a client: the leases it holds."""
 
     def __init__(self) -> None:
-        """Begin without leases."""
         super().__init__()
-        self.leases: set[Lease] = set()
-        self.heard_at = 0.0
-        """When something last came from the client, by the server's clock."""
+        self.leases: set[LeaseRecord] = set()
+        self.last_received_at = 0.0
+        """When the server last received bytes from the client, by the server's clock."""
 
     def on_lease_ended(self, tag: Any) -> None:
-        """The lease that was granted or resumed under `tag` has ended, not by release."""
+        """The lease granted or resumed by the request `tag` has expired."""
         raise NotImplementedError
 
 
-class Lease:
-    """One lease."""
+@dataclass(slots=True, eq=False, repr=False)
+class LeaseRecord:
+    """A lease as the server keeps it; times in seconds."""
 
-    __slots__ = ("ends_at", "entry", "holder", "keys", "linger", "name", "tag", "ttl")
-
-    def __init__(self, name: bytes, ttl: float, linger: float) -> None:
-        self.name = name
-        self.ttl = ttl
-        self.linger = linger
-        self.keys: set[bytes] = set()
-        self.holder: LeaseHolder | None = None
-        self.tag: Any = None
-        self.ends_at = 0.0
-        self.entry = 0
-        """The lease's place in the heap; others of it are void.  0: the lease is over."""
+    lease_id: bytes
+    ttl: float
+    linger: float
+    keys: set[bytes] = field(default_factory=set)
+    holder: LeaseHolder | None = None
+    tag: Any = None
+    ends_at: float = 0.0
+    entry: int = 0
+    """The number of its valid heap entry; older entries are stale.  0: it has ended."""
 
     def deadline(self) -> float:
-        return self.ends_at if self.holder is None else self.holder.heard_at + self.ttl
+        return self.ends_at if self.holder is None else self.holder.last_received_at + self.ttl
 
 
 class LeaseTable:
-    """All leases of one store."""
+    """All leases of one store, and the keys bound to them."""
 
-    def __init__(self, expire_key: Callable[[bytes], None], limit: int) -> None:
-        """Hold `limit` leases at most; `expire_key` removes a key whose lease has ended."""
+    def __init__(self, expire_key: Callable[[bytes], object], limit: int) -> None:
+        """Allow `limit` leases; `expire_key` is called for each key of an expired lease."""
         self._expire_key = expire_key
         self._limit = limit
-        self._leases: dict[bytes, Lease] = {}
-        self.lease_of: dict[bytes, Lease] = {}
+        self._leases: dict[bytes, LeaseRecord] = {}
+        self.lease_of: dict[bytes, LeaseRecord] = {}
         """The lease of each key that is bound to one."""
-        # Deadlines move with every frame that is heard; the heap only learns of it
-        # when the earliest is due, so a renewal costs nothing here.
-        self._heap: list[tuple[float, int, Lease]] = []
+        # Every frame received postpones a deadline.  The heap is only updated when
+        # its earliest entry is due, so that a renewal costs nothing.
+        self._heap: list[tuple[float, int, LeaseRecord]] = []
         self._count = 0
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a living lease."""
+        """Whether there is a lease that has not ended."""
         return bool(self._leases)
 
-    def find(self, name: bytes) -> Lease | None:
-        """Return a living lease."""
-        return self._leases.get(name)
+    def find(self, lease_id: bytes) -> LeaseRecord | None:
+        """Return the lease, or None if it has ended."""
+        return self._leases.get(lease_id)
 
     def grant(
-        self, holder: LeaseHolder, tag: Any, name: bytes, ttl: float, linger: float, now: float
+        self, holder: LeaseHolder, tag: Any, lease_id: bytes, ttl: float, linger: float, now: float
     ) -> bool:
-        """Make a lease; tell whether there was room for it."""
+        """Create a lease; return False if there are too many."""
         if len(self._leases) >= self._limit:
             return False
-        lease = self._leases[name] = Lease(name, ttl, linger)
+        lease = self._leases[lease_id] = LeaseRecord(lease_id, ttl, linger)
         self._attach(lease, holder, tag, now)
-        self._enter(lease)
+        self._push(lease)
         return True
 
-    def resume(self, holder: LeaseHolder, tag: Any, name: bytes, now: float) -> bool:
-        """Give a lease to another connection of its holder; tell whether it still lives."""
-        lease = self._leases.get(name)
+    def resume(self, holder: LeaseHolder, tag: Any, lease_id: bytes, now: float) -> bool:
+        """Bind a lease to another connection of its holder; return False if it has ended."""
+        lease = self._leases.get(lease_id)
         if lease is None:
             return False
         if lease.holder is not None:
-            # The former connection is dead, and we are the last to learn of it.
+            # The former connection is broken, but the server has not noticed yet.
             lease.holder.leases.discard(lease)
         self._attach(lease, holder, tag, now)
         return True
 
-    def release(self, lease: Lease) -> set[bytes]:
-        """End a lease at its holder's wish; return the keys that are to be deleted."""
-        keys, lease.keys = lease.keys, set()
+    def release(self, lease: LeaseRecord) -> list[bytes]:
+        """End a lease; return the keys that the caller must delete."""
+        lease.entry = 0
+        self._leases.pop(lease.lease_id, None)
+        if lease.holder is not None:
+            lease.holder.leases.discard(lease)
+        keys = sorted(lease.keys)  # the order of a set differs between interpreters
+        lease.keys.clear()
         for key in keys:
             del self.lease_of[key]
-        self._end(lease)
         return keys
 
-    def bind(self, lease: Lease, key: bytes) -> None:
-        """Let a key that has just been written live as long as the lease."""
+    def bind(self, lease: LeaseRecord, key: bytes) -> None:
+        """Bind `key`, which has just been written, to `lease`."""
         lease.keys.add(key)
         self.lease_of[key] = lease
 
     def unbind(self, key: bytes) -> None:
-        """Set a key free: it was deleted, or written without its lease."""
+        """Release `key`, which was deleted or written without its lease."""
         lease = self.lease_of.pop(key, None)
         if lease is not None:
             lease.keys.discard(key)
 
     def forget(self, holder: LeaseHolder, now: float) -> None:
-        """The holder's connection has ended."""
+        """End or detach the leases of `holder`, whose connection has ended."""
         for lease in list(holder.leases):
             holder.leases.discard(lease)
             lease.holder = None
@@ -124,55 +124,46 @@ class LeaseTable:
                 self._expire(lease)
                 continue
             lease.ends_at = now + lease.linger
-            # It may be due before the time under which the heap has it.
-            self._enter(lease)
+            # The new deadline may be earlier than the heap's entry.
+            self._push(lease)
 
-    def begin_anew(self, now: float) -> None:
-        """Let the time of every lease count from `now`: nobody could be heard before."""
+    def renew_all(self, now: float) -> None:
+        """Restart the time of every lease at `now`: the server received nothing before."""
         for lease in self._leases.values():
             if lease.holder is not None:
-                lease.holder.heard_at = now
+                lease.holder.last_received_at = now
             else:
                 lease.ends_at = now + lease.linger
 
     def next_deadline(self) -> float | None:
-        """When `expire` is to be called next."""
+        """Return when `expire` is due, or None."""
         while self._heap and self._heap[0][1] != self._heap[0][2].entry:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over."""
+        """End the leases whose deadline has passed."""
         while (due := self.next_deadline()) is not None and due <= now:
             lease = heapq.heappop(self._heap)[2]
             if lease.deadline() > now:
-                self._enter(lease)
+                self._push(lease)
                 continue
             holder = lease.holder
             self._expire(lease)
             if holder is not None:
                 holder.on_lease_ended(lease.tag)
 
-    def _enter(self, lease: Lease) -> None:
+    def _push(self, lease: LeaseRecord) -> None:
         self._count += 1
         lease.entry = self._count
         heapq.heappush(self._heap, (lease.deadline(), self._count, lease))
 
-    def _attach(self, lease: Lease, holder: LeaseHolder, tag: Any, now: float) -> None:
+    def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
         lease.holder = holder
         lease.tag = tag
         holder.leases.add(lease)
-        holder.heard_at = now
+        holder.last_received_at = now
 
-    def _expire(self, lease: Lease) -> None:
-        self._end(lease)
-        keys, lease.keys = lease.keys, set()
-        for key in sorted(keys):
-            self.lease_of.pop(key, None)
+    def _expire(self, lease: LeaseRecord) -> None:
+        for key in self.release(lease):
             self._expire_key(key)
-
-    def _end(self, lease: Lease) -> None:
-        lease.entry = 0
-        self._leases.pop(lease.name, None)
-        if lease.holder is not None:
-            lease.holder.leases.discard(lease)

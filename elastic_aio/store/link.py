@@ -1,6 +1,6 @@
-"""One connection to a store: what both dialects have in common.
+"""One connection of the store's client: what both dialects have in common.
 
-A link does not reconnect; its owner does.
+A link does not reconnect; `RemoteStore` opens another one.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final, cast
 
+from elastic_aio.aio import Notifier
 from elastic_aio.store import wire
 
-__all__ = ["WITH_COUNT", "Link", "LinkLost", "refuse"]
-
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
-"""Requests whose replies can only be read by who knows how many keys were asked for."""
+"""Requests whose reply can only be parsed with the number of keys of the request."""
 
-_AWAY: Final = 0.5
-"""A timer this late (seconds) means that we were stopped ourselves, not the peer."""
+_SUSPENDED_AFTER: Final = 0.5
+"""A timer this late, in seconds, shows that this process was suspended (SIGSTOP, a paused
+virtual machine): it cannot have received what its peers have sent meanwhile."""
 
 
 class LinkLost(Exception):
@@ -24,29 +24,32 @@ class LinkLost(Exception):
 
 
 class Link(asyncio.Protocol):
-    """What both kinds have in common: writing in batches, and the end."""
+    """Base of both dialects: batched writes, the reply timeout, and the end."""
 
     def __init__(self, reply_timeout: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._reply_timeout = reply_timeout
         self._unsent: list[bytes] = []
-        self._is_crowded = False
-        self._can_write: asyncio.Future[None] | None = None
-        # Replies that are due without anything else having to happen first.
-        self._owed = 0
-        self._silent_since = 0.0
-        self._beat_every = 0.0
+        # Several replies came at once, so several tasks are about to send.
+        self._is_batching = False
+        self._is_write_paused = False
+        self._write_resumed = Notifier()
+        # Replies that the peer owes now; that of a pending wait is not counted.
+        self._replies_due = 0
+        self.last_received_at = 0.0
+        """When the peer last sent something, or a reply was first due, in loop seconds."""
+        self._ping_interval = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.instance = b""
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """Done when the connection has ended, with the reason."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none of asyncio's classes.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
 
     def hand_over(self, other: Link) -> None:
-        """Let `other` use the connection from now on."""
+        """Make `other` the protocol of this connection."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport.set_protocol(other)
@@ -54,19 +57,18 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done() and not isinstance(error, TimeoutError):
-            self._hear()  # its kernel has spoken
+            self.last_received_at = self._loop.time()  # a FIN or RST of the peer's kernel
         self.fail(str(error) if error else "the peer closed the connection")
 
     def pause_writing(self) -> None:
-        self._can_write = self._loop.create_future()
+        self._is_write_paused = True
 
     def resume_writing(self) -> None:
-        if self._can_write is not None and not self._can_write.done():
-            self._can_write.set_result(None)
-        self._can_write = None
+        self._is_write_paused = False
+        self._write_resumed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """End the connection now; everything under way raises `LinkLost`."""
+        """End the connection now; pending requests raise `LinkLost`.  Idempotent."""
         if self.ended.done():
             return
         self.ended.set_result(reason)
@@ -78,7 +80,7 @@ class Link(asyncio.Protocol):
         self._fail_all(LinkLost(reason))
 
     def close(self) -> None:
-        """Send what is still to be sent and end the connection."""
+        """Send the buffered requests and end the connection."""
         self._flush()
         self._transport.close()
 
@@ -86,15 +88,15 @@ class Link(asyncio.Protocol):
         raise NotImplementedError
 
     def _send(self, frame: bytes) -> None:
-        """Send a frame, at once if this is the only task that talks, else with others'."""
+        """Send a frame: at once if one task uses the link, else batched with other tasks'."""
         if self.ended.done():
             raise LinkLost(self.ended.result())
         if self._transport.is_closing():
-            # uvloop raises RuntimeError where asyncio would drop it silently.
-            raise LinkLost("the connection is about to end")
+            # uvloop raises RuntimeError where asyncio discards the data.
+            raise LinkLost("the connection is closing")
         if self._unsent:
             self._unsent.append(frame)
-        elif self._is_crowded:
+        elif self._is_batching:
             self._unsent.append(frame)
             self._loop.call_soon(self._flush)
         else:
@@ -105,53 +107,39 @@ class Link(asyncio.Protocol):
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
-    async def _writable(self) -> None:
-        """Wait until the peer takes more."""
-        while self._can_write is not None:
-            await asyncio.shield(self._can_write)
-
-    @property
-    def heard_at(self) -> float:
-        """When something last came from the peer, or was first awaited, in loop seconds."""
-        return self._silent_since
-
-    def _hear(self) -> None:
-        """Note that something has come from the peer."""
-        self._silent_since = self._loop.time()
-
-    def _owe(self) -> None:
-        """Count a reply that is due, and see to it that its absence is noticed."""
-        if not self._owed:
-            # Nothing was due for a while, so silence meant nothing.  Where beats are
-            # answered, it did: the last of them was.
+    def _expect_reply(self) -> None:
+        """Count a reply as due, and start the timer of the reply timeout."""
+        if not self._replies_due:
+            # The peer owed no reply, so its silence had no meaning until now.  A peer
+            # that is pinged did owe one, at most one interval ago.
             now = self._loop.time()
-            self._silent_since = max(self._silent_since, now - self._beat_every)
-        self._owed += 1
+            self.last_received_at = max(self.last_received_at, now - self._ping_interval)
+        self._replies_due += 1
         if self._timer is None:
-            self._look_at(self._silent_since + self._reply_timeout)
+            self._check_at(self.last_received_at + self._reply_timeout)
 
-    def _look_at(self, when: float) -> None:
-        self._timer = self._loop.call_at(when, self._look, when)
+    def _check_at(self, when: float) -> None:
+        self._timer = self._loop.call_at(when, self._check_replies, when)
 
-    def _look(self, due: float) -> None:
+    def _check_replies(self, due: float) -> None:
         self._timer = None
-        if not self._owed:
+        if not self._replies_due:
             return
         now = self._loop.time()
-        if now - due > _AWAY:
-            # What the peer has sent meanwhile is still in the socket.
-            self._silent_since = now
-        end = self._silent_since + self._reply_timeout
+        if now - due > _SUSPENDED_AFTER:
+            # The peer's replies are still in the socket.
+            self.last_received_at = now
+        end = self.last_received_at + self._reply_timeout
         # Timers are exact to a millisecond.
         if end - now < 0.002:
             self.fail(f"no answer for {self._reply_timeout:g} s")
         else:
-            self._look_at(end)
+            self._check_at(end)
 
 
-def refuse(future: asyncio.Future[Any], error: Exception) -> None:
-    """Answer with an error, if anybody still waits for an answer."""
+def fail_if_pending(future: asyncio.Future[Any], error: Exception) -> None:
+    """Set the exception of `future` unless it is done."""
     if not future.done():
         future.set_exception(error)
-        # Seen: whoever asked may have gone, and that is no mistake.
+        # Mark it as retrieved: the waiter may have been cancelled, which is no bug.
         future.exception()

@@ -1,7 +1,6 @@
-"""A store without a network: the same keys, waits, leases and watches in one process.
+"""A store in memory, without a network: for tests and for jobs of one process.
 
-For tests and for jobs on a single host.  `another()` makes a second client of the
-same contents, so that both sides of a meeting can be played in one program.
+It has the same keys, waits, leases and watches as the other stores.
 """
 
 from __future__ import annotations
@@ -11,54 +10,54 @@ import itertools
 import math
 from typing import Any
 
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreClosed, StoreRefused
 from elastic_aio.store import wire
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace, Refusal
-from elastic_aio.store.replies import RawChange, RawView
-from elastic_aio.store.requesting import HeldLease, RequestStore, WatchView
-
-__all__ = ["MemoryStore"]
+from elastic_aio.store.base import Store
+from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.keyspace import PENDING, Client, Keyspace, OperationRefused
+from elastic_aio.store.link import fail_if_pending
+from elastic_aio.store.replies import RawChange
 
 
 class _MemoryClient(Client):
-    """Tags are the objects that are waiting: a future, a view, a lease."""
+    """Its tags are the objects to notify: a future, a watch or a lease."""
 
     def on_woken(self, tag: Any) -> None:
-        _answer(tag, 0)
+        set_result_if_pending(tag, 0)
 
     def on_values(self, tag: Any, values: list[bytes]) -> None:
-        _answer(tag, values)
+        set_result_if_pending(tag, values)
 
     def on_item(self, tag: Any, item: bytes) -> None:
-        _answer(tag, item)
+        set_result_if_pending(tag, item)
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        tag.feed(change)
+        tag._feed(change)
 
     def on_lease_ended(self, tag: Any) -> None:
-        tag.end()
+        tag._end()
 
 
-def _answer(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-class MemoryStore(RequestStore):
+class MemoryStore(Store):
     """A store in memory, bound to the event loop that uses it.
 
-    Nothing falls silent here: a lease ends when its block is left, when its client
-    is closed, or by `expire_leases()`.
+    A lease does not expire by itself: it ends when its block is left, when its client
+    is closed, or by `expire_leases`.
     """
 
-    def __init__(self, *, timeout: float = 300.0, contents: Keyspace | None = None) -> None:
-        """Begin empty, or share `contents`; `timeout` as for `connect`, in seconds."""
+    def __init__(self, *, timeout: float = 300.0) -> None:
+        """Create an empty store.
+
+        Args:
+            timeout: `wait_timeout` of `connect`, in seconds.
+        """
         super().__init__(timeout)
-        self._keyspace = Keyspace() if contents is None else contents
+        self._keyspace = Keyspace()
         self._client = _MemoryClient()
-        self._names = itertools.count(1)
-        self._leases: dict[HeldLease, None] = {}
-        self._views: dict[WatchView, None] = {}
+        self._lease_numbers = itertools.count(1)
+        self._leases: dict[Lease, None] = {}
+        self._watches: dict[Watch, None] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -66,26 +65,28 @@ class MemoryStore(RequestStore):
 
     def another(self) -> MemoryStore:
         """Return another client of the same contents; closing it ends only its own leases."""
-        return MemoryStore(timeout=self._timeout, contents=self._keyspace)
+        other = MemoryStore(timeout=self._timeout)
+        other._keyspace = self._keyspace
+        return other
 
     def expire_leases(self) -> None:
-        """End this client's leases as if it had fallen silent."""
+        """End the leases of this client, as if it had stopped sending heartbeats."""
         for lease in self._leases:
-            lease.end()
+            lease._end()
         self._leases.clear()
         self._keyspace.leases.forget(self._client, 0.0)
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         self._check_open()
-        simple = self._keyspace.simple[op]
+        handler = self._keyspace.handlers[op]
         try:
-            if simple is not None:
-                return simple(key, argument)
-            call_for = self._keyspace.for_client[op]
-            assert call_for is not None, op
+            if handler is not None:
+                return handler(key, argument)
+            client_handler = self._keyspace.client_handlers[op]
+            assert client_handler is not None, op
             future = asyncio.get_running_loop().create_future()
-            result = call_for(self._client, future, key, argument)
-        except Refusal as error:
+            result = client_handler(self._client, future, key, argument)
+        except OperationRefused as error:
             raise StoreRefused(str(error)) from None
         if result is not PENDING:
             return result
@@ -98,30 +99,28 @@ class MemoryStore(RequestStore):
                 self._keyspace.queue_unpop(key, future.result())
             raise
 
-    async def grant(self, lease: HeldLease) -> None:
+    async def _grant(self, lease: Lease) -> None:
         self._check_open()
-        name = b"%d-%d" % (id(self), next(self._names))
+        lease_id = b"%d-%d" % (id(self), next(self._lease_numbers))
         terms = (int(lease.ttl * 1000), 0)
-        # Time stands still for it: see the class.
-        self._keyspace.grant_lease(self._client, lease, name, terms, math.inf)
-        lease.name = name
+        # Granted at an infinite time, so that its deadline never passes.
+        self._keyspace.grant_lease(self._client, lease, lease_id, terms, math.inf)
+        lease.lease_id = lease_id
         self._leases[lease] = None
 
-    async def release(self, lease: HeldLease) -> None:
+    async def _release(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
-        self._keyspace.release_lease(self._client, None, lease.name, None)
+        self._keyspace.release_lease(self._client, None, lease.lease_id, None)
 
-    async def open_watch(self, view: WatchView) -> None:
+    async def _open_watch(self, watch: Watch) -> None:
         self._check_open()
-        is_prefix = view.op == wire.WATCH_PREFIX
-        begin = self._keyspace.watch_prefix if is_prefix else self._keyspace.watch_key
-        found: RawView = begin(self._client, view, view.key, -1)
-        view.feed(found)
-        self._views[view] = None
+        is_prefix = watch.op == wire.WATCH_PREFIX
+        watch._feed(self._keyspace.watch(self._client, watch, watch.key, -1, is_prefix=is_prefix))
+        self._watches[watch] = None
 
-    def close_watch(self, view: WatchView) -> None:
-        self._views.pop(view, None)
-        self._keyspace.cancel(self._client, view)
+    def _close_watch(self, watch: Watch) -> None:
+        self._watches.pop(watch, None)
+        self._keyspace.cancel(self._client, watch)
 
     async def aclose(self) -> None:
         if self._is_closed:
@@ -129,13 +128,12 @@ class MemoryStore(RequestStore):
         self._is_closed = True
         error = StoreClosed("the store was closed")
         for future in list(self._client.waits):
-            if not future.done():
-                future.set_exception(error)
-        for view in self._views:
-            view.fail(error)
+            fail_if_pending(future, error)
+        for watch in self._watches:
+            watch._fail(error)
         self.expire_leases()
         self._keyspace.forget(self._client, 0.0)
-        # Its watches do not come back.  Leases in memory have no time of their own.
+        # Its watches cannot be continued.
         self._keyspace.watches.expire(math.inf)
 
     def _check_open(self) -> None:

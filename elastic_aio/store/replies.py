@@ -1,9 +1,9 @@
-"""The replies of the store's wire protocol, as bytes; `wire.py` holds the requests.
+"""Replies of the store's wire protocol as bytes; `wire.py` defines the requests.
 
-In the plain dialect replies follow one another without names or lengths: only who
-remembers the requests can cut them apart (`ReplyReader`).  In the tagged dialect
-each is `tag, status, length` and then the same bytes as in the plain one, or the
-refusal as text.
+In the plain dialect replies follow one another without tag or length, so a reader
+must know the requests to separate them (`ReplyReader`).  In the tagged dialect each
+reply is `tag, status, length` followed by the same bytes as in the plain dialect, or
+by the refusal as text.
 """
 
 from __future__ import annotations
@@ -14,83 +14,53 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from elastic_aio.store import wire
-from elastic_aio.store.wire import WireError
-
-__all__ = ["Greeting", "ReplyReader", "TaggedReader", "decode", "encode_reply", "tagged"]
+from elastic_aio.store.wire import I64, U32, U64, WireError, sized
 
 MAX_REPLY: Final = 256 << 20
-"""Bytes of one reply that a client accepts; a longer one is not believed."""
+"""The largest reply, in bytes, that a client accepts."""
 
 # Status of a tagged reply.
 DONE: Final = 0
 REFUSED: Final = 1
-NEWS: Final = 2
-"""More replies with this tag may follow: a watch's changes."""
+NOTIFY: Final = 2
+"""A snapshot or change of a watch, or the end of a lease; more may follow with this tag."""
 
 # Kinds of replies.
-NONE: Final = 0
-BYTE: Final = 1
-WORD: Final = 2
-NUMBER: Final = 3
-VALUE: Final = 4
-VALUES: Final = 5
-NAMES: Final = 6
-POPPED: Final = 7
-MAYBE: Final = 8
-GREETING: Final = 9
+NONE, BYTE, WORD, NUMBER, VALUE, VALUES, NAMES, POPPED, MAYBE, HELLO_REPLY = range(10)
 
-KIND_OF: Final[dict[int, int]] = {
-    wire.SET: NONE,
-    wire.COMPARE_SET: VALUE,
-    wire.GET: VALUE,
-    wire.ADD: NUMBER,
-    wire.CHECK: BYTE,
-    wire.WAIT: BYTE,
-    wire.NUM_KEYS: NUMBER,
-    wire.DELETE_KEY: NUMBER,
-    wire.APPEND: NONE,
-    wire.MULTI_GET: VALUES,
-    wire.MULTI_SET: NONE,
-    wire.CANCEL_WAIT: BYTE,
-    wire.PING: WORD,
-    wire.QUEUE_PUSH: NONE,
-    wire.QUEUE_POP: POPPED,
-    wire.QUEUE_LEN: NUMBER,
-    wire.LIST_KEYS: NAMES,
-    wire.BARRIER: BYTE,
-    wire.HELLO: GREETING,
-    wire.AUTH: NONE,
-    wire.CANCEL: BYTE,
-    wire.PEEK: MAYBE,
-    wire.GET_WHEN_SET: VALUES,
-    wire.POP_WHEN_PUSHED: VALUE,
-    wire.QUEUE_UNPOP: NONE,
-    wire.GRANT_LEASE: VALUE,
-    wire.RESUME_LEASE: BYTE,
-    wire.RELEASE_LEASE: BYTE,
-    wire.LEASED_SET: NONE,
-    wire.LEASED_COMPARE_SET: VALUE,
-}
+_OPCODES_OF_KIND: Final = (
+    (NONE, (wire.SET, wire.APPEND, wire.MULTI_SET, wire.QUEUE_PUSH, wire.QUEUE_UNPOP)),
+    (NONE, (wire.AUTH, wire.LEASED_SET)),
+    (BYTE, (wire.CHECK, wire.WAIT, wire.CANCEL_WAIT, wire.BARRIER, wire.CANCEL)),
+    (BYTE, (wire.RESUME_LEASE, wire.RELEASE_LEASE)),
+    (WORD, (wire.PING,)),
+    (NUMBER, (wire.ADD, wire.NUM_KEYS, wire.DELETE_KEY, wire.QUEUE_LEN)),
+    (VALUE, (wire.COMPARE_SET, wire.GET, wire.POP_WHEN_PUSHED)),
+    (VALUE, (wire.GRANT_LEASE, wire.LEASED_COMPARE_SET)),
+    (VALUES, (wire.MULTI_GET, wire.GET_WHEN_SET)),
+    (NAMES, (wire.LIST_KEYS,)),
+    (POPPED, (wire.QUEUE_POP,)),
+    (MAYBE, (wire.PEEK,)),
+    (HELLO_REPLY, (wire.HELLO,)),
+)
+KIND_OF: Final = {op: kind for kind, ops in _OPCODES_OF_KIND for op in ops}
 
 READY: Final = 0
 NOT_READY: Final = 1
 STOP_WAITING: Final = 0
 WAIT_CANCELED: Final = 1
 
-_U32: Final = struct.Struct("<I")
-_I64: Final = struct.Struct("<q")
-_U64: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<IBI")
-_GREETING: Final = struct.Struct("<16s16s?")
-_CHANGE: Final = struct.Struct("<BqQ")
-_VIEW: Final = struct.Struct("<BqQ")
+_HELLO_REPLY: Final = struct.Struct("<16s16s?")
+_NOTIFICATION: Final = struct.Struct("<BqQ")
+"""The kind, the revision, and the size of a change's key or the number of a snapshot's pairs."""
 
 
-class Greeting(NamedTuple):
-    """The answer to HELLO.
+class HelloReply(NamedTuple):
+    """The reply to HELLO.
 
-    `instance` names the running server: another one has other keys.  `nonce` is to
-    be answered by AUTH when `needs_token` is true.
+    `instance` identifies the running server: a restarted server has a new one.  If
+    `needs_token`, the client must send an AUTH computed from `nonce`.
     """
 
     instance: bytes
@@ -107,11 +77,11 @@ class RawChange(NamedTuple):
     value: bytes
 
 
-class RawView(NamedTuple):
-    """What a watch begins with.
+class WatchSnapshot(NamedTuple):
+    """The first message of a watch.
 
-    `is_whole`: `pairs` are all watched keys as of `revision`.  Otherwise the watch
-    goes on after the revision that its holder has seen, without a gap.
+    If `is_whole`, `pairs` are all watched keys as of `revision`.  Otherwise the watch
+    continues after `revision`, the last one its reader has seen, without a gap.
     """
 
     is_whole: bool
@@ -119,56 +89,49 @@ class RawView(NamedTuple):
     pairs: tuple[tuple[bytes, bytes], ...]
 
 
-# Kinds of changes; a view travels in their place with its own two.
+# Kinds of changes; a snapshot is sent with one of two kinds of its own.
 CHANGE_SET: Final = 0
 CHANGE_DELETED: Final = 1
 CHANGE_EXPIRED: Final = 2
-_VIEW_CONTINUED: Final = 3
-_VIEW_WHOLE: Final = 4
-
-
-def _sized(data: bytes) -> bytes:
-    return _U64.pack(len(data)) + data
-
-
-def _names(names: Sequence[bytes]) -> bytes:
-    return _U64.pack(len(names)) + b"".join(map(_sized, names))
+_SNAPSHOT_CONTINUED: Final = 3
+_SNAPSHOT_WHOLE: Final = 4
 
 
 def _popped(popped: tuple[int, bytes]) -> bytes:
     length, item = popped
-    return _I64.pack(length) + _sized(item) if length else _I64.pack(0)
+    return I64.pack(length) + sized(item) if length else I64.pack(0)
 
 
 def _values(values: Iterable[bytes]) -> bytes:
-    return b"".join(map(_sized, values))
+    return b"".join(map(sized, values))
+
+
+def _names(names: Sequence[bytes]) -> bytes:
+    return U64.pack(len(names)) + _values(names)
 
 
 def _maybe(value: bytes | None) -> bytes:
-    return b"\0" if value is None else b"\1" + _sized(value)
+    return b"\0" if value is None else b"\1" + sized(value)
 
 
 _ENCODERS: Final[tuple[Callable[[Any], bytes], ...]] = (
     lambda _: b"",
     (b"\0", b"\1").__getitem__,
-    _U32.pack,
-    _I64.pack,
-    _sized,
+    U32.pack,
+    I64.pack,
+    sized,
     _values,
     _names,
     _popped,
     _maybe,
-    lambda greeting: _GREETING.pack(*greeting),
+    lambda hello_reply: _HELLO_REPLY.pack(*hello_reply),
 )
+_FIXED: Final = {BYTE: (struct.Struct("<B"), 1), WORD: (U32, 4), NUMBER: (I64, 8)}
+
 ENCODER_OF: Final[tuple[Callable[[Any], bytes], ...]] = tuple(
     _ENCODERS[KIND_OF.get(op, NONE)] for op in range(256)
 )
-"""By opcode: the function that turns the result into a plain reply."""
-
-
-def encode_reply(op: int, result: Any) -> bytes:
-    """Return the plain reply to `op`; empty for those that have none."""
-    return ENCODER_OF[op](result)
+"""The function that encodes the plain reply, by opcode; empty for requests without a reply."""
 
 
 def tagged(tag: int, status: int, payload: bytes) -> bytes:
@@ -179,55 +142,55 @@ def tagged(tag: int, status: int, payload: bytes) -> bytes:
 def encode_change(change: RawChange) -> bytes:
     """Return the payload of one change."""
     kind, revision, key, value = change
-    return _CHANGE.pack(kind, revision, len(key)) + key + value
+    return _NOTIFICATION.pack(kind, revision, len(key)) + key + value
 
 
-def encode_view(view: RawView) -> bytes:
-    """Return the payload that opens a watch."""
-    kind = _VIEW_WHOLE if view.is_whole else _VIEW_CONTINUED
-    items = b"".join(_sized(item) for pair in view.pairs for item in pair)
-    return _VIEW.pack(kind, view.revision, len(view.pairs)) + items
+def encode_snapshot(snapshot: WatchSnapshot) -> bytes:
+    """Return the payload of the first message of a watch."""
+    kind = _SNAPSHOT_WHOLE if snapshot.is_whole else _SNAPSHOT_CONTINUED
+    items = b"".join(sized(item) for pair in snapshot.pairs for item in pair)
+    return _NOTIFICATION.pack(kind, snapshot.revision, len(snapshot.pairs)) + items
 
 
-def decode_news(payload: bytes) -> RawChange | RawView:
-    """Read what a watch sent.
+def decode_notification(payload: bytes) -> RawChange | WatchSnapshot:
+    """Decode the payload of a watch's message.
 
     Raises:
         WireError: it is malformed.
     """
-    if len(payload) < _CHANGE.size:
-        raise WireError("sent news that are too short")
-    kind, revision, count = _CHANGE.unpack_from(payload)
-    position = _CHANGE.size
+    if len(payload) < _NOTIFICATION.size:
+        raise WireError("sent a notification that is too short")
+    kind, revision, count = _NOTIFICATION.unpack_from(payload)
+    position = _NOTIFICATION.size
     if kind <= CHANGE_EXPIRED:
         if position + count > len(payload):
-            raise WireError("sent news that are too short")
+            raise WireError("sent a notification that is too short")
         key = payload[position : position + count]
         return RawChange(kind, revision, key, payload[position + count :])
-    if kind > _VIEW_WHOLE or count > len(payload):
-        raise WireError("sent news of an unknown kind")
-    found = _read_values(payload, position, 2 * count)
-    if isinstance(found, int) or found[1] != len(payload):
-        raise WireError("sent a view whose lengths do not add up")
-    items = found[0]
+    if kind > _SNAPSHOT_WHOLE or count > len(payload):
+        raise WireError("sent a notification of an unknown kind")
+    values = _read_values(payload, position, 2 * count)
+    if isinstance(values, int) or values[1] != len(payload):
+        raise WireError("sent a snapshot whose lengths do not add up")
+    items = values[0]
     pairs = tuple(zip(items[::2], items[1::2], strict=True))
-    return RawView(kind == _VIEW_WHOLE, revision, pairs)
+    return WatchSnapshot(kind == _SNAPSHOT_WHOLE, revision, pairs)
 
 
 def decode(op: int, count: int, payload: bytes) -> Any:
-    """Read the payload of a tagged reply to `op`, which had `count` keys.
+    """Decode the payload of a tagged reply to `op`, a request with `count` keys.
 
     Raises:
         WireError: it is malformed.
     """
-    found = _read(KIND_OF[op], count, payload, 0)
-    if isinstance(found, int) or found[1] != len(payload):
-        raise WireError(f"answered request 0x{op:02x} with {len(payload)} bytes that make no sense")
-    return found[0]
+    reply = _read(KIND_OF[op], count, payload, 0)
+    if isinstance(reply, int) or reply[1] != len(payload):
+        raise WireError(f"sent a malformed reply of {len(payload)} bytes to request 0x{op:02x}")
+    return reply[0]
 
 
 def _read(kind: int, count: int, data: bytes, position: int) -> tuple[Any, int] | int:
-    """Read one reply; return it and the position after it, or how many bytes it needs."""
+    """Return the reply at `position` and its end; if incomplete, the bytes it needs."""
     left = len(data) - position
     if kind in _FIXED:
         form, size = _FIXED[kind]
@@ -235,32 +198,32 @@ def _read(kind: int, count: int, data: bytes, position: int) -> tuple[Any, int] 
     if kind == VALUE:
         if left < 8:
             return 8
-        size = _checked(_U64.unpack_from(data, position)[0])
+        size = _checked(U64.unpack_from(data, position)[0])
         stop = position + 8 + size
         return (data[position + 8 : stop], stop) if stop <= len(data) else 8 + size
     if kind == NONE:
         return None, position
     if kind == VALUES:
         return _read_values(data, position, count)
-    if kind == GREETING:
-        size = _GREETING.size
+    if kind == HELLO_REPLY:
+        size = _HELLO_REPLY.size
         if left < size:
             return size
-        return Greeting(*_GREETING.unpack_from(data, position)), position + size
+        return HelloReply(*_HELLO_REPLY.unpack_from(data, position)), position + size
     return _read_counted(kind, data, position)
 
 
 def _read_counted(kind: int, data: bytes, position: int) -> tuple[Any, int] | int:
-    """Read a reply that begins by saying what follows: NAMES, POPPED or MAYBE."""
+    """Read a reply that begins with a count or a flag: NAMES, POPPED or MAYBE."""
     begin = position + (1 if kind == MAYBE else 8)
     if begin > len(data):
         return begin - position
-    first = data[position] if kind == MAYBE else _U64.unpack_from(data, position)[0]
+    first = data[position] if kind == MAYBE else U64.unpack_from(data, position)[0]
     announced = _checked(first)
-    found = _read_values(data, begin, announced if kind == NAMES else min(announced, 1))
-    if isinstance(found, int):
-        return begin - position + found
-    values, stop = found
+    items = _read_values(data, begin, announced if kind == NAMES else min(announced, 1))
+    if isinstance(items, int):
+        return begin - position + items
+    values, stop = items
     if kind == NAMES:
         return values, stop
     if kind == MAYBE:
@@ -274,19 +237,12 @@ def _read_values(data: bytes, position: int, count: int) -> tuple[list[bytes], i
         begin = position + 8
         if begin > len(data):
             return begin - start
-        size = _checked(_U64.unpack_from(data, position)[0])
+        size = _checked(U64.unpack_from(data, position)[0])
         position = begin + size
         if position > len(data):
             return position - start
         values.append(data[begin:position])
     return values, position
-
-
-_FIXED: Final = {
-    BYTE: (struct.Struct("<B"), 1),
-    WORD: (_U32, 4),
-    NUMBER: (_I64, 8),
-}
 
 
 def _checked(size: int) -> int:
@@ -296,23 +252,22 @@ def _checked(size: int) -> int:
 
 
 class ReplyReader:
-    """Cut the replies of the plain dialect apart, in the order of the requests."""
+    """Incremental parser of the plain dialect: bytes in, replies out, in request order."""
 
     def __init__(self) -> None:
-        """Begin with no request outstanding."""
         self._expected: deque[tuple[int, int]] = deque()
         self._held = bytearray()
         self._need = 0
 
     def expect(self, op: int, count: int = 0) -> None:
-        """Tell that request `op`, with `count` keys, has been sent.  Only those with replies."""
+        """Expect the reply to `op`, a request with `count` keys and a reply."""
         self._expected.append((KIND_OF[op], count))
 
     def read(self, data: bytes) -> list[Any]:
-        """Take bytes in; return the replies that are whole now, oldest request first.
+        """Add received bytes; return the replies that are complete now, in request order.
 
         Raises:
-            WireError: more than was asked for, or absurd lengths.
+            WireError: an unexpected reply or an invalid length.
         """
         self._held += data
         if len(self._held) < self._need:
@@ -322,15 +277,15 @@ class ReplyReader:
         self._need = 0
         while position < len(data):
             if not self._expected:
-                raise WireError("answered a request that nobody made")
-            found = _read(*self._expected[0], data, position)
-            if isinstance(found, int):
-                self._need = found
+                raise WireError("sent an unexpected reply")
+            reply = _read(*self._expected[0], data, position)
+            if isinstance(reply, int):
+                self._need = reply
                 break
             self._expected.popleft()
-            result, position = found
+            result, position = reply
             results.append(result)
-        # Replies without a byte (a MULTI_GET of nothing) are whole at once.
+        # A reply of no bytes (a MULTI_GET of no keys) is complete at once.
         while self._expected and self._expected[0] == (VALUES, 0):
             self._expected.popleft()
             results.append([])
@@ -339,18 +294,17 @@ class ReplyReader:
 
 
 class TaggedReader:
-    """Cut the replies of the tagged dialect apart."""
+    """Incremental parser of the tagged dialect: bytes in, replies out."""
 
     def __init__(self) -> None:
-        """Begin with nothing received."""
         self._held = bytearray()
         self._need = 0
 
     def read(self, data: bytes) -> list[tuple[int, int, bytes]]:
-        """Take bytes in; return `(tag, status, payload)` of each whole reply.
+        """Add received bytes; return `(tag, status, payload)` of each complete reply.
 
         Raises:
-            WireError: an absurd length or an unknown status.
+            WireError: an invalid length or an unknown status.
         """
         if self._held:
             self._held += data
@@ -367,7 +321,7 @@ class TaggedReader:
                 need = 9
                 break
             tag, status, size = _HEAD.unpack_from(data, position)
-            if size > MAX_REPLY or status > NEWS:
+            if size > MAX_REPLY or status > NOTIFY:
                 raise WireError(f"sent a reply with status {status} and {size} bytes")
             stop = begin + size
             if stop > end:

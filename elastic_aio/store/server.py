@@ -1,12 +1,12 @@
-"""The store's server: a TCP shell around a keyspace, for torch's clients and for ours.
+"""The store's server: serves a keyspace over TCP to torch's clients and to `RemoteStore`.
 
-One connection can only harm itself.  What breaks the protocol, announces absurd
-lengths, leaves a request unfinished or does not read its replies is closed, with
-one call of `on_drop`, and what it has sent so far is freed.  While a peer does not
-read, its requests are not read either.
+A faulty connection harms only itself.  The server closes a connection that violates
+the protocol, announces a length beyond the limits, leaves a request unfinished or does
+not read its replies; it calls `on_drop` once and frees what the peer has sent.  While
+a peer does not read, its requests are not read either.
 
-An open listener serves everybody.  A listener with a token serves only our own
-clients that have it; torch's clients have no way to show one.
+Without a token, the server serves every client.  With one, it serves only clients of
+this package that know it: torch's protocol cannot carry a token.
 """
 
 from __future__ import annotations
@@ -16,36 +16,43 @@ import resource
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
-from elastic_aio.aio import see_through
-from elastic_aio.errors import SpecError
+from elastic_aio.aio import run_shielded, running_loop
+from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.store import replies, wire
-from elastic_aio.store.connection import Connection, Dropped, ServerLimits
 from elastic_aio.store.keyspace import Keyspace
-from elastic_aio.store.listen import bind_listeners, shown_endpoint
+from elastic_aio.store.server_connection import Connection, Dropped, ServerLimits
+from elastic_aio.store.sockets import bind_listeners, format_endpoint
 
-__all__ = ["StoreServer"]
-
-_TICK: Final = 1.0
-"""Seconds: while there are leases, the timer comes this often, to notice a pause of our own."""
-
-_AWAY: Final = 1.0
-"""A timer this late (seconds) means that we were stopped ourselves, not the holders."""
+PAUSE_RESOLUTION: Final = 1.0
+"""Seconds between timers while there are leases, and so the error of a measured pause."""
 
 _LATE: Final = 0.05
-"""A timer this late (seconds) may have come before what is in the sockets was read."""
+"""A timer this late, in seconds, may run before the data in the sockets has been read."""
 
 _CLOSE_TIMEOUT: Final = 1.0
 """Seconds for the last replies to leave when the server closes."""
 
 
 class StoreServer:
-    """A store that others connect to.
+    """A store that clients connect to.
 
     An async context manager: inside it, the port is bound and served.  Closing ends
-    all connections; the keys are gone with the server.
+    all connections and discards the keys.
+
+    Args:
+        host: a name or address, all of whose addresses are served; None: all
+            interfaces, IPv4 and IPv6.
+        port: the port; 0: a free one, known as `port` once started.
+        token: serve only clients of this package that have the same token.
+        limits: limits on clients; None: the defaults.
+        on_drop: called with each connection that the server closes for a fault.
+        listening: bound sockets to use instead of `host` and `port`; the server
+            owns them from now on.
+        on_pause: called, while there are leases, after this process or its host was
+            suspended, with a lower bound of the seconds; it may have been up to
+            `PAUSE_RESOLUTION` more.  No lease expires because of it.
     """
 
     def __init__(
@@ -59,40 +66,26 @@ class StoreServer:
         listening: Sequence[socket.socket] = (),
         on_pause: Callable[[float], None] | None = None,
     ) -> None:
-        """Choose where to listen; nothing is bound yet.
+        """Configure a server; nothing is bound yet.
 
-        Args:
-            host: a name or address; each of its addresses is served; None: all
-                interfaces, IPv4 and IPv6.
-            port: 0 takes a free one, told by `port` once started.
-            token: serve only our own clients, and only those that know it.
-            limits: what peers may do; None: the defaults.
-            on_drop: called with each connection that is closed for what it did.
-            listening: sockets that are bound already, in place of `host` and `port`;
-                they are the server's from now on.
-            on_pause: called, while there are leases, when this process has been away (it
-                was stopped, or the machine was), with the seconds that it was away for
-                at least; it may have been one more.  No lease has ended meanwhile.
+        Raises:
+            SpecError: the port or the token is invalid.
         """
-        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
-            raise SpecError("port", port, "must be a whole number from 0 to 65535")
-        if token is not None and not token:
-            raise SpecError("token", token, "must not be empty")
-        self._host = host
-        self._port = port
-        self._token = token
+        self._host = None if host is None else checked_text("host", host)
+        self._port = checked_port("port", port, at_least=0)
+        self._token = checked_token(token)
         self._on_drop = on_drop
         self._on_pause = on_pause
-        self.limits = limits = limits or ServerLimits()
+        self.limits = limits = checked_part("limits", limits, ServerLimits)
         self.instance = secrets.token_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
-        self.simple = list(self.keyspace.simple)
-        self.simple[wire.CHECK] = self._check
-        self.touched: list[Connection] = []
+        # The plain dialect's; a CHECK of the reserved key identifies this server.
+        self._handlers = list(self.keyspace.handlers)
+        self._handlers[wire.CHECK] = self._check
+        self._dirty: list[Connection] = []
         self._partial = 0
         self._connections: set[Connection] = set()
-        self._given = list(listening)
-        self._sockets: list[socket.socket] = []
+        self._sockets = list(listening)
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -104,51 +97,46 @@ class StoreServer:
         return f"<StoreServer {state}, {len(self._connections)} connections, {self.keyspace!r}>"
 
     async def __aenter__(self) -> Self:
+        running_loop()
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property
     def port(self) -> int:
-        """The port that is bound; before `start`, the one asked for."""
+        """The bound port; before `start`, the configured one."""
         return int(self._sockets[0].getsockname()[1]) if self._sockets else self._port
 
     @property
     def endpoint(self) -> str:
-        """`host:port` of the first address that is served."""
+        """`host:port` of the first bound address; before `start`, as configured."""
         if not self._sockets:
             return f"{self._host or '*'}:{self._port}"
-        return shown_endpoint(self._sockets[0].getsockname())
-
-    @property
-    def needs_token(self) -> bool:
-        """Whether only clients with the token are served."""
-        return self._token is not None
+        return format_endpoint(self._sockets[0].getsockname())
 
     @property
     def connection_count(self) -> int:
-        """How many connections are open."""
+        """The number of open connections."""
         return len(self._connections)
 
     async def start(self) -> None:
         """Bind the port and serve it; on return clients can connect.
 
+        Cancellation: closes the listeners.
+
         Raises:
-            SurroundingsError: the port or the host cannot be had.
+            HostError: the host has no address, or the port cannot be bound.
         """
         self.loop = asyncio.get_running_loop()
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # Some files are left for the rest of the program.
-        most = files - 64 if files != resource.RLIM_INFINITY else self.limits.connections
-        self._most = min(self.limits.connections, max(1, most))
-        self._sockets = self._given or bind_listeners(self._host, self._port, self.limits.silence)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_connections = self.limits.connections
+        if descriptors != resource.RLIM_INFINITY:
+            # Some descriptors are left for the rest of the program.
+            self._max_connections = min(self._max_connections, max(1, descriptors - 64))
+        if not self._sockets:
+            self._sockets = bind_listeners(self._host, self._port, self.limits.peer_timeout)
         try:
             for sock in self._sockets:
                 server = await self.loop.create_server(
@@ -157,7 +145,7 @@ class StoreServer:
                     backlog=socket.SOMAXCONN,
                     start_serving=False,
                 )
-                # Known before the next wait: a cancellation there must find it.
+                # Listed before the next await, which may be cancelled.
                 self._servers.append(server)
                 await server.start_serving()
         except BaseException:  # a cancellation too: no listener stays open
@@ -165,12 +153,14 @@ class StoreServer:
             raise
 
     async def aclose(self) -> None:
-        """Stop listening and end all connections, after the replies under way.
+        """Stop listening, send the pending replies and end all connections.
 
-        It takes about a second at most; a cancellation is raised afterwards.
+        It takes about a second at most.  Idempotent.
+
+        Cancellation: raised when all is closed.
         """
         if self._sockets:
-            await see_through(self._close)
+            await run_shielded(self._close)
 
     async def _close(self) -> None:
         self._stop_listening()
@@ -186,7 +176,7 @@ class StoreServer:
         except TimeoutError:
             for connection in list(self._connections):
                 connection.abort()
-            # The transports tell it in the next turn of the loop.
+            # connection_lost is called in the next iteration of the loop.
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
 
     def _stop_listening(self) -> None:
@@ -197,63 +187,58 @@ class StoreServer:
         self._servers.clear()
         self._sockets.clear()
 
-    # For the connections.
+    # For the connections: the `ConnectionServer`.
 
-    def now(self) -> float:
-        """Return the time by which leases are measured."""
+    def _now(self) -> float:
+        """Return the clock of the leases, in seconds."""
         return self.loop.time()
 
-    def admit(self, connection: Connection) -> bool:
-        """Count a new connection; tell whether it may stay."""
-        is_room = len(self._connections) < self._most
+    def _admit(self, connection: Connection) -> bool:
+        """Register a new connection; return whether it may stay."""
+        is_room = len(self._connections) < self._max_connections
         self._connections.add(connection)
         return is_room and self._all_gone is None
 
-    def forget(self, connection: Connection) -> None:
-        """A connection has ended."""
+    def _forget(self, connection: Connection) -> None:
+        """Unregister a connection that has ended."""
         self._connections.discard(connection)
-        had_times = bool(connection.leases or connection.watches)
-        self.keyspace.forget(connection, self.now())
-        self.flush()
-        if had_times:
-            self.rearm()
+        had_deadlines = bool(connection.leases or connection.watches)
+        self.keyspace.forget(connection, self._now())
+        self._flush()
+        if had_deadlines:
+            self._rearm()
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
-    def accepts(self, code: bytes, nonce: bytes | None) -> bool:
-        """Tell, in constant time, whether `code` proves knowledge of the token."""
+    def _accepts(self, code: bytes, nonce: bytes | None) -> bool:
+        """Return, in constant time, whether `code` proves knowledge of the token."""
         if self._token is None or nonce is None:
             return False
         import hmac  # tokens are rare, and it takes a millisecond
 
         return hmac.compare_digest(code, wire.token_code(self._token, nonce))
 
-    def account(self, more: int) -> bool:
-        """Count bytes of unfinished requests; tell whether there is room for them."""
+    def _account(self, more: int) -> bool:
+        """Count bytes of unfinished requests; return False if that exceeds the limit."""
         if more > 0 and self._partial + more > self.limits.partial:
             return False
         self._partial += more
         return True
 
-    def report(self, dropped: Dropped) -> None:
-        """Tell whoever asked to be told."""
-        if self._on_drop is not None:
-            self._on_drop(dropped)
-
-    def flush(self) -> None:
-        """Write what the last operation had to tell other connections."""
-        if self.touched:
-            touched, self.touched = self.touched, []
-            for connection in touched:
+    def _flush(self) -> None:
+        """Write the notifications that operations have queued on other connections."""
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for connection in dirty:
                 connection.flush()
 
-    def rearm(self) -> None:
-        """Set the timer to what ends next: a lease, or the memory of a watch."""
+    def _rearm(self) -> None:
+        """Set the timer for the next deadline of a lease or of a lingering watch."""
         deadline = self.keyspace.next_deadline()
         if deadline is not None and self.keyspace.leases.has_any:
-            deadline = min(deadline, self.now() + _TICK)
+            deadline = min(deadline, self._now() + PAUSE_RESOLUTION)
         if self._timer is not None:
-            # One that is too early does no harm: it only looks.
+            # A timer that is too early does no harm.
             if deadline is not None and self._timer_at <= deadline:
                 return
             self._timer.cancel()
@@ -267,32 +252,27 @@ class StoreServer:
 
     def _on_timer(self) -> None:
         self._timer = None
-        now = self.now()
+        now = self._now()
         late = now - self._timer_at
-        if late > _AWAY:
-            self._excuse(late, now)
+        if late > PAUSE_RESOLUTION:
+            # This process was suspended, and could not receive heartbeats.  All leases are
+            # renewed even though the sockets will be read next: the network of a host that
+            # was paused may take seconds to deliver the rest.
+            self.keyspace.leases.renew_all(now)
+            if self._on_pause is not None:
+                self._on_pause(late)
         elif late > _LATE and not self._is_late:
-            # What the holders have sent meanwhile is still in the sockets.
+            # Heartbeats may still be in the sockets: let them be read first.
             self._is_late = True
             self._set_timer(now + _LATE)
             return
         self._is_late = False
         self.keyspace.expire(now)
-        self.flush()
-        self.rearm()
-
-    def _excuse(self, late: float, now: float) -> None:
-        """Let no lease end for a silence that was our own.
-
-        Not even after what is in the sockets was read: the network of a machine that
-        has been paused takes seconds to bring the rest.
-        """
-        self.keyspace.leases.begin_anew(now)
-        if self._on_pause is not None:
-            self._on_pause(late)
+        self._flush()
+        self._rearm()
 
     def _check(self, key: bytes, keys: Any) -> int:
-        """Answer a plain CHECK; the reserved key tells our clients who we are."""
+        """Carry out a plain CHECK; the reserved key identifies this server to its clients."""
         if keys == (wire.RESERVED_KEY,):
             return replies.READY
         return self.keyspace.check(key, keys)

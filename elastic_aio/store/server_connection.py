@@ -1,4 +1,4 @@
-"""One connection of the store's server: bytes in, requests served, replies out."""
+"""One connection of the store's server: reads requests, dispatches them, writes replies."""
 
 from __future__ import annotations
 
@@ -9,45 +9,49 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
 from elastic_aio.store import replies, wire
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace, KeyspaceLimits, Refusal
-from elastic_aio.store.listen import shown_endpoint
-from elastic_aio.store.replies import ENCODER_OF, Greeting, RawChange, tagged
+from elastic_aio.store.keyspace import (
+    PENDING,
+    Client,
+    Keyspace,
+    KeyspaceLimits,
+    OperationRefused,
+)
+from elastic_aio.store.replies import ENCODER_OF, HelloReply, RawChange, tagged
+from elastic_aio.store.sockets import format_endpoint
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
-__all__ = ["Connection", "Dropped", "ServerLimits"]
-
 _FLUSH_SIZE: Final = 1 << 20
-"""Bytes of replies after which they are written before the next request is served."""
+"""Bytes of replies that are written before the next request is served."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What the peers of a server may do.
+    """Limits on the clients of a server; a client that exceeds one is disconnected.
 
     Args:
-        wire: of one request.
-        keyspace: of all clients together.
-        connections: at a time; never more than the process may open files.
-        opening: seconds to begin like a client, and to show the token if there is one.
-        stall: seconds to finish a request once begun, and to read replies.
-        silence: seconds without a sign of the peer's kernel.
-        unsent: bytes of news for a peer that does not read.
-        partial: bytes of unfinished requests of all peers together.
+        wire: sizes in one request.
+        keyspace: what all clients together may occupy.
+        connections: open connections; never more than the process may open files.
+        handshake_timeout: seconds to send the opening, and the token if there is one.
+        stall_timeout: seconds to complete a request once begun, and to read replies.
+        peer_timeout: seconds without a packet of the client's kernel.
+        unsent: bytes of notifications for a client that does not read.
+        partial: bytes of unfinished requests of all clients together.
     """
 
     wire: WireLimits = field(default_factory=WireLimits)
     keyspace: KeyspaceLimits = field(default_factory=KeyspaceLimits)
     connections: int = 16_384
-    opening: float = 10.0
-    stall: float = 60.0
-    silence: float = 60.0
+    handshake_timeout: float = 10.0
+    stall_timeout: float = 60.0
+    peer_timeout: float = 60.0
     unsent: int = 16 << 20
     partial: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The server closed the connection from `peer`, which did what `reason` says."""
+    """The server closed the connection from `peer`; `reason` says what the peer did."""
 
     peer: str
     reason: str
@@ -57,29 +61,28 @@ class Dropped:
 
 
 class ConnectionServer(Protocol):
-    """The server as its connections see it."""
+    """The interface of the server to its connections."""
 
     loop: asyncio.AbstractEventLoop
     limits: ServerLimits
     keyspace: Keyspace
     instance: bytes
-    simple: list[Callable[[bytes, Any], Any] | None]
-    touched: list[Connection]
+    _token: str | None
+    _handlers: list[Callable[[bytes, Any], Any] | None]
+    _dirty: list[Connection]
+    _on_drop: Callable[[Dropped], None] | None
 
-    @property
-    def needs_token(self) -> bool: ...
-    def now(self) -> float: ...
-    def admit(self, connection: Connection) -> bool: ...
-    def forget(self, connection: Connection) -> None: ...
-    def accepts(self, code: bytes, nonce: bytes | None) -> bool: ...
-    def account(self, more: int) -> bool: ...
-    def report(self, dropped: Dropped) -> None: ...
-    def flush(self) -> None: ...
-    def rearm(self) -> None: ...
+    def _now(self) -> float: ...
+    def _admit(self, connection: Connection) -> bool: ...
+    def _forget(self, connection: Connection) -> None: ...
+    def _accepts(self, code: bytes, nonce: bytes | None) -> bool: ...
+    def _account(self, more: int) -> bool: ...
+    def _flush(self) -> None: ...
+    def _rearm(self) -> None: ...
 
 
 class Connection(Client, asyncio.Protocol):
-    """One connection."""
+    """One connection: the asyncio protocol, and the client of the keyspace."""
 
     def __init__(self, server: ConnectionServer) -> None:
         super().__init__()
@@ -89,129 +92,127 @@ class Connection(Client, asyncio.Protocol):
         self._backlog: list[Request] = []
         self._nonce: bytes | None = None
         self._is_tagged = False
-        self._is_trusted = not server.needs_token
-        self._is_opening = True
+        self._is_authenticated = server._token is None
+        self._is_in_handshake = True
         self._is_paused = False
         self._is_gone = False
-        self._served = 0
-        self._held = 0
+        self._batches_served = 0
+        self._accounted = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none of asyncio's classes.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        if not self._server.admit(self):
+        if not self._server._admit(self):
             self.drop("is one connection too many")
             return
-        self._arm(self._server.limits.opening, "did not begin like a client in time")
+        self._set_deadline(
+            self._server.limits.handshake_timeout, "did not complete the handshake in time"
+        )
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_gone = True
-        self._disarm()
-        self._hold(0)
+        self._cancel_deadline()
+        self._account_partial(0)
         self._out.clear()
         self._backlog.clear()
-        self._server.forget(self)
-
-    def eof_received(self) -> bool:
-        return False
+        self._server._forget(self)
 
     def data_received(self, data: bytes) -> None:
         if self.leases:
-            self.heard_at = self._server.now()
+            self.last_received_at = self._server._now()
         try:
             requests = self._reader.read(data)
             if self._is_paused:
-                # Came with what had been read already when reading was paused.
+                # Received before reading was paused.
                 self._backlog.extend(requests)
             elif requests:
-                self._served += 1
                 self._serve(iter(requests))
         except WireError as error:
             self.drop(str(error))
             return
-        if self._reader.has_more and not self._cannot_go_on():
-            # More is in hand than is good to serve in one go: let others have a turn.
+        if self._reader.has_more and not self._is_blocked():
+            # Serve the rest of a long burst later: yield to other connections.
             self._transport.pause_reading()
             self._server.loop.call_soon(self._resume)
-        self._mind_partial()
+        self._time_partial()
 
-    def _cannot_go_on(self) -> bool:
+    def _is_blocked(self) -> bool:
         return self._is_paused or self._is_gone or self._transport.is_closing()
 
-    def _mind_partial(self) -> None:
-        """Allow an unfinished request only so much time."""
-        if self._cannot_go_on():
+    def _time_partial(self) -> None:
+        """Set or cancel the deadline of an unfinished request."""
+        if self._is_blocked():
             return
-        if self._is_opening and self._is_trusted and self._reader.is_opened:
-            self._is_opening = False
-            self._disarm()
+        if self._is_in_handshake and self._is_authenticated and self._reader.is_opened:
+            self._is_in_handshake = False
+            self._cancel_deadline()
         if self._reader.is_partial:
-            self._hold(self._reader.partial)
+            self._account_partial(self._reader.partial_size)
             if self._timer is None:
-                self._arm(self._server.limits.stall, "left a request unfinished")
-        elif self._timer is not None and not self._is_opening:
-            self._disarm()
-            self._hold(0)
+                self._set_deadline(self._server.limits.stall_timeout, "left a request unfinished")
+        elif self._timer is not None and not self._is_in_handshake:
+            self._cancel_deadline()
+            self._account_partial(0)
 
     def pause_writing(self) -> None:
         self._is_paused = True
         if not self._is_gone and not self._transport.is_closing():
             self._transport.pause_reading()
-            self._disarm()
-            self._arm(self._server.limits.stall, "does not read its replies")
+            self._cancel_deadline()
+            self._set_deadline(self._server.limits.stall_timeout, "does not read its replies")
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._disarm()
+        self._cancel_deadline()
         if not self._is_gone:
-            # Not from here: the transport may be in the middle of a write.
+            # Not now: the transport may be in the middle of a write.
             self._server.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        """Serve what is in hand, a portion at a time; then read on."""
-        if self._cannot_go_on():
+        """Serve the next portion of the received requests; when none is left, read on."""
+        if self._is_blocked():
             return
         requests, self._backlog = self._backlog, []
         try:
             if not requests and self._reader.has_more:
                 requests = self._reader.read(b"")
             if requests:
-                self._served += 1
                 self._serve(iter(requests))
         except WireError as error:
             self.drop(str(error))
             return
-        if self._cannot_go_on():
+        if self._is_blocked():
             return
         if self._backlog or self._reader.has_more:
             self._server.loop.call_soon(self._resume)
         else:
             self._transport.resume_reading()
-            self._mind_partial()
+            self._time_partial()
 
     # Serving.
 
     def _serve(self, requests: Iterator[Request]) -> None:
-        if not self._is_trusted:
-            self._serve_stranger(requests)
+        self._batches_served += 1
+        if not self._is_authenticated:
+            self._serve_unauthenticated(requests)
         elif self._is_tagged:
             self._serve_tagged(requests)
         else:
             self._serve_plain(requests)
         if self._out:
-            self._flush()
-        self._server.flush()
+            self.flush()
+        self._server._flush()
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
-        out, simple, size = self._out, self._server.simple, 0
+        out, handlers, size = self._out, self._server._handlers, 0
         keyspace_set, wait = self._server.keyspace.set, self._server.keyspace.wait
         try:
             for op, key, argument, _ in requests:
                 if op == wire.SET:
                     keyspace_set(key, argument)
                     continue
-                call = simple[op]
+                call = handlers[op]
                 if call is not None:
                     result = call(key, argument)
                     if result is None:
@@ -221,14 +222,14 @@ class Connection(Client, asyncio.Protocol):
                     size += len(reply)
                     if size > _FLUSH_SIZE:
                         size = 0
-                        if not self._flush():
+                        if not self.flush():
                             self._backlog.extend(requests)
                             return
                 elif op == wire.WAIT:
                     if wait(self, None, key, argument) is not PENDING:
                         out.append(b"\0")
                 elif op == wire.HELLO:
-                    self._greet(argument)
+                    self._reply_hello(argument)
                     self._serve_tagged(requests)
                     return
                 elif op == wire.PING:
@@ -237,23 +238,25 @@ class Connection(Client, asyncio.Protocol):
                     self._server.keyspace.cancel(self, None)
                     out.append(b"\1")
                 else:
-                    call_for = self._server.keyspace.for_client[op]
-                    assert call_for is not None, op
-                    result = call_for(self, None, key, argument)
+                    client_handler = self._server.keyspace.client_handlers[op]
+                    assert client_handler is not None, op
+                    result = client_handler(self, None, key, argument)
                     if result is not PENDING:
                         out.append(ENCODER_OF[op](result))
-        except Refusal as error:
-            # The plain dialect has no other way to say no.
-            self._flush()
-            self.drop(f"asked for what cannot be: {error}")
+        except OperationRefused as error:
+            # The plain dialect has no other way to refuse a request.
+            self.flush()
+            self.drop(f"sent a request that is refused: {error}")
 
     def _serve_tagged(self, requests: Iterator[Request]) -> None:
-        out, simple, size = self._out, self._server.keyspace.simple, 0
+        out, handlers, size = self._out, self._server.keyspace.handlers, 0
         for op, key, argument, tag in requests:
-            call = simple[op]
+            call = handlers[op]
             try:
-                result = call(key, argument) if call else self._do(op, key, argument, tag)
-            except Refusal as error:
+                result = (
+                    call(key, argument) if call else self._handle_tagged(op, key, argument, tag)
+                )
+            except OperationRefused as error:
                 out.append(tagged(tag, replies.REFUSED, str(error).encode()))
                 continue
             if result is PENDING:
@@ -263,77 +266,77 @@ class Connection(Client, asyncio.Protocol):
             size += len(reply)
             if size > _FLUSH_SIZE:
                 size = 0
-                if not self._flush():
+                if not self.flush():
                     self._backlog.extend(requests)
                     return
 
-    def _serve_stranger(self, requests: Iterator[Request]) -> None:
-        """Serve a peer that has not shown the token yet: hardly anything."""
+    def _serve_unauthenticated(self, requests: Iterator[Request]) -> None:
+        """Serve a client that has not sent the token yet: only the handshake."""
         for op, key, argument, tag in requests:
             if op == wire.PING and not self._is_tagged:
                 self._out.append(ENCODER_OF[op](argument))
             elif op == wire.CHECK and argument == (wire.RESERVED_KEY,) and not self._is_tagged:
                 self._out.append(ENCODER_OF[op](replies.READY))
             elif op == wire.HELLO:
-                self._greet(argument)
+                self._reply_hello(argument)
             elif op == wire.AUTH:
-                if not self._server.accepts(key, self._nonce):
+                if not self._server._accepts(key, self._nonce):
                     self._out.append(tagged(tag, replies.REFUSED, b"the token is wrong"))
-                    self._flush()
-                    self.drop("showed a wrong token", is_polite=True)
+                    self.flush()
+                    self.drop("sent a wrong token", is_graceful=True)
                     return
-                self._is_trusted = True
+                self._is_authenticated = True
                 self._out.append(tagged(tag, replies.DONE, b""))
                 self._serve_tagged(requests)
                 return
             else:
-                self.drop("has no token, and this store asks for one")
+                self.drop("sent a request without the token")
                 return
 
-    def _do(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
-        """Carry out a tagged request that concerns this connection."""
+    def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
+        """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             self._watch(op, key, argument, tag)
             return PENDING
-        call_for = keyspace.for_client[op]
-        if call_for is not None:
-            result = call_for(self, tag, key, argument)
+        client_handler = keyspace.client_handlers[op]
+        if client_handler is not None:
+            result = client_handler(self, tag, key, argument)
         elif op == wire.CANCEL:
             result = int(keyspace.cancel(self, argument))
         elif op == wire.PING:
             result = argument
         elif op == wire.HEARTBEAT:
-            # That something came is what counts; there is nothing to answer.
+            # `data_received` has renewed the leases; there is no reply.
             return PENDING
         elif op == wire.GRANT_LEASE:
-            name = secrets.token_bytes(16)
-            result = keyspace.grant_lease(self, tag, name, argument, server.now())
+            lease_id = secrets.token_bytes(16)
+            result = keyspace.grant_lease(self, tag, lease_id, argument, server._now())
         elif op == wire.RESUME_LEASE:
-            result = int(keyspace.leases.resume(self, tag, key, server.now()))
+            result = int(keyspace.leases.resume(self, tag, key, server._now()))
         elif op == wire.AUTH:
-            raise Refusal("this store asks for no token")
+            raise OperationRefused("this store asks for no token")
         else:
-            raise Refusal("not in the tagged dialect")
-        server.rearm()
+            raise OperationRefused("not in the tagged dialect")
+        server._rearm()
         return result
 
-    def _watch(self, op: int, key: bytes, seen: int, tag: int) -> None:
+    def _watch(self, op: int, key: bytes, last_revision: int, tag: int) -> None:
         keyspace = self._server.keyspace
-        begin = keyspace.watch_prefix if op == wire.WATCH_PREFIX else keyspace.watch_key
-        view = begin(self, tag, key, seen)
-        self._out.append(tagged(tag, replies.NEWS, replies.encode_view(view)))
-        if not view.is_whole:
-            for change in keyspace.watches.since(self, tag, seen):
-                self._out.append(tagged(tag, replies.NEWS, replies.encode_change(change)))
+        is_prefix = op == wire.WATCH_PREFIX
+        snapshot = keyspace.watch(self, tag, key, last_revision, is_prefix=is_prefix)
+        self._out.append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
+        if not snapshot.is_whole:
+            for change in keyspace.watches.since(self, tag, last_revision):
+                self._out.append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
 
-    def _greet(self, version: int) -> None:
+    def _reply_hello(self, version: int) -> None:
         if self._is_tagged or version != wire.VERSION:
-            raise WireError(f"greeted with version {version}")
+            raise WireError(f"sent a HELLO of version {version}")
         self._is_tagged = True
         self._nonce = secrets.token_bytes(16)
-        greeting = Greeting(self._server.instance, self._nonce, self._server.needs_token)
-        self._out.append(ENCODER_OF[wire.HELLO](greeting))
+        reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
+        self._out.append(ENCODER_OF[wire.HELLO](reply))
 
     # Hooks of the keyspace.
 
@@ -347,22 +350,22 @@ class Connection(Client, asyncio.Protocol):
         self._push(tagged(tag, replies.DONE, ENCODER_OF[wire.POP_WHEN_PUSHED](item)))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        self._push(tagged(tag, replies.NEWS, replies.encode_change(change)))
+        self._push(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
 
     def on_lease_ended(self, tag: Any) -> None:
-        self._push(tagged(tag, replies.NEWS, b""))
+        self._push(tagged(tag, replies.NOTIFY, b""))
 
     def _push(self, reply: bytes) -> None:
         if not self._is_gone:
             self._out.append(reply)
-            self._server.touched.append(self)
+            self._server._dirty.append(self)
 
     # The connection.
 
-    def _flush(self) -> bool:
-        """Write what is to be said; tell whether the peer can take more."""
+    def flush(self) -> bool:
+        """Write the queued replies; return whether the peer accepts more."""
         if self._transport.is_closing():
-            # uvloop raises RuntimeError where asyncio would drop it silently.
+            # uvloop raises RuntimeError where asyncio discards the data.
             self._out.clear()
         elif self._out:
             was_paused = self._is_paused
@@ -370,53 +373,59 @@ class Connection(Client, asyncio.Protocol):
             self._out.clear()
             self._transport.write(data)
             if was_paused and self._transport.get_write_buffer_size() > self._server.limits.unsent:
-                self.drop("does not read its news")
-        return not self._cannot_go_on()
+                self.drop("does not read its notifications")
+        return not self._is_blocked()
 
-    flush = _flush
-
-    def _hold(self, size: int) -> None:
+    def _account_partial(self, size: int) -> None:
         """Account for the bytes of an unfinished request."""
-        if self._server.account(size - self._held):
-            self._held = size
+        if self._server._account(size - self._accounted):
+            self._accounted = size
         else:
             self.drop("sent part of a request while too much is unfinished")
 
-    def _arm(self, seconds: float, reason: str) -> None:
-        served = self._served
-        self._timer = self._server.loop.call_later(seconds, self._overdue, seconds, reason, served)
+    def _set_deadline(self, seconds: float, reason: str) -> None:
+        served = self._batches_served
+        self._timer = self._server.loop.call_later(
+            seconds, self._on_deadline, seconds, reason, served
+        )
 
-    def _disarm(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _overdue(self, seconds: float, reason: str, served: int) -> None:
-        if self._served != served and not self._is_paused and not self._is_opening:
-            # Another request than the one for which the time was set is unfinished.
-            self._arm(seconds, reason)
+    def _on_deadline(self, seconds: float, reason: str, served: int) -> None:
+        if self._batches_served != served and not self._is_paused and not self._is_in_handshake:
+            # The unfinished request is a later one than when the deadline was set.
+            self._set_deadline(seconds, reason)
         else:
             self.drop(reason)
 
-    def drop(self, reason: str, *, is_polite: bool = False) -> None:
-        """Close this connection at once and report it once; `is_polite`: after the last reply."""
+    def drop(self, reason: str, *, is_graceful: bool = False) -> None:
+        """Close this connection and report it; idempotent.
+
+        Args:
+            reason: what the peer did, for `Dropped`.
+            is_graceful: send the pending replies first.
+        """
         if self._is_gone:
             return
         self._is_gone = True
         self._out.clear()
         self._backlog.clear()
-        self._disarm()
-        peer = shown_endpoint(self._transport.get_extra_info("peername"))
-        if is_polite:
+        self._cancel_deadline()
+        peer = format_endpoint(self._transport.get_extra_info("peername"))
+        if is_graceful:
             self._transport.close()
         else:
             self._transport.abort()
-        self._server.report(Dropped(peer, reason))
+        if self._server._on_drop is not None:
+            self._server._on_drop(Dropped(peer, reason))
 
     def close(self) -> None:
-        """Close the connection after the last replies."""
+        """Send the pending replies and close the connection."""
         self._is_gone = True
-        self._disarm()
+        self._cancel_deadline()
         self._transport.close()
 
     def abort(self) -> None:

@@ -1,30 +1,28 @@
-"""Watches: changes of a key, or of all keys with a prefix, in order and without a gap.
+"""Watches of a store: changes of a key or a prefix, in order and without gaps.
 
-Every change of a watched key gets the next revision and is kept for a while.  When
-a connection breaks, what it watched is recorded for `LINGER` seconds more, so that
-the watch can go on after the last revision its holder has seen.  If too much has
-happened by then, it begins anew with all present keys, and the holder is told.
+Every change of a watched key gets the next revision and is kept in a bounded history.
+When a connection breaks, the changes of its watches are recorded for `LINGER` seconds
+more, so that a watch can continue after the last revision its reader has received.  If
+the history no longer reaches back that far, the watch restarts with a whole snapshot.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elastic_aio.store.replies import RawChange, RawView
-
-__all__ = ["LINGER", "WatchTable", "Watcher"]
+from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 LINGER: Final = 60.0
-"""Seconds for which changes are kept for a watch whose connection has ended."""
+"""Seconds for which changes are recorded for a watch whose connection has ended."""
 
 
 class Watcher:
-    """A client as watches see it."""
+    """The watch half of a client: the watches it has open."""
 
     def __init__(self) -> None:
-        """Begin without watches."""
         super().__init__()
         self.watches: dict[Any, _Target] = {}
 
@@ -33,23 +31,21 @@ class Watcher:
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Target:
-    """A key or prefix that is watched, or was until a moment ago."""
+    """A watched key or prefix; it outlives its last watcher by `LINGER` seconds."""
 
-    __slots__ = ("is_prefix", "key", "since", "watchers")
-
-    def __init__(self, key: bytes, is_prefix: bool, since: int) -> None:
-        self.key = key
-        self.is_prefix = is_prefix
-        self.since = since
-        self.watchers: dict[tuple[Watcher, Any], None] = {}
+    key: bytes
+    is_prefix: bool
+    since: int
+    watchers: dict[tuple[Watcher, Any], None] = field(default_factory=dict)
 
     def covers(self, key: bytes) -> bool:
         return key.startswith(self.key) if self.is_prefix else key == self.key
 
 
 class WatchTable:
-    """All watches of one store, and the recent changes of what they watch."""
+    """All watches of one store, and the recent changes of the watched keys."""
 
     def __init__(self, limit: int, history: int, history_size: int) -> None:
         """Allow `limit` watches; keep `history` changes, `history_size` bytes of them."""
@@ -57,27 +53,27 @@ class WatchTable:
         self._history_limit = history
         self._size_limit = history_size
         self.targets: dict[tuple[bytes, bool], _Target] = {}
-        """What is watched; while it is empty, no change need be noted."""
-        # How many watched prefixes there are of each length: a change is looked up
+        """The watched keys and prefixes; while there are none, changes need not be recorded."""
+        # The number of watched prefixes of each length: a changed key is looked up
         # once per length instead of being compared with every prefix.
-        self._lengths: dict[int, int] = {}
-        # Until when targets are kept for watches that may come back; the earliest
-        # first, since each is entered `LINGER` after its time.
+        self._lengths: Counter[int] = Counter()
+        # Until when a target is kept for clients that reconnect; in order of time,
+        # since every entry is made `LINGER` seconds before it is due.
         self._kept_until: dict[_Target, float] = {}
         self._history: deque[RawChange] = deque()
         self._size = 0
-        self._forgotten = 0
+        self._dropped_revision = 0
         self._revision = 0
         self._count = 0
 
     def begin(
-        self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, seen: int
-    ) -> RawView | None:
-        """Begin a watch, or go on after revision `seen` if that is not negative.
+        self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, last_revision: int
+    ) -> WatchSnapshot | None:
+        """Begin a watch, or continue one after `last_revision` if that is not negative.
 
         Returns:
-            None when there are too many; else the view, whose `pairs` the caller
-            fills in if it `is_whole`.  Changes from before it are passed on after it.
+            The snapshot, whose `pairs` the caller must fill in if it `is_whole`; after
+            any other the caller must send the changes `since`.  None: too many watches.
         """
         if self._count >= self._limit:
             return None
@@ -85,45 +81,45 @@ class WatchTable:
         if target is None:
             target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
             if is_prefix:
-                self._lengths[len(key)] = self._lengths.get(len(key), 0) + 1
+                self._lengths[len(key)] += 1
         target.watchers[watcher, tag] = None
         watcher.watches[tag] = target
         self._count += 1
-        if not max(target.since, self._forgotten) <= seen <= self._revision:
-            return RawView(True, self._revision, ())
-        return RawView(False, seen, ())
+        if not max(target.since, self._dropped_revision) <= last_revision <= self._revision:
+            return WatchSnapshot(True, self._revision, ())
+        return WatchSnapshot(False, last_revision, ())
 
-    def since(self, watcher: Watcher, tag: Any, seen: int) -> list[RawChange]:
-        """Return the kept changes after revision `seen` of a watch that goes on."""
+    def since(self, watcher: Watcher, tag: Any, last_revision: int) -> list[RawChange]:
+        """Return the recorded changes of a continued watch after `last_revision`."""
         target = watcher.watches[tag]
-        found = []
+        changes = []
         for change in reversed(self._history):
-            if change.revision <= seen:
+            if change.revision <= last_revision:
                 break
             if target.covers(change.key):
-                found.append(change)
-        return found[::-1]
+                changes.append(change)
+        return changes[::-1]
 
     def cancel(self, watcher: Watcher, tag: Any) -> bool:
-        """End a watch at its holder's wish; tell whether there was one."""
+        """End the watch `tag`; return whether there was one."""
         target = watcher.watches.pop(tag, None)
         if target is None:
             return False
-        self._leave(target, watcher, tag)
+        self._remove(target, watcher, tag)
         if not target.watchers and target not in self._kept_until:
             self._drop(target)
         return True
 
     def forget(self, watcher: Watcher, now: float) -> None:
-        """The watcher's connection has ended: keep its changes for a while."""
+        """End the watches of a broken connection; record their changes `LINGER` seconds more."""
         for tag, target in watcher.watches.items():
-            self._leave(target, watcher, tag)
+            self._remove(target, watcher, tag)
             self._kept_until.pop(target, None)
             self._kept_until[target] = now + LINGER
         watcher.watches.clear()
 
-    def note(self, kind: int, key: bytes, value: bytes) -> None:
-        """Record a change and tell the watchers, if there are any of that key."""
+    def record(self, kind: int, key: bytes, value: bytes) -> None:
+        """Record a change and notify the watchers, if `key` is watched."""
         targets = list(self._covering(key))
         if not targets:
             return
@@ -134,17 +130,17 @@ class WatchTable:
         while len(self._history) > self._history_limit or self._size > self._size_limit:
             oldest = self._history.popleft()
             self._size -= len(oldest.key) + len(oldest.value)
-            self._forgotten = oldest.revision
+            self._dropped_revision = oldest.revision
         for target in targets:
             for watcher, tag in target.watchers:
                 watcher.on_change(tag, change)
 
     def next_deadline(self) -> float | None:
-        """When `expire` is to be called next."""
+        """Return when `expire` is due, or None."""
         return next(iter(self._kept_until.values()), None)
 
     def expire(self, now: float) -> None:
-        """Forget what nobody has come back to."""
+        """Drop the targets whose watchers have not returned in time."""
         while (due := self.next_deadline()) is not None and due <= now:
             target = next(iter(self._kept_until))
             del self._kept_until[target]
@@ -159,7 +155,7 @@ class WatchTable:
             if target is not None:
                 yield target
 
-    def _leave(self, target: _Target, watcher: Watcher, tag: Any) -> None:
+    def _remove(self, target: _Target, watcher: Watcher, tag: Any) -> None:
         target.watchers.pop((watcher, tag), None)
         self._count -= 1
 
@@ -171,6 +167,6 @@ class WatchTable:
             if not self._lengths[length]:
                 del self._lengths[length]
         if not self.targets:
-            self._forgotten = self._revision
+            self._dropped_revision = self._revision
             self._history.clear()
             self._size = 0

@@ -1,61 +1,33 @@
-"""The requests of the store's wire protocol, as bytes: torch's TCPStore and our extensions.
+"""Requests of the store's wire protocol as bytes: torch's TCPStore protocol and our extensions.
 
-A connection starts in torch's *plain* dialect: one opcode byte, then arguments
-whose lengths precede them, little-endian.  Replies bear no name; they come in the
-order of the requests.  So a plain connection can have only one wait at a time,
-and a refusal can only be told by closing it.
+A connection starts in torch's *plain* dialect: one opcode byte, then the arguments,
+each preceded by its length, little-endian.  Replies carry no request identifier; they
+come in the order of the requests.  So a plain connection can have only one pending
+wait, and the server can refuse a request only by closing the connection.
 
 `HELLO` switches a connection to our *tagged* dialect: every request is preceded by
-a number that its replies bear, so that any number of waits and watches share the
-connection and every refusal names its request.  Only a peer that has answered
-READY to a CHECK of `RESERVED_KEY` is sent a HELLO; a torch server would close on
-an unknown opcode.
+a number that its replies repeat.  So any number of waits and watches share one
+connection, and every refusal names its request.  A client sends HELLO only to a peer
+that has answered READY to a CHECK of `RESERVED_KEY`: a torch server closes the
+connection on an unknown opcode.
 
 A request is a plain tuple `(opcode, key, argument, tag)`.  A frozen dataclass costs
-0.6 us to make, a third of what a request may cost in all.  What `argument` is
-follows from the opcode:
-
-=================================  ===========================================
-opcodes                            argument
-=================================  ===========================================
-GET DELETE_KEY QUEUE_POP QUEUE_LEN PEEK POP_WHEN_PUSHED  None
-AUTH RESUME_LEASE RELEASE_LEASE    None; the key is the code or the lease's name
-SET APPEND QUEUE_PUSH QUEUE_UNPOP  bytes: the value
-COMPARE_SET                        [expected, desired]
-LEASED_SET                         [value, lease]
-LEASED_COMPARE_SET                 [expected, desired, lease]
-ADD BARRIER WATCH_KEY WATCH_PREFIX int, signed: amount, world size, revision seen
-CHECK WAIT MULTI_GET GET_WHEN_SET  tuple of keys; the key itself is empty
-MULTI_SET                          tuple of pairs (key, value); the key is empty
-PING HELLO CANCEL                  int, unsigned: nonce, version, tag
-GRANT_LEASE                        (ttl, linger) in milliseconds
-the others                         None; the key is empty
-=================================  ===========================================
+0.6 us to make, a third of the budget of a request.  The opcode determines the type of
+`argument`: see `_OPCODES_OF_SHAPE`.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
-
-__all__ = [
-    "OPENING",
-    "RESERVED_KEY",
-    "Request",
-    "RequestReader",
-    "WireError",
-    "WireLimits",
-    "encode",
-    "token_code",
-]
 
 Request = tuple[int, bytes, Any, int]
 
 MAGIC: Final = 0x3C85F7CE
 VERSION: Final = 1
 RESERVED_KEY: Final = b"\0elastic_aio"
-"""No torch client can set it: theirs begin with `/`, or are `init/`."""
+"""No torch client can set it: torch's keys begin with `/`, or are `init/`."""
 
 VALIDATE: Final = 0x00
 SET: Final = 0x01
@@ -76,7 +48,7 @@ QUEUE_POP: Final = 0x0F
 QUEUE_LEN: Final = 0x10
 LIST_KEYS: Final = 0x11
 BARRIER: Final = 0x12
-# Ours.  HELLO is the last untagged request; the others exist only with a tag.
+# Extensions.  HELLO is the last untagged request; the others exist only with a tag.
 HELLO: Final = 0x80
 AUTH: Final = 0x81
 CANCEL: Final = 0x82
@@ -95,62 +67,35 @@ WATCH_PREFIX: Final = 0x8E
 
 OPENING: Final = struct.pack("<BI", VALIDATE, MAGIC)
 
-# Shapes of the arguments.  KEY + n is a key and n values.
-UNKNOWN: Final = 0
-KEY: Final = 1
-KEY_1: Final = 2
-KEY_2: Final = 3
-KEY_3: Final = 4
-KEY_NUMBER: Final = 5
-KEYS: Final = 6
-PAIRS: Final = 7
-NOTHING: Final = 8
-WORD: Final = 9
-WORDS: Final = 10
+# Shapes of requests.  KEY_n is a key and n values; from KEYS on the key itself is empty, and
+# from NOTHING on the size is fixed.
+UNKNOWN, KEY, KEY_1, KEY_2, KEY_3, KEY_NUMBER, KEYS, PAIRS, NOTHING, WORD, WORDS = range(11)
 
-_SHAPE_OF: Final = {
-    SET: KEY_1,
-    COMPARE_SET: KEY_2,
-    GET: KEY,
-    ADD: KEY_NUMBER,
-    CHECK: KEYS,
-    WAIT: KEYS,
-    NUM_KEYS: NOTHING,
-    DELETE_KEY: KEY,
-    APPEND: KEY_1,
-    MULTI_GET: KEYS,
-    MULTI_SET: PAIRS,
-    CANCEL_WAIT: NOTHING,
-    PING: WORD,
-    QUEUE_PUSH: KEY_1,
-    QUEUE_POP: KEY,
-    QUEUE_LEN: KEY,
-    LIST_KEYS: NOTHING,
-    BARRIER: KEY_NUMBER,
-    HELLO: WORD,
-    AUTH: KEY,
-    CANCEL: WORD,
-    HEARTBEAT: NOTHING,
-    PEEK: KEY,
-    GET_WHEN_SET: KEYS,
-    POP_WHEN_PUSHED: KEY,
-    QUEUE_UNPOP: KEY_1,
-    GRANT_LEASE: WORDS,
-    RESUME_LEASE: KEY,
-    RELEASE_LEASE: KEY,
-    LEASED_SET: KEY_2,
-    LEASED_COMPARE_SET: KEY_3,
-    WATCH_KEY: KEY_NUMBER,
-    WATCH_PREFIX: KEY_NUMBER,
-}
-PLAIN_OPCODES: Final = frozenset(op for op in _SHAPE_OF if op <= HELLO)
-TAGGED_OPCODES: Final = frozenset(_SHAPE_OF) - {HELLO, CANCEL_WAIT}
-_PLAIN: Final = bytes(_SHAPE_OF[op] if op in PLAIN_OPCODES else UNKNOWN for op in range(256))
-_TAGGED: Final = bytes(_SHAPE_OF[op] if op in TAGGED_OPCODES else UNKNOWN for op in range(256))
+# The comment on each row is the `argument` of its requests.
+_OPCODES_OF_SHAPE: Final = (
+    (KEY, (GET, DELETE_KEY, QUEUE_POP, QUEUE_LEN, PEEK, POP_WHEN_PUSHED)),  # None
+    (KEY, (AUTH, RESUME_LEASE, RELEASE_LEASE)),  # None; the key is the code or the lease's id
+    (KEY_1, (SET, APPEND, QUEUE_PUSH, QUEUE_UNPOP)),  # bytes: the value
+    (KEY_2, (COMPARE_SET,)),  # [expected, desired]
+    (KEY_2, (LEASED_SET,)),  # [value, lease id]
+    (KEY_3, (LEASED_COMPARE_SET,)),  # [expected, desired, lease id]
+    (KEY_NUMBER, (ADD, BARRIER)),  # int, signed: amount, world size
+    (KEY_NUMBER, (WATCH_KEY, WATCH_PREFIX)),  # int, signed: last revision
+    (KEYS, (CHECK, WAIT, MULTI_GET, GET_WHEN_SET)),  # tuple of keys
+    (PAIRS, (MULTI_SET,)),  # tuple of pairs (key, value)
+    (NOTHING, (NUM_KEYS, CANCEL_WAIT, LIST_KEYS, HEARTBEAT)),  # None
+    (WORD, (PING, HELLO, CANCEL)),  # int, unsigned: nonce, version, tag
+    (WORDS, (GRANT_LEASE,)),  # (ttl, linger) in milliseconds
+)
+SHAPE_OF: Final = {op: shape for shape, ops in _OPCODES_OF_SHAPE for op in ops}
+PLAIN_OPCODES: Final = frozenset(op for op in SHAPE_OF if op <= HELLO)
+TAGGED_OPCODES: Final = frozenset(SHAPE_OF) - {HELLO, CANCEL_WAIT}
+_PLAIN: Final = bytes(SHAPE_OF[op] if op in PLAIN_OPCODES else UNKNOWN for op in range(256))
+_TAGGED: Final = bytes(SHAPE_OF[op] if op in TAGGED_OPCODES else UNKNOWN for op in range(256))
 
-_U32: Final = struct.Struct("<I")
-_I64: Final = struct.Struct("<q")
-_U64: Final = struct.Struct("<Q")
+U32: Final = struct.Struct("<I")
+I64: Final = struct.Struct("<q")
+U64: Final = struct.Struct("<Q")
 _2U32: Final = struct.Struct("<II")
 _OP_U32: Final = struct.Struct("<BI")
 _OP_2U32: Final = struct.Struct("<BII")
@@ -158,18 +103,18 @@ _OP_U64: Final = struct.Struct("<BQ")
 
 
 class WireError(Exception):
-    """The peer broke the protocol; the message says how.  The connection must be closed."""
+    """The peer violated the protocol; the message says how.  Close the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What a peer may announce; the first three are torch's own limits.
+    """The largest sizes that a peer may announce; the first three are torch's own limits.
 
     Args:
         key: bytes of a key, torch's leading `/` included.
         value: bytes of a value.
         count: keys or pairs in one request.
-        request: bytes of the keys and values of one request with many.
+        request: bytes of all keys and values of one request.
     """
 
     key: int = 8192
@@ -179,19 +124,19 @@ class WireLimits:
 
 
 def encode(op: int, key: bytes, argument: Any, tag: int | None = None) -> bytes:
-    """Return the frame of one request; with a `tag`, in the tagged dialect."""
-    shape = _SHAPE_OF[op]
+    """Return the frame of one request; with `tag`, in the tagged dialect."""
+    shape = SHAPE_OF[op]
     frame: bytes
     if shape == KEY_1:
-        frame = _OP_U64.pack(op, len(key)) + key + _U64.pack(len(argument)) + argument
+        frame = _OP_U64.pack(op, len(key)) + key + U64.pack(len(argument)) + argument
     elif shape == KEY_NUMBER:
-        frame = _OP_U64.pack(op, len(key)) + key + _I64.pack(argument)
+        frame = _OP_U64.pack(op, len(key)) + key + I64.pack(argument)
     elif shape == KEY:
         frame = _OP_U64.pack(op, len(key)) + key
     elif shape == KEYS:
-        frame = _OP_U64.pack(op, len(argument)) + b"".join(map(_sized, argument))
+        frame = _OP_U64.pack(op, len(argument)) + b"".join(map(sized, argument))
     elif shape == PAIRS:
-        items = (_sized(item) for pair in argument for item in pair)
+        items = (sized(item) for pair in argument for item in pair)
         frame = _OP_U64.pack(op, len(argument)) + b"".join(items)
     elif shape == NOTHING:
         frame = bytes((op,))
@@ -200,88 +145,76 @@ def encode(op: int, key: bytes, argument: Any, tag: int | None = None) -> bytes:
     elif shape == WORDS:
         frame = _OP_2U32.pack(op, *argument)
     else:
-        frame = bytes((op,)) + b"".join(map(_sized, (key, *argument)))
-    return frame if tag is None else _U32.pack(tag) + frame
+        frame = bytes((op,)) + b"".join(map(sized, (key, *argument)))
+    return frame if tag is None else U32.pack(tag) + frame
 
 
-def _sized(data: bytes) -> bytes:
-    return _U64.pack(len(data)) + data
+def sized(data: bytes) -> bytes:
+    """Return `data` preceded by its length."""
+    return U64.pack(len(data)) + data
 
 
 def token_code(token: str, nonce: bytes) -> bytes:
-    """Return the proof that one knows `token`, good for one connection."""
+    """Return the proof of knowing `token`: an HMAC-SHA256 of the connection's `nonce`."""
     import hmac  # tokens are rare, and it takes a millisecond
 
     return hmac.digest(token.encode(), nonce, "sha256")
 
 
-class _Group:
-    """A request with many keys of which some have arrived.
+@dataclass(slots=True)
+class _PartialRequest:
+    """A request with many keys that has arrived in part.
 
-    Its items are taken out of the buffer as they come: a peer that sends byte by
-    byte must not make us parse a hundred thousand keys at each of them.
+    Items are moved out of the buffer as they arrive.  Otherwise a peer that sends
+    single bytes would make the reader parse a hundred thousand keys for each of them.
     """
 
-    __slots__ = ("items", "op", "size", "tag", "wanted")
-
-    def __init__(self, op: int, tag: int, count: int) -> None:
-        self.op = op
-        self.tag = tag
-        self.wanted = 2 * count if op == MULTI_SET else count
-        self.items: list[bytes] = []
-        self.size = 0
+    op: int
+    tag: int
+    item_count: int
+    items: list[bytes] = field(default_factory=list)
+    size: int = 0
 
 
 class RequestReader:
-    """Cut a stream of bytes into requests, however it arrives.
+    """Incremental parser: bytes in, whole requests out.
 
-    Feed it with `read`; after a `WireError` it must not be used again.
+    Pass received bytes to `read`.  Do not use the reader after a `WireError`.
     """
 
-    __slots__ = (
-        "_failure",
-        "_group",
-        "_held",
-        "_limits",
-        "_need",
-        "_opened",
-        "_tagged",
-        "has_more",
-        "is_partial",
-    )
-
     def __init__(self, limits: WireLimits) -> None:
-        """Begin before the opening (VALIDATE), in the plain dialect."""
+        """Expect the opening (VALIDATE), then requests of the plain dialect."""
         self._limits = limits
         self._held = bytearray()
         self._need = 0
-        self._group: _Group | None = None
-        self._opened = False
+        self._partial: _PartialRequest | None = None
         self._tagged = False
         self._failure: WireError | None = None
+        self.is_opened = False
+        """Whether the peer has sent its opening."""
         self.has_more = False
-        """Whether the last `read` has stopped early: call `read(b"")`."""
+        """Whether the last `read` stopped early: call `read(b"")`."""
         self.is_partial = False
         """Whether an unfinished request is held."""
 
     @property
-    def partial(self) -> int:
-        """How many bytes of an unfinished request are held."""
-        return len(self._held) + (self._group.size if self._group else 0)
-
-    @property
-    def is_opened(self) -> bool:
-        """Whether the peer has sent its opening."""
-        return self._opened
+    def partial_size(self) -> int:
+        """The size, in bytes, of the unfinished request that is held."""
+        return len(self._held) + (self._partial.size if self._partial else 0)
 
     def read(self, data: bytes, most: int = 512) -> list[Request]:
-        """Take bytes in; return the requests that are whole now, `most` at most.
+        """Add received bytes; return the requests that are complete now.
 
-        A HELLO switches to the tagged dialect by itself.
+        A HELLO switches the reader to the tagged dialect.
+
+        Args:
+            data: the bytes received.
+            most: how many requests to return at most; if there may be more, `has_more`
+                is true.
 
         Raises:
-            WireError: something that no peer of ours sends, as soon as its length or
-                opcode is readable, and after the requests before it were returned.
+            WireError: an invalid opcode or length, as soon as it is readable; the
+                requests before it are returned first.
         """
         if self._failure is not None:
             raise self._failure
@@ -294,33 +227,33 @@ class RequestReader:
             self._held = bytearray()
         self.is_partial = False
         position, end = 0, len(data)
-        if not self._opened:
+        if not self.is_opened:
             if not OPENING.startswith(data[:5]):
                 raise WireError("does not begin like a TCPStore client")
             if end < 5:
                 self._hold(data, 0, 5)
                 return []
-            self._opened, position = True, 5
+            self.is_opened, position = True, 5
         requests: list[Request] = []
         try:
-            if self._group is not None:
-                position = self._read_group(self._group, data, position, requests)
-            if self._group is None and position < end:
+            if self._partial is not None:
+                position = self._read_items(self._partial, data, position, requests)
+            if self._partial is None and position < end:
                 self._read_whole(data, position, requests, most)
         except WireError as error:
-            self._failure, self._group = error, None
+            self._failure, self._partial = error, None
             if not requests:
                 raise
             self.has_more = True
         return requests
 
     def _read_whole(self, data: bytes, position: int, requests: list[Request], most: int) -> None:
-        """Append the requests of `data` to `requests`; hold what is left over.
+        """Append the complete requests of `data` to `requests`; hold the rest.
 
-        Long and without helpers, since every request of every worker passes here.
+        Long and without helpers: every request of every worker passes here.
         """
         end = len(data)
-        u64 = _U64.unpack_from
+        u64 = U64.unpack_from
         max_key, max_value = self._limits.key, self._limits.value
         shapes = _TAGGED if self._tagged else _PLAIN
         append = requests.append
@@ -334,14 +267,14 @@ class RequestReader:
                 if at >= end:
                     need = 5
                     break
-                (tag,) = _U32.unpack_from(data, position)
+                (tag,) = U32.unpack_from(data, position)
             else:
                 at = position
             op = data[at]
             shape = shapes[op]
             body = at + 9
             if shape == KEY_1 and body <= end:
-                # The shortest way for what comes most often and without a reply.
+                # The fast path for SET, the most frequent request.
                 (size,) = u64(data, at + 1)
                 begin = body + size + 8
                 if begin <= end and size <= max_key:
@@ -379,8 +312,9 @@ class RequestReader:
                     size = 1
                 if size > self._limits.count:
                     raise WireError(f"announced {size} items in one request")
-                group = self._group = _Group(op, tag, size)
-                position = self._read_group(group, data, body, requests)
+                pending = _PartialRequest(op, tag, 2 * size if shape == PAIRS else size)
+                self._partial = pending
+                position = self._read_items(pending, data, body, requests)
                 continue
             if size > max_key:
                 raise WireError(f"announced a key of {size} bytes")
@@ -408,7 +342,7 @@ class RequestReader:
                 if stop + 8 > end:
                     need = stop + 8 - position
                     break
-                append((op, key, _I64.unpack_from(data, stop)[0], tag))
+                append((op, key, I64.unpack_from(data, stop)[0], tag))
                 stop += 8
             else:
                 values: list[bytes] = []
@@ -426,13 +360,13 @@ class RequestReader:
             self.has_more = not need
             self._hold(data, position, need)
 
-    def _read_group(
-        self, group: _Group, data: bytes, position: int, requests: list[Request]
+    def _read_items(
+        self, pending: _PartialRequest, data: bytes, position: int, requests: list[Request]
     ) -> int:
-        """Take the items of a request with many; return the position after the last."""
-        limits, items = self._limits, group.items
-        is_pairs = group.op == MULTI_SET
-        while len(items) < group.wanted:
+        """Read the remaining items of `pending`; return the position after the last."""
+        limits, items = self._limits, pending.items
+        is_pairs = pending.op == MULTI_SET
+        while len(items) < pending.item_count:
             limit = limits.value if is_pairs and len(items) % 2 else limits.key
             need = _read_item(data, position, limit, items)
             if need:
@@ -440,14 +374,14 @@ class RequestReader:
                 return len(data)
             size = len(items[-1])
             position += 8 + size
-            group.size += size
-            if group.size > limits.request:
+            pending.size += size
+            if pending.size > limits.request:
                 raise WireError(f"sent more than {limits.request} bytes in one request")
-        self._group = None
+        self._partial = None
         argument: tuple[Any, ...] = tuple(items)
         if is_pairs:
             argument = tuple(zip(items[::2], items[1::2], strict=True))
-        requests.append((group.op, b"", argument, group.tag))
+        requests.append((pending.op, b"", argument, pending.tag))
         return position
 
     def _hold(self, data: bytes, position: int, need: int) -> None:
@@ -457,14 +391,14 @@ class RequestReader:
 
 
 def _read_item(data: bytes, position: int, limit: int, items: list[bytes]) -> int:
-    """Append one sized item to `items` and return 0.
+    """Append the item at `position` to `items` and return 0.
 
-    When it is not whole, append nothing and return the bytes it needs.
+    If the item is incomplete, append nothing and return the number of bytes it needs.
     """
     begin = position + 8
     if begin > len(data):
         return 8
-    (size,) = _U64.unpack_from(data, position)
+    (size,) = U64.unpack_from(data, position)
     if size > limit:
         raise WireError(f"announced {size} bytes where {limit} are accepted")
     stop: int = begin + size
@@ -476,5 +410,5 @@ def _read_item(data: bytes, position: int, limit: int, items: list[bytes]) -> in
 
 def _words(data: bytes, position: int, shape: int) -> Any:
     if shape == WORD:
-        return _U32.unpack_from(data, position)[0]
+        return U32.unpack_from(data, position)[0]
     return None if shape == NOTHING else _2U32.unpack_from(data, position)

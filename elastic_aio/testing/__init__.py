@@ -1,40 +1,46 @@
-"""Simulated jobs of many nodes, to test policies and rules in no time.
+"""Simulated jobs of many nodes, to test restart policies and rounds in virtual time.
 
-The names load on first use.
+::
+
+    from elastic_aio import RestartPolicy
+    from elastic_aio.testing import RoundSettings, Simulation, WorkerBehavior
+
+    sim = Simulation(RoundSettings(minimum=2, maximum=2), restart=RestartPolicy(never_on=[3]))
+    sim.behavior = lambda node, placement: WorkerBehavior(seconds=5, exit_code=3)
+    a, b = sim.add_node("a"), sim.add_node("b")
+    sim.run_until(lambda: sim.is_over, 60)
+    assert a.outcome.exit_code == 3
+
+`Simulation` has the steps (kill, suspend, partition, ...), `RoundSettings` the number of
+nodes, `WorkerBehavior` what the workers of a node do, and `SimNode` is one node.  Every
+step is checked; `InvariantViolated` is raised with a trace.  `run_random_scenario` plays
+a random scenario with many faults.
+
+The names are loaded on first use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from elastic_aio.rendezvous.commands import Rules as Rules
-    from elastic_aio.testing.crew import Work as Work
-    from elastic_aio.testing.nodes import Node as Node
-    from elastic_aio.testing.scenarios import explore as explore
+    from elastic_aio.rendezvous.members import RoundSettings as RoundSettings
+    from elastic_aio.testing.invariants import InvariantViolated as InvariantViolated
+    from elastic_aio.testing.node import SimNode as SimNode
+    from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
+    from elastic_aio.testing.settings import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.simulation import Simulation as Simulation
-    from elastic_aio.testing.witness import InvariantBroken as InvariantBroken
-
-_HOMES = {
-    "InvariantBroken": "elastic_aio.testing.witness",
-    "Node": "elastic_aio.testing.nodes",
-    "Rules": "elastic_aio.rendezvous.commands",
-    "Simulation": "elastic_aio.testing.simulation",
-    "Work": "elastic_aio.testing.crew",
-    "explore": "elastic_aio.testing.scenarios",
-}
-
-__all__ = ["InvariantBroken", "Node", "Rules", "Simulation", "Work", "explore"]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "elastic_aio.rendezvous.members": "RoundSettings",
+            "elastic_aio.testing.settings": "WorkerBehavior",
+            "elastic_aio.testing.invariants": "InvariantViolated",
+            "elastic_aio.testing.node": "SimNode",
+            "elastic_aio.testing.scenarios": "run_random_scenario",
+            "elastic_aio.testing.simulation": "Simulation",
+        },
+    )

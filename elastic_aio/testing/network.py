@@ -6,31 +6,30 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from elastic_aio.testing.timeline import Machine, Timeline
-
-__all__ = ["Link", "Network"]
+from elastic_aio.testing.virtual_time import SimHost, VirtualTime
 
 _HERE_S = 0.0001
-"""How long a message takes inside of one machine."""
+"""Seconds that a message takes within one host."""
 
 
 class Network:
-    """Carries messages between machines, each direction of each pair by itself."""
+    """Carries messages between hosts; each direction of each pair can be blocked."""
 
-    def __init__(self, timeline: Timeline, random: Random, delay: tuple[float, float]) -> None:
-        """Begin whole; messages take from `delay[0]` to `delay[1]` seconds."""
-        self.timeline = timeline
+    def __init__(self, time: VirtualTime, random: Random, delay: tuple[float, float]) -> None:
+        """Begin unblocked; messages take from `delay[0]` to `delay[1]` seconds."""
+        self.time = time
         self._random = random
         self._delay = delay
         self._blocked: set[tuple[str, str]] = set()
-        self._links: dict[Link, None] = {}
+        self.links: dict[SimLink, None] = {}
+        """The connections that are not cut; ordered."""
 
     def is_open(self, sender: str, receiver: str) -> bool:
-        """Whether messages get from one machine to the other now."""
+        """Return whether messages pass from one host to the other now."""
         return (sender, receiver) not in self._blocked
 
     def is_open_both_ways(self, one: str, other: str) -> bool:
-        """Whether both can talk with each other now."""
+        """Return whether messages pass in both directions now."""
         return self.is_open(one, other) and self.is_open(other, one)
 
     def block(self, senders: Iterable[str], receivers: Iterable[str]) -> None:
@@ -39,31 +38,23 @@ class Network:
         self._blocked |= {(one, other) for one in senders for other in receivers if one != other}
 
     def heal(self) -> None:
-        """Let all messages through again, those held back first."""
+        """Unblock all directions, and deliver the messages that were held back."""
         self._blocked.clear()
-        for link in list(self._links):
+        for link in list(self.links):
             link.flush()
 
     def arrival(self, sender: str, receiver: str) -> float:
         """Return when a message that is sent now arrives."""
         if sender == receiver:
-            return self.timeline.now + _HERE_S
+            return self.time.now + _HERE_S
         low, high = self._delay
-        return self.timeline.now + low + (high - low) * self._random.random()
-
-    def opened(self, link: Link) -> None:
-        """Take in a new connection."""
-        self._links[link] = None
-
-    def closed(self, link: Link) -> None:
-        """Forget a connection."""
-        self._links.pop(link, None)
+        return self.time.now + low + (high - low) * self._random.random()
 
 
-class _Way:
+class _Direction:
     """One direction of a connection."""
 
-    def __init__(self, network: Network, sender: Machine, receiver: Machine) -> None:
+    def __init__(self, network: Network, sender: SimHost, receiver: SimHost) -> None:
         self._network = network
         self._sender = sender.name
         self._receiver = receiver
@@ -74,49 +65,49 @@ class _Way:
         if self._held or not self._network.is_open(self._sender, self._receiver.name):
             self._held.append((call, args))
         else:
-            self._pass(call, args)
+            self._transmit(call, args)
 
     def flush(self) -> None:
         held, self._held = self._held, []
         for call, args in held:
-            self._pass(call, args)
+            self._transmit(call, args)
 
-    def _pass(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        # Never overtaken by a later one.
+    def _transmit(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        # Messages of one direction keep their order, as with TCP.
         self._last = max(self._network.arrival(self._sender, self._receiver.name), self._last)
         self._receiver.receive(self._last, call, *args)
 
 
-class Link:
+class SimLink:
     """A connection: whole messages in order, both ways, until it is cut.
 
-    What is sent while its way is blocked arrives after the network has healed.
+    A message that is sent while its direction is blocked arrives after `heal`.
     """
 
-    def __init__(self, network: Network, near: Machine, far: Machine) -> None:
+    def __init__(self, network: Network, near: SimHost, far: SimHost) -> None:
         """Connect `near` to `far`."""
         self.is_cut = False
         self.far = far
         self._network = network
-        self._up = _Way(network, near, far)
-        self._down = _Way(network, far, near)
-        network.opened(self)
+        self._up = _Direction(network, near, far)
+        self._down = _Direction(network, far, near)
+        network.links[self] = None
 
     def up(self, call: Callable[..., None], *args: Any) -> None:
-        """Send something to the far end, which then calls it."""
+        """Call something at the far end."""
         self._up.send(self._deliver, (call, args))
 
     def down(self, call: Callable[..., None], *args: Any) -> None:
-        """Send something to the near end, which then calls it."""
+        """Call something at the near end."""
         self._down.send(self._deliver, (call, args))
 
     def cut(self) -> None:
-        """End the connection; what is under way is lost."""
+        """End the connection; messages in flight are lost."""
         self.is_cut = True
-        self._network.closed(self)
+        self._network.links.pop(self, None)
 
     def flush(self) -> None:
-        """Send what was held back."""
+        """Deliver the messages that were held back."""
         self._up.flush()
         self._down.flush()
 

@@ -1,46 +1,44 @@
-"""Random stories with many faults, and what must be true once the faults are over."""
+"""Random scenarios with many faults, and what must hold once the faults are over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
 
-from elastic_aio.backoff import Backoff
-from elastic_aio.policy import RestartPolicy
-from elastic_aio.rendezvous.commands import Rules
-from elastic_aio.rendezvous.tickets import Body, Stay
-from elastic_aio.testing.crew import Work
-from elastic_aio.testing.nodes import Node
+from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
+from elastic_aio.spec.restart import Backoff, RestartPolicy
+from elastic_aio.testing.invariants import NodePort
+from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.settings import WorkerBehavior
 from elastic_aio.testing.simulation import Simulation
-
-__all__ = ["Scenario", "explore"]
 
 _NAMES = "abcdefgh"
 _SETTLE_S = 60.0
 
 
-def explore(seed: int) -> Simulation:
-    """Play a random story to its end, and return it.
+def run_random_scenario(seed: int) -> Simulation:
+    """Run a random scenario to its end, and return the simulation.
 
-    A few nodes meet a network and machines that fail in every way for some seconds.
-    Then all faults are over, and the nodes have to come together in one round, or the
-    job has to end; at last all workers succeed, and the job has to end so for all.
+    For some seconds, the network and the hosts of a few nodes fail in many ways.  Then
+    all faults are over, and the nodes must come together in one round, or the job must
+    end; finally all workers succeed, and the job must end with one outcome on all nodes.
 
     Raises:
-        InvariantBroken: it came otherwise, or what must never happen happened.
+        InvariantViolated: an invariant does not hold, or the nodes do not come together.
     """
     scenario = Scenario(seed)
-    scenario.suffer()
+    scenario.inject_faults()
     scenario.recover()
     scenario.finish()
     return scenario.sim
 
 
 class Scenario:
-    """One random story, in three acts."""
+    """One random scenario: faults, recovery, and the end."""
 
     def __init__(self, seed: int) -> None:
-        """Choose a job and its machines."""
+        """Choose a job and its hosts."""
         self._random = random = Random(f"scenario {seed}")
         count = random.randint(2, 5)
         names = _NAMES[:count]
@@ -48,22 +46,22 @@ class Scenario:
         endpoints = random.choice(
             [names[:1], names[:2], names[:3], ["store0"], ["store0", "store1"], ["store0", "a"]]
         )
+        max_restarts = random.choice([0, 1, 3, 3])
+        backoff = random.choice([None, None, Backoff(initial=0.5, cap=2.0)])
         self.sim = Simulation(
-            Rules(
+            RoundSettings(
                 minimum,
                 random.randint(minimum, count),
                 join_timeout=12.0,
                 last_call_timeout=random.choice([0.0, 0.5, 2.0]),
-                keeps_workers=random.random() < 0.8,
-                asks=random.random() < 0.2,
+                keep_workers=random.random() < 0.8,
+                has_decide=random.random() < 0.2,
             ),
             seed=seed,
             endpoints=tuple(endpoints),
-            max_restarts=random.choice([0, 1, 3, 3]),
-            restart=RestartPolicy(
-                backoff=random.choice([None, None, Backoff(initial=0.5, cap=2.0)])
-            ),
-            deciding=random.choice([0.0, 0.5]),
+            max_restarts=max_restarts,
+            restart=RestartPolicy(backoff=backoff if max_restarts else None),
+            decide_duration=random.choice([0.0, 0.5]),
             heartbeat_timeout=2.0,
             read_timeout=30.0,
             close_timeout=5.0,
@@ -72,16 +70,16 @@ class Scenario:
             noise=random.choice([0.0, 0.2]),
         )
         self._names = names
-        self._machines = [*names, *(one for one in endpoints if one.startswith("store"))]
+        self._hosts = [*names, *(one for one in endpoints if one.startswith("store"))]
         self._failing = random.choice([0.0, 0.0, 0.1])
-        self.sim.work = self._work
+        self.sim.behavior = self._behavior
         if random.random() < 0.4:
-            self.sim.judge.on_order = self._ambush
+            self.sim.checker.order_hook = self._inject_on_send
         for name in names:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
 
-    def suffer(self) -> None:
-        """Let faults happen."""
+    def inject_faults(self) -> None:
+        """Inject random faults, one after the other."""
         random, sim = self._random, self.sim
         if random.random() < 0.7:
             sim.run(random.random() * 4)
@@ -90,179 +88,173 @@ class Scenario:
             self._fault()
 
     def recover(self) -> None:
-        """Let all faults be over, and wait until those who are left are together."""
+        """End all faults, and wait until the remaining nodes are together."""
         sim = self.sim
         self._failing = 0.0
-        sim.judge.on_order = None
+        sim.checker.order_hook = None
         for node in sim.nodes.values():
-            if node.machine.is_paused:
+            if node.host.is_suspended:
                 sim.resume(node)
         sim.heal()
         for endpoint in sim.endpoints:
             if endpoint.startswith("store"):
-                sim.machine(endpoint)
-                if not sim.places[endpoint].is_open:
-                    sim.open_place(endpoint)
+                sim.cluster.host(endpoint)
+                if not sim.cluster.stores[endpoint].is_open:
+                    sim.cluster.open_store(endpoint)
         sim.run_until(self._is_together, _SETTLE_S)
 
     def finish(self) -> None:
-        """Let all workers succeed, and the job end for all in the same way."""
+        """Let all workers succeed, and check that the job ends with one outcome."""
         sim = self.sim
-        left = [node for node in sim.living if _is_seated(node) or node.is_standing_by]
+        left = [node for node in sim.live_nodes if _has_place(node) or node.is_standing_by]
         sim.finish_workers()
         sim.run_until(lambda: sim.is_over, _SETTLE_S)
-        states = {node.ending.state for node in left if node.ending is not None}
+        states = {node.outcome.state for node in left if node.outcome is not None}
         if len(states) > 1:
-            sim.judge.fail(f"the job ended in different ways: {sorted(states)}")
+            sim.checker.fail(f"the job ended in different ways: {sorted(states)}")
 
     # ------------------------------------------------------------------- faults
 
     def _fault(self) -> None:
-        faults: list[Callable[[], None]] = [
-            self._kill,
-            self._kill,
-            self._pause,
-            self._pause,
-            self._break_link,
+        sim, random = self.sim, self._random
+        kill, fail = self._of_node(sim.kill), self._of_node(self._fail_worker)
+        suspend = self._of_node(
+            lambda node: sim.suspend(node, random.choice([0.1, 1.0, 5.0]) * random.random() * 2)
+        )
+        faults = [
+            kill,
+            kill,
+            suspend,
+            suspend,
+            self._of_node(sim.break_connection),
             self._partition,
             self._partition,
-            self.sim.heal,
-            self._fail_worker,
-            self._fail_worker,
-            self._succeed,
-            self._stop_store,
-            self._leave,
-            self._come,
-            self._come,
+            sim.heal,
+            fail,
+            fail,
+            self._of_node(self._succeed),
+            lambda: sim.stop_store(random.choice(sim.endpoints)),
+            self._of_node(sim.leave),
+            self._add_or_restart,
+            self._add_or_restart,
         ]
-        self._random.choice(faults)()
+        random.choice(faults)()
 
-    def _ambush(self, node: Node, member: str, body: Body) -> None:
-        """Let something happen to those who speak or are spoken to, at that very moment."""
-        random = self._random
-        if isinstance(body, Stay) or random.random() > 0.05:
+    def _of_node(self, fault: Callable[[SimNode], None]) -> Callable[[], None]:
+        """Return a call that injects a fault into a random node, if there is one."""
+
+        def inject() -> None:
+            if live_nodes := self.sim.live_nodes:
+                fault(self._random.choice(live_nodes))
+
+        return inject
+
+    def _inject_on_send(self, node: NodePort, member: str, body: OrderBody) -> None:
+        """Inject a fault into the sender or the receiver of an order, just after it."""
+        random, sim = self._random, self.sim
+        if isinstance(body, WaitForNodes) or random.random() > 0.05:
             return
-        victim = random.choice([node, *(one for one in self.sim.living if one.name == member)])
-        strike = random.choice([self.sim.kill, self._stun, self._cut_off])
-        self.sim.timeline.at(self.sim.now + random.random() * 0.02, self._strike, strike, victim)
+        sender = sim.nodes[node.host.name]
+        victim = random.choice([sender, *(one for one in sim.live_nodes if one.name == member)])
+        fault = random.choice([sim.kill, self._suspend, self._isolate])
+        sim.time.at(sim.now + random.random() * 0.02, self._inject, fault, victim)
 
-    def _strike(self, strike: Callable[[Node], None], victim: Node) -> None:
-        if victim.is_living and self.sim.judge.on_order is not None:
-            strike(victim)
+    def _inject(self, fault: Callable[[SimNode], None], victim: SimNode) -> None:
+        if victim.is_live and self.sim.checker.order_hook is not None:
+            fault(victim)
 
-    def _stun(self, node: Node) -> None:
-        self.sim.pause(node, self._random.random() * 4)
+    def _suspend(self, node: SimNode) -> None:
+        self.sim.suspend(node, self._random.random() * 4)
 
-    def _cut_off(self, node: Node) -> None:
-        others = [one for one in self._machines if one != node.machine.name]
-        self.sim.partition([node.machine.name], others)
+    def _isolate(self, node: SimNode) -> None:
+        others = [one for one in self._hosts if one != node.host.name]
+        self.sim.partition([node.host.name], others)
 
-    def _kill(self) -> None:
-        if node := self._somebody():
-            self.sim.kill(node)
+    def _fail_worker(self, node: SimNode) -> None:
+        self.sim.fail_worker(node, self._random.choice([1, 3]))
 
-    def _pause(self) -> None:
-        if node := self._somebody():
-            self.sim.pause(node, self._random.choice([0.1, 1.0, 5.0]) * self._random.random() * 2)
-
-    def _break_link(self) -> None:
-        if node := self._somebody():
-            self.sim.break_link(node)
-
-    def _fail_worker(self) -> None:
-        if node := self._somebody():
-            self.sim.fail_worker(node, self._random.choice([1, 3]))
-
-    def _succeed(self) -> None:
-        node = self._somebody()
-        if node is not None and not node.machine.is_paused and self._random.random() < 0.5:
-            node.crew.succeed()
-
-    def _stop_store(self) -> None:
-        self.sim.stop_store(self._random.choice(self.sim.endpoints))
-
-    def _leave(self) -> None:
-        if node := self._somebody():
-            self.sim.leave(node)
+    def _succeed(self, node: SimNode) -> None:
+        if not node.host.is_suspended and self._random.random() < 0.5:
+            node.agent.end_workers(0)
 
     def _partition(self) -> None:
-        machines = list(self._machines)
-        self._random.shuffle(machines)
-        cut = self._random.randint(1, len(machines) - 1)
-        self.sim.partition(machines[:cut], machines[cut:], one_way=self._random.random() < 0.3)
+        hosts = list(self._hosts)
+        self._random.shuffle(hosts)
+        cut = self._random.randint(1, len(hosts) - 1)
+        self.sim.partition(hosts[:cut], hosts[cut:], one_way=self._random.random() < 0.3)
 
-    def _come(self) -> None:
+    def _add_or_restart(self) -> None:
         name = self._random.choice([*self._names, "z"])
         node = self.sim.nodes.get(name)
-        if node is not None and (node.has_left or not node.machine.is_alive):
+        if node is not None and (node.has_left or not node.host.is_alive):
             self.sim.add_node(name)
         elif node is None:
             self._add(name, 0.0)
 
     def _add(self, name: str, delay: float) -> None:
         random = self._random
-        wish = random.choice([None, None, None, 0, 1])
+        rank = random.choice([None, None, None, 0, 1])
         rate = random.choice([1.0, 0.97, 1.03])
         offset = random.choice([0.0, 7200.0, -86400.0])
 
         def add() -> None:
             if name in self.sim.nodes:
                 return
-            self.sim.add_node(name, wish=wish, rate=rate, offset=offset)
+            self.sim.add_node(name, preferred_rank=rank, rate=rate, offset=offset)
 
         if delay:
-            self.sim.timeline.at(self.sim.now + delay, add)
+            self.sim.time.at(self.sim.now + delay, add)
         else:
             add()
 
-    def _somebody(self) -> Node | None:
-        living = self.sim.living
-        return self._random.choice(living) if living else None
-
-    def _work(self, node: Node, placement: object) -> Work:
+    def _behavior(self, node: SimNode, placement: object) -> WorkerBehavior:
         random = self._random
-        starting, stopping = random.choice([0.0, 0.05, 0.5]), random.choice([0.0, 0.05, 0.5])
+        start, stop = random.choice([0.0, 0.05, 0.5]), random.choice([0.0, 0.05, 0.5])
         if random.random() < self._failing:
-            return Work(random.random() * 2, 1, starting, stopping)
-        return Work(None, 0, starting, stopping)
+            return WorkerBehavior(random.random() * 2, 1, start, stop)
+        return WorkerBehavior(None, 0, start, stop)
 
     # ----------------------------------------------------------------- progress
 
     def _is_together(self) -> bool:
-        """Whether all that live are in one round, or stand by because it is full."""
+        """Return whether all live nodes are in one round, or on standby because it is full."""
         sim = self.sim
-        living = sim.living
-        if not living:
+        live = sim.live_nodes
+        if not live:
             return True
-        if any(node.ending and not node.has_left for node in sim.nodes.values()):
+        if any(node.outcome and not node.has_left for node in sim.nodes.values()):
             return False
-        rules = sim.rules
-        seated = [node for node in living if _is_seated(node)]
-        rounds = {(one.round, one.origin) for node in seated if (one := node.member.held)}
+        if not self._is_one_store(live):
+            return False
+        placed = [node for node in live if _has_place(node)]
+        rounds = {_round_of(node): node.member.status.placement for node in placed}
         if len(rounds) != 1:
             return False
-        held = seated[0].member.held
-        assert held is not None
-        size = held.span.group_world_size
-        key = held.round, held.origin
-        done = [
-            node
-            for node in sim.incarnations
-            if node.crew.is_done and (one := node.member.held) and (one.round, one.origin) == key
-        ]
-        stores = {node.attendance.place if node.attendance else None for node in living}
-        if len(stores) > 1 or not all(one is not None and one.is_open for one in stores):
+        key, placement = next(iter(rounds.items()))
+        assert placement is not None
+        size = placement.span.group_world_size
+        if any(not node.is_standing_by for node in live if node not in placed):
             return False
-        bureaus = [node.attendance.bureau for node in living if node.attendance]
-        offices = [one for one in bureaus if one is not None]
-        if len(offices) != 1 or not all(offices[0].knows(node.name) for node in living):
-            return False
-        if any(not node.is_standing_by for node in living if node not in seated):
-            return False
+        done = [one for one in sim.processes if one.member.has_succeeded and _round_of(one) == key]
         if done:
-            return len(seated) <= size <= len(seated) + sum(node not in seated for node in done)
-        return rules.minimum <= len(seated) == size == min(rules.maximum, len(living))
+            return len(placed) <= size <= len(placed) + sum(one not in placed for one in done)
+        settings = sim.settings
+        return settings.minimum <= len(placed) == size == min(settings.maximum, len(live))
+
+    def _is_one_store(self, live: list[SimNode]) -> bool:
+        """Return whether all live nodes are at one store, and known to one coordinator."""
+        sessions = [node.session for node in live if node.session is not None]
+        stores = {session.store for session in sessions}
+        if len(sessions) != len(live) or len(stores) != 1 or not stores.pop().is_open:
+            return False
+        leaders = [one.coordinator for one in sessions if one.coordinator is not None]
+        return len(leaders) == 1 and all(leaders[0].knows(node.name) for node in live)
 
 
-def _is_seated(node: Node) -> bool:
-    return node.running is not None or node.crew.is_done
+def _has_place(node: SimNode) -> bool:
+    return node.running is not None or node.member.has_succeeded
+
+
+def _round_of(node: SimNode) -> tuple[int, str] | None:
+    placement = node.member.status.placement
+    return None if placement is None else (placement.round, placement.formed_by)

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen when, and machines whose clocks differ."""
+"""Virtual time: scheduled calls, and hosts whose clocks differ."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Machine", "Timeline"]
-
 _MESSAGE = 0
 _TIMER = 1
 
 
-class Timeline:
-    """What is going to happen, in order; nothing here takes any time."""
+class VirtualTime:
+    """A schedule of calls; executing them takes no time."""
 
     def __init__(self) -> None:
-        """Begin at 0 seconds with nothing."""
+        """Begin at 0 seconds, without calls."""
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Let something happen at `when`; what is set for the same time keeps its order."""
+        """Schedule a call; calls of the same time keep their order."""
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, call, args))
 
     def step(self, until: float) -> bool:
-        """Let the next thing happen, if it is due by `until`; else pass the time."""
+        """Execute the next call due by `until`, or advance to `until` and return False."""
         if not self._heap or self._heap[0][0] > until:
             self.now = max(until, self.now)
             return False
@@ -38,68 +36,68 @@ class Timeline:
         return True
 
 
-class Machine:
-    """A computer: it may run, stand still for a while, or be dead.
+class SimHost:
+    """A host: running, suspended, or down.
 
-    `rate` is how fast its clock goes (1.0 is right), `offset` by how many seconds its
-    calendar is wrong.
+    `rate` is the speed of its clock (1.0 is exact), and `offset` the error of its wall
+    clock in seconds.
     """
 
-    def __init__(self, timeline: Timeline, name: str, rate: float, offset: float) -> None:
-        """Begin to run."""
+    def __init__(self, time: VirtualTime, name: str, rate: float, offset: float) -> None:
+        """Begin running."""
         self.name = name
         self.is_alive = True
-        self.is_paused = False
-        self._timeline = timeline
+        self.is_suspended = False
+        self._time = time
         self._rate = rate
         self._offset = offset
-        self._life = 0
+        self._boot = 0
         self._backlog: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = []
 
     @property
     def now(self) -> float:
-        """Seconds by its steady clock."""
-        return self._timeline.now * self._rate
+        """Seconds by its monotonic clock."""
+        return self._time.now * self._rate
 
     @property
-    def calendar(self) -> float:
-        """Unix seconds, as this machine has them."""
+    def wall_clock(self) -> float:
+        """Unix seconds by its own clock."""
         return 1.8e9 + self._offset + self.now
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        """Call after so many seconds of its own clock, unless it dies before."""
-        when = self._timeline.now + seconds / self._rate
-        self._timeline.at(when, self._run, self._life, _TIMER, call, args)
+        """Call after so many seconds of its own clock, unless it is shut down before."""
+        when = self._time.now + seconds / self._rate
+        self._time.at(when, self._run, self._boot, _TIMER, call, args)
 
     def receive(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Call at `when`, since a message arrives then."""
-        self._timeline.at(when, self._run, self._life, _MESSAGE, call, args)
+        """Call at `when`: a message arrives then."""
+        self._time.at(when, self._run, self._boot, _MESSAGE, call, args)
 
-    def die(self) -> None:
-        """Stop for good; nothing that was planned happens."""
-        self.is_alive = self.is_paused = False
-        self._life += 1
+    def shut_down(self) -> None:
+        """Stop, and drop all scheduled calls."""
+        self.is_alive = self.is_suspended = False
+        self._boot += 1
         self._backlog.clear()
 
-    def revive(self) -> None:
-        """Run again, with nothing planned."""
+    def restart(self) -> None:
+        """Run again, without scheduled calls."""
         self.is_alive = True
 
-    def stand_still(self) -> None:
-        """Stop for a while."""
-        self.is_paused = self.is_alive
+    def suspend(self) -> None:
+        """Delay all calls until `resume`."""
+        self.is_suspended = self.is_alive
 
-    def go_on(self) -> None:
-        """Do what has come due meanwhile: first what others sent, as event loops do."""
-        self.is_paused = False
+    def resume(self) -> None:
+        """Make the delayed calls: messages first, as event loops do."""
+        self.is_suspended = False
         backlog, self._backlog = self._backlog, []
-        for kind, call, args in sorted(backlog, key=lambda one: one[0]):
-            self._timeline.at(self._timeline.now, self._run, self._life, kind, call, args)
+        for kind, call, args in sorted(backlog, key=lambda item: item[0]):
+            self._time.at(self._time.now, self._run, self._boot, kind, call, args)
 
-    def _run(self, life: int, kind: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if life != self._life or not self.is_alive:
+    def _run(self, boot: int, kind: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if boot != self._boot or not self.is_alive:
             return
-        if self.is_paused:
+        if self.is_suspended:
             self._backlog.append((kind, call, args))
         else:
             call(*args)

@@ -1,6 +1,14 @@
-"""What runs inside a worker; it never imports asyncio."""
+"""The API for code that runs inside a worker.
 
+`record` decorates a worker's main function, so that the launcher learns why it failed.
+`WorkerContext.from_env()` returns the worker's ranks, the job's id and the master's
+address.  Nothing here imports asyncio, or anything outside the standard library.
+"""
+
+from elastic_aio.lazy import document_classes
 from elastic_aio.worker.context import WorkerContext
-from elastic_aio.worker.errorfile import record
+from elastic_aio.worker.recorder import record
 
 __all__ = ["WorkerContext", "record"]
+
+document_classes(globals())

@@ -1,19 +1,19 @@
-"""First code of a function worker: learns what to call, calls it, and says how that ended.
+"""The first code of a function worker: reads the call, performs it, writes the result.
 
 Run as `python -u bootstrap_main.py CALL RESULT INDEX`; the first two are descriptors of
-anonymous files in memory.  Forked workers enter at `perform` or `main`.
+memory files.  Forked workers enter at `perform` or `main`.
 
-Call and result travel in memory files and never in pipes: a worker does not wait
-until its result is read, a large value costs two copies, and no end of file exists
-that a grandchild could hold back.  The header of a result is written last, so that
-one cut short by a kill cannot be taken for a whole one.
+Call and result are in memory files and never in pipes: a worker does not wait until its
+result is read, a large value costs two copies, and there is no end of file that a
+grandchild could hold back.  The header of a result is written last, so that a result cut
+short by a kill is not mistaken for a complete one.
 
-Everything here counts against the start of every worker: nothing but `os`, `sys`
-and `marshal` is imported before there is a need.  Even the C part of pickle costs a
-fifth of an interpreter's start, so a function of a module with plain arguments, and
-a plain value, do without: marshal takes exactly the types that `is_plain` names (it
-would turn anything else that holds bytes into bytes).  The parent imports this
-module for the two formats, of which writer and reader stand here together.
+Everything here adds to the start of every worker: `marshal`, `os`, `sys` and `time` are
+loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
+part of pickle costs a fifth of an interpreter's start, so it is not used for a function of
+a module with plain arguments, nor for a plain value: marshal keeps exactly the types that
+`is_plain` accepts (it would turn other types with a buffer into bytes).  The parent imports
+this module for the two formats, which have writer and reader here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import marshal
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,62 +29,43 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = [
-    "BROKE_OFF",
-    "EXITED",
-    "INTERRUPTED",
-    "MAIN",
-    "NOTHING",
-    "RAISED",
-    "UNPICKLABLE",
-    "VALUE",
-    "InheritedDescriptor",
-    "become_daemon",
-    "format_call",
-    "is_importing_main",
-    "is_plain",
-    "main",
-    "perform",
-    "read_result",
-]
-
 MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
 
-# How a call can have ended, as the first byte of its result.
-NOTHING = 0  # the worker said nothing: a signal, os._exit, a crash
-VALUE = 1  # followed by the pickled value
+# How a call ended: the first byte of its result.
+NOTHING = 0  # no result: a signal, os._exit, a crash
+VALUE = 1  # followed by the value
 RAISED = 2  # an Exception: (message, traceback, Unix time)
-BROKE_OFF = 3  # another BaseException, likewise
-UNPICKLABLE = 4  # the value was of no use: (message, traceback, Unix time)
+RAISED_BASE = 3  # another BaseException: the same
+UNPICKLABLE = 4  # a value that cannot be pickled: (message, traceback, Unix time)
 EXITED = 5  # SystemExit: (text or "", None, Unix time)
-INTERRUPTED = 6  # KeyboardInterrupt: ends a worker in peace, as torch has it
+INTERRUPTED = 6  # KeyboardInterrupt: a success, as in torch
 
 _HEADER = 16
-_MAIN_ALIAS = "__mp_main__"  # multiprocessing's name: what it pickles, we find, and back
+_MAIN_ALIAS = "__mp_main__"  # multiprocessing's name, so that both find each other's pickles
 
-# Set while the parent's main script is being imported: what starts a job then would
-# start it again in each of its workers.
+# Set while the parent's main script is being imported: a job that is started then would
+# start again in each of its workers.
 _importing_main = False
-# The parent's descriptor numbers, where they are other ones here.
+# Descriptors here by their numbers in the parent, where these differ.
 _numbers: Mapping[int, int] = {}
 
 
 def is_importing_main() -> bool:
-    """Tell whether this process is a worker that is importing its parent's main script."""
+    """Return whether this process is a worker that imports its parent's main script."""
     process = sys.modules.get("multiprocessing.process")
     inherits = process and getattr(process.current_process(), "_inheriting", False)
     return _importing_main or bool(inherits)
 
 
 class InheritedDescriptor:
-    """A descriptor that travels with a call, as multiprocessing's `DupFd`."""
+    """A descriptor among a call's arguments, like multiprocessing's `DupFd`."""
 
     def __init__(self, number: int) -> None:
-        """Name it by its number in the parent."""
+        """Store its number in the parent."""
         self.number = number
 
     def detach(self) -> int:
-        """Return its number in this process; it is the caller's from now on."""
+        """Return its number in this process; the caller closes it."""
         return _numbers.get(self.number, self.number)
 
 
@@ -94,21 +76,21 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
-    """Tell whether marshal keeps a value as it is: scalars, and small tuples and lists."""
+    """Return whether marshal keeps a value unchanged: scalars, small tuples and lists."""
     kind = type(value)
     if kind is tuple or kind is list:
         items: Any = value
-        return depth > 0 and len(items) < 100 and all(is_plain(one, depth - 1) for one in items)
+        return depth > 0 and len(items) < 100 and all(is_plain(item, depth - 1) for item in items)
     return kind in _SCALARS and (kind not in (bytes, str) or len(value) < 4096)  # type: ignore[arg-type]  # these have a length
 
 
 def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
-    """Return the parts of a call: how to prepare the interpreter, then what to call.
+    """Return the parts of a call's file.
 
     Args:
         header: `path` and `argv` for `sys`, the parent's `python`, and optionally
-            `main` (name and path of the main script), `mp` (what multiprocessing
-            needs), `is_quiet` (see `perform`), `is_daemon` and `with_index`.
+            `main` (name and path of the main script), `mp` (multiprocessing's settings),
+            `is_quiet` (see `perform`), `is_daemon` and `with_index`.
         body: the pickled pair of function and arguments; or a plain triple of a
             module, the function's name there, and the arguments.
     """
@@ -119,8 +101,8 @@ def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
 
 
 def _read_call(descriptor: int) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Return the header, and what makes the pair of function and arguments."""
-    view = _mapped(descriptor)
+    """Return the header, and a function that returns the pair of function and arguments."""
+    view = _map(descriptor)
     end = 8 + int.from_bytes(view[:8], "little")
     header, plain = marshal.loads(view[8:end])
     if plain is None:
@@ -130,10 +112,10 @@ def _read_call(descriptor: int) -> tuple[dict[str, Any], Callable[[], Any]]:
 
 def _find(module: str, name: str, args: tuple[Any, ...]) -> Any:
     __import__(module)
-    found: Any = sys.modules[module]
+    function: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part)
-    return found, args
+        function = getattr(function, part)
+    return function, args
 
 
 def _write_result(descriptor: int, kind: int, content: Any) -> None:
@@ -149,14 +131,12 @@ def _write_result(descriptor: int, kind: int, content: Any) -> None:
 
 
 def read_result(descriptor: int) -> tuple[int, Any]:
-    """Return the kind of a result and its content.
-
-    What was cut short says `NOTHING`.
+    """Return the kind of a result and its content; `NOTHING` if it was cut short.
 
     Raises:
-        Exception: whatever unpickling a value raises.
+        Exception: any error of unpickling the value.
     """
-    view = _mapped(descriptor)
+    view = _map(descriptor)
     length = int.from_bytes(view[8:_HEADER], "little")
     if len(view) < _HEADER or view[0] == NOTHING or len(view) < _HEADER + length:
         return NOTHING, None
@@ -164,7 +144,7 @@ def read_result(descriptor: int) -> tuple[int, Any]:
     return view[0], marshal.loads(content) if view[1] else _pickle_module().loads(content)
 
 
-def _mapped(descriptor: int) -> memoryview:
+def _map(descriptor: int) -> memoryview:
     size = os.fstat(descriptor).st_size
     if size <= 1 << 16:
         return memoryview(os.pread(descriptor, size, 0))
@@ -187,7 +167,7 @@ def _dump(value: object, file: Any) -> None:
     try:
         pickler(file, 5).dump(value)
     except Exception:  # a value's own __reduce__ may raise anything
-        # Classes of a notebook came by value, and can go back only so.
+        # Classes of a notebook were pickled by value; so must be their instances.
         cloudpickle = sys.modules.get("cloudpickle")
         if cloudpickle is None:
             raise
@@ -196,49 +176,54 @@ def _dump(value: object, file: Any) -> None:
         cloudpickle.Pickler(file, 5).dump(value)
 
 
-# ------------------------------------------------------------------ a worker's course
+# ------------------------------------------------------------------------- a worker
 
 
 def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
     """Read the call, prepare the interpreter, perform the call; return the exit code.
 
     Args:
-        arguments: descriptor of the call, descriptor for the result, and the index.
-        numbers: what the parent's descriptors are called here, if not the same.
+        arguments: descriptors of the call and of the result, and the index.
+        numbers: descriptors here by their numbers in the parent, where these differ.
     """
     global _numbers
     _numbers = numbers or {}
-    descriptors = [_numbers.get(one, one) for one in map(int, arguments[:2])]
+    descriptors = [_numbers.get(number, number) for number in map(int, arguments[:2])]
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     call, result = descriptors
-    header, make = _read_call(call)
+    header, load = _read_call(call)
     os.close(call)
 
-    def prepared() -> Any:
+    def prepare() -> Any:
         _prepare(header)
-        function, args = make()
+        function, args = load()
         return function, (int(arguments[2]), *args) if header.get("with_index") else args
 
-    return perform(prepared, result, is_quiet=bool(header.get("is_quiet")))
+    return perform(prepare, result, is_quiet=bool(header.get("is_quiet")))
 
 
 def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) -> int:
-    """Call what `prepare` returns, a pair of function and arguments; return the exit code.
+    """Perform a call and write its result; raises nothing.
 
-    Every way to end is written to `result`; whatever is raised ends here.  A quiet
-    call prints no traceback of an Exception and drops its value.
+    Args:
+        prepare: returns the pair of function and arguments.
+        result: descriptor of the result's file.
+        is_quiet: print no traceback of an Exception, and drop the value.
+
+    Returns:
+        The worker's exit code.
     """
-    _enable_faulthandler()
+    enable_faulthandler()
     try:
         function, args = prepare()
         value = function(*args)
     except SystemExit as error:
         return _exited(error, result)
     except KeyboardInterrupt:
-        _say(result, INTERRUPTED, None)
+        _write_end(result, INTERRUPTED, None)
         return 0
-    except BaseException as error:  # noqa: BLE001  # it is told, and ends the worker
+    except BaseException as error:  # noqa: BLE001  # it is recorded, and ends the worker
         return _raised(error, result, is_quiet)
     try:
         _write_result(result, VALUE, None if is_quiet else value)
@@ -248,31 +233,33 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
 
 
 def _exited(error: SystemExit, result: int) -> int:
+    is_number = error.code is None or isinstance(error.code, int)
+    _write_end(result, EXITED, ("" if is_number else str(error.code), None, time.time()))
+    return exit_code_of(error)
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """Return the exit code of an interpreter that `error` ends; print a text as it does."""
     if error.code is None or isinstance(error.code, int):
-        _say(result, EXITED, ("", None, _now()))
         return (error.code or 0) & 0xFF
-    text = str(error.code)
-    _say(result, EXITED, (text, None, _now()))
-    print(text, file=sys.stderr)  # noqa: T201  # as the interpreter does
+    print(error.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
     return 1
 
 
 def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
     import traceback
 
-    # Without our own frame, which tells users nothing.
+    # Without the frame of `perform`.
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-    story = "".join(traceback.format_exception(error))
-    try:
-        message = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  # a user's __str__ can do anything
-        message = f"{type(error).__name__}: <its text cannot be made>"
+    stack = "".join(traceback.format_exception(error))
     is_exception = isinstance(error, Exception)
+    content = (describe_error(error), stack, time.time())
     if is_exception:
-        _write_error_file(error)
-    _say(result, RAISED if is_exception else BROKE_OFF, (message, story, _now()))
+        _write_error_file(*content)
+    kind = RAISED if is_exception else RAISED_BASE
+    _write_end(result, kind, content)
     if not (is_quiet and is_exception):
-        _print_error(story)
+        _print_error(stack)
     return 1
 
 
@@ -282,21 +269,21 @@ def _unpicklable(value: object, error: Exception, result: int) -> int:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     rank = os.environ.get("RANK")
-    who = "the function" if rank is None else f"the function of rank {rank}"
-    message = f"{who} returned a {name}, which cannot be pickled: {error}"
-    story = "".join(traceback.format_exception(error))
-    # Over whatever of the value was written.
+    function = "the function" if rank is None else f"the function of rank {rank}"
+    message = f"{function} returned a {name}, which cannot be pickled: {error}"
+    stack = "".join(traceback.format_exception(error))
+    # A part of the value may have been written.
     os.ftruncate(result, 0)
-    _say(result, UNPICKLABLE, (message, story, _now()))
+    _write_end(result, UNPICKLABLE, (message, stack, time.time()))
     _print_error(f"{message}\n")
     return 1
 
 
-def _say(result: int, kind: int, content: object) -> None:
+def _write_end(result: int, kind: int, content: object) -> None:
     try:
         _write_result(result, kind, content)
     except (OSError, MemoryError):
-        pass  # no memory left: the exit code still tells
+        pass  # no memory left: the exit code still reports the failure
 
 
 def _print_error(text: str) -> None:
@@ -304,34 +291,38 @@ def _print_error(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
-        pass  # stderr is closed or gone
+        pass  # stderr is closed
 
 
-def _write_error_file(error: BaseException) -> None:
+def _write_error_file(message: str, stack: str, timestamp: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     try:
+        from elastic_aio.outcome import WorkerError
         from elastic_aio.worker.errorfile import write_error_file
 
-        write_error_file(error, path)
+        write_error_file(WorkerError(message, stack, timestamp, path))
     except (ImportError, OSError):
-        pass  # the result tells the same
+        pass  # the result has the same error
 
 
-def _enable_faulthandler() -> None:
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # a user's __str__ can do anything
+        return f"{type(error).__name__}: <str() failed>"
+
+
+def enable_faulthandler() -> None:
+    """Let a crash print its stack."""
     import faulthandler
 
     try:
         faulthandler.enable(all_threads=True)
     except (OSError, ValueError, AttributeError, RuntimeError):
-        pass  # stderr is closed or is no file: crashes go without a stack
-
-
-def _now() -> float:
-    import time
-
-    return time.time()
+        pass  # stderr is closed or is no file: crashes have no stack
 
 
 # -------------------------------------------------------------------- the preparation
@@ -340,21 +331,21 @@ def _now() -> float:
 def _prepare(header: Mapping[str, Any]) -> None:
     if header["python"] == sys.executable:
         sys.path[:] = header["path"]
-    else:  # another interpreter's own library goes first
-        ours = os.path.dirname(MAIN)
-        own = [one for one in sys.path if one != ours]
-        sys.path[:] = [*own, *(one for one in header["path"] if one not in own)]
+    else:  # another interpreter: its own library goes first
+        script_directory = os.path.dirname(MAIN)
+        own = [path for path in sys.path if path != script_directory]
+        sys.path[:] = [*own, *(path for path in header["path"] if path not in own)]
     sys.argv[:] = header["argv"]
     if header.get("is_daemon"):
         become_daemon()
     if mp := header.get("mp"):
         _prepare_multiprocessing(mp)
-    if found := header.get("main"):
-        _import_main(*found)
+    if main_script := header.get("main"):
+        _import_main(*main_script)
 
 
 def become_daemon() -> None:
-    """Be a daemon for multiprocessing, which may have no children of its kind."""
+    """Make this process a daemon of multiprocessing, which may not start children by it."""
     from multiprocessing.process import current_process
 
     current_process()._config["daemon"] = True  # type: ignore[attr-defined]  # as mp does
@@ -367,12 +358,12 @@ def _prepare_multiprocessing(settings: Mapping[str, Any]) -> None:
     if (tracker := settings.get("tracker")) is not None:
         from multiprocessing import resource_tracker
 
-        # The parent's, or else what we open would be removed when we end.
+        # The parent's: a tracker of our own would unlink shared memory when this ends.
         resource_tracker._resource_tracker._fd = _numbers.get(tracker, tracker)  # type: ignore[attr-defined]  # as mp does
 
 
 def _import_main(name: str | None, path: str | None) -> None:
-    """Import the parent's main script, so that its functions and classes can be found."""
+    """Import the parent's main script, which defines functions and classes of the call."""
     global _importing_main
     module: Any = type(sys)(_MAIN_ALIAS)
     _importing_main = True

@@ -1,6 +1,6 @@
-"""The command of a function worker: runs `bootstrap` from its cached bytecode.
+"""The script of a function worker: runs the module `bootstrap`.
 
-A script is compiled anew in each interpreter that runs it; a module is not.
+A script is compiled at every start, a module has cached bytecode.
 """
 
 import sys
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 else:
     import bootstrap  # found by the line above
 
-# What the parent pickled by our name is found here, not imported again.
+# Calls refer to it by its full name: they must not import it again.
 sys.modules["elastic_aio.worker.bootstrap"] = sys.modules.pop("bootstrap")
 sys.exit(bootstrap.main(sys.argv[1:4]))

@@ -1,6 +1,6 @@
-"""The environment variables by which a worker knows its place.
+"""The environment of a worker: its ranks, the job and the master's address.
 
-The names are those of torch.distributed.elastic; writer and reader are both here.
+The variables are those of torch.distributed.elastic; writer and reader are both here.
 """
 
 from __future__ import annotations
@@ -8,83 +8,101 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from elastic_aio.errors import SurroundingsError
-from elastic_aio.ranks import Place
-
-__all__ = ["ERROR_FILE", "WorkerContext"]
+from elastic_aio.errors import HostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-_OF_PLACE = {
+# Attributes by variable, for each type.
+_NUMBERS = {
     "RANK": "rank",
     "LOCAL_RANK": "local_rank",
-    "ROLE_RANK": "role_rank",
-    "GROUP_RANK": "group_rank",
     "WORLD_SIZE": "world_size",
     "LOCAL_WORLD_SIZE": "local_world_size",
-    "ROLE_WORLD_SIZE": "role_world_size",
+    "GROUP_RANK": "group_rank",
     "GROUP_WORLD_SIZE": "group_world_size",
+    "ROLE_RANK": "role_rank",
+    "ROLE_WORLD_SIZE": "role_world_size",
+    "MASTER_PORT": "master_port",
+    "TORCHELASTIC_RESTART_COUNT": "restart_count",
+    "TORCHELASTIC_MAX_RESTARTS": "max_restarts",
 }
+_TEXTS = {
+    "ROLE_NAME": "role",
+    "MASTER_ADDR": "master_addr",
+    "TORCHELASTIC_RUN_ID": "run_id",
+}
+_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """Where a worker stands and what it meets at.
+    """What a launcher tells a worker; `WorkerContext.from_env()` returns the worker's own."""
 
-    `restart_count` counts restarts after failures; `error_file` is the path for
-    `record`, empty when nothing is kept; `use_agent_store` tells torch whether a
-    store already listens at the master's address.
-    """
-
-    place: Place
+    rank: int
+    """This worker among all of the job: 0 to `world_size` - 1."""
+    local_rank: int
+    """This worker among those of its node."""
+    world_size: int
+    """How many workers the job has."""
+    local_world_size: int
+    """How many workers this node has."""
+    group_rank: int
+    """This node among all nodes."""
+    group_world_size: int
+    """How many nodes the job has."""
+    role_rank: int
+    """This worker among those of its role."""
+    role_world_size: int
+    """How many workers have its role."""
     role: str
+    """The role's name."""
     run_id: str
+    """The job's id."""
     master_addr: str
+    """Host at which the workers meet."""
     master_port: int
+    """Port at which the workers meet."""
     restart_count: int = 0
+    """How often the workers were restarted after failures."""
     max_restarts: int = 0
+    """How often they may be."""
     use_agent_store: bool = False
+    """Whether a store already listens at the master's address."""
     error_file: str = ""
+    """Path to which `record` writes; empty if no errors are recorded."""
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables that tell a worker all this."""
-        places = {name: str(getattr(self.place, of)) for name, of in _OF_PLACE.items()}
-        return {
-            **places,
-            "ROLE_NAME": self.role,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            # torch compares with exactly this spelling.
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.use_agent_store),
-            ERROR_FILE: self.error_file,
-        }
+        """Return the variables to put into a worker's environment."""
+        named = {name: str(getattr(self, field)) for name, field in (_NUMBERS | _TEXTS).items()}
+        # torch compares the flag with exactly this spelling.
+        return {**named, _USE_AGENT_STORE: str(self.use_agent_store), ERROR_FILE: self.error_file}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> WorkerContext:
-        """Read the variables of this process, or of `env`.
+        """Read the variables of a worker.
+
+        Args:
+            env: the environment; None (the default) is this process's own.
 
         Raises:
-            SurroundingsError: a variable is missing or is not a number, so this
-                process was not started by a launcher.
+            HostError: a variable is missing or not a number, so this process was not
+                started by a launcher.
         """
         env = os.environ if env is None else env
+        values: dict[str, Any] = {}
+        name = ""
         try:
-            return cls(
-                place=Place(**{of: int(env[name]) for name, of in _OF_PLACE.items()}),
-                role=env["ROLE_NAME"],
-                run_id=env["TORCHELASTIC_RUN_ID"],
-                master_addr=env["MASTER_ADDR"],
-                master_port=int(env["MASTER_PORT"]),
-                restart_count=int(env["TORCHELASTIC_RESTART_COUNT"]),
-                max_restarts=int(env["TORCHELASTIC_MAX_RESTARTS"]),
-                use_agent_store=env["TORCHELASTIC_USE_AGENT_STORE"] == "True",
-                error_file=env.get(ERROR_FILE, ""),
-            )
+            for name, field in _NUMBERS.items():
+                values[field] = int(env[name])
+            values |= {field: env[name] for name, field in _TEXTS.items()}
+            use_agent_store = env[_USE_AGENT_STORE] == "True"
         except KeyError as error:
-            raise SurroundingsError(f"not inside a worker: {error.args[0]} is not set") from error
+            raise HostError(f"not inside a worker: {error.args[0]} is not set") from error
         except ValueError as error:
-            raise SurroundingsError(f"not inside a worker: {error}") from error
+            raise HostError(
+                f"not inside a worker: {name} is not a whole number (got {env[name]!r})"
+            ) from error
+        error_file = env.get(ERROR_FILE, "")
+        return cls(**values, use_agent_store=use_agent_store, error_file=error_file)

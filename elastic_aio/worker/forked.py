@@ -1,35 +1,50 @@
-"""What a forked worker does at its begin and end, in place of an interpreter's own."""
+"""The start and the end of a forked worker, in place of the interpreter's own."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-__all__ = ["forget_parent", "leave", "renew_streams", "take_streams"]
 
+def run_forked(
+    detach: Callable[[], object],
+    streams: Sequence[int],
+    cwd: str | None,
+    env: Mapping[str, str],
+    call: Callable[[], int],
+) -> NoReturn:
+    """Run a forked worker to its end; the caller's frames belong to the parent.
 
-def renew_streams() -> None:
-    """Make new `sys.stdin`, `stdout` and `stderr` over descriptors 0, 1 and 2.
-
-    The inherited objects may be anything (a notebook's, a test's capture), and hold
-    text that their owner will write.  Unbuffered, as `python -u` has them.
+    Args:
+        detach: drops what the worker has of the parent's own.
+        streams: descriptors that become 0, 1 and 2; the parent's numbers stay open.
+        cwd: the working directory; None: the parent's.
+        env: the environment.
+        call: the worker's work; returns its exit code.
     """
-    import io
+    code = 1
+    try:
+        os.setsid()
+        detach()
+        _forget_parent()
+        _take_streams(streams)
+        if cwd is not None:
+            os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        _renew_streams()
+        code = call()
+    except BaseException as error:  # noqa: BLE001  # the frames above are the parent's
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        _leave(code)
+    raise SystemExit(code)  # never reached
 
-    sys.stdin = sys.__stdin__ = _text(io.BufferedReader(io.FileIO(0, "r", closefd=False)))  # type: ignore[misc]  # what renewing is
-    sys.stdout = sys.__stdout__ = _text(io.FileIO(1, "w", closefd=False))  # type: ignore[misc]  # likewise
-    sys.stderr = sys.__stderr__ = _text(io.FileIO(2, "w", closefd=False), "backslashreplace")  # type: ignore[misc]  # likewise
 
-
-def _text(raw: Any, errors: str | None = None) -> Any:
-    import io
-
-    return io.TextIOWrapper(raw, errors=errors, write_through=True)
-
-
-def forget_parent() -> None:
-    """Leave to the parent what it would do at its own end: hooks, finalizers, children."""
+def _forget_parent() -> None:
+    """Drop the parent's exit hooks, finalizers and children."""
     import atexit
 
     atexit._clear()
@@ -40,20 +55,45 @@ def forget_parent() -> None:
         util._run_after_forkers()
 
 
-def take_streams(*descriptors: int) -> None:
-    """Make these descriptors 0, 1 and 2, whatever numbers they have now."""
-    copies = [os.dup(one) for one in descriptors]
-    for standard, copy in enumerate(copies):
-        os.dup2(copy, standard)
+def _take_streams(descriptors: Sequence[int]) -> None:
+    """Duplicate these descriptors as 0, 1 and 2; they may have such numbers already."""
+    copies = [os.dup(descriptor) for descriptor in descriptors]
+    for number, copy in enumerate(copies):
+        os.dup2(copy, number)
     for copy in copies:
         if copy >= len(copies):
             os.close(copy)
 
 
-def leave(code: int) -> None:
-    """End a forked worker as an interpreter ends, but without touching what is the parent's.
+def _renew_streams() -> None:
+    """Set new `sys.stdin`, `stdout` and `stderr` on descriptors 0, 1 and 2.
 
-    Threads are waited for, exit hooks run, queues flushed.
+    The inherited objects may be of any type (a notebook's, a test's capture), and hold
+    text that the parent will write.  Unbuffered, as with `python -u`.
+    """
+    import io
+
+    def open_text(raw: Any, errors: str | None = None) -> Any:
+        return io.TextIOWrapper(raw, errors=errors, write_through=True)
+
+    sys.stdin = sys.__stdin__ = open_text(io.BufferedReader(io.FileIO(0, "r", closefd=False)))  # type: ignore[misc]  # what renewing is
+    sys.stdout = sys.__stdout__ = open_text(io.FileIO(1, "w", closefd=False))  # type: ignore[misc]  # likewise
+    sys.stderr = sys.__stderr__ = open_text(io.FileIO(2, "w", closefd=False), "backslashreplace")  # type: ignore[misc]  # likewise
+
+
+def flush_streams() -> None:
+    """Write out the text that `sys.stdout` and `sys.stderr` hold."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed, or its reader is gone
+
+
+def _leave(code: int) -> None:
+    """End a forked worker like an interpreter, without effects on the parent.
+
+    Waits for threads, runs exit hooks, flushes queues and streams.
     """
     try:
         import threading
@@ -64,11 +104,7 @@ def leave(code: int) -> None:
         import atexit
 
         atexit._run_exitfuncs()
-    except BaseException as error:  # noqa: BLE001  # a user's hook; the worker ends all the same
+    except BaseException as error:  # noqa: BLE001  # a user's hook; the worker ends anyway
         sys.excepthook(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue  # closed, or nobody reads it
+    flush_streams()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Scripts and modules run as `__main__` inside an interpreter that has begun otherwise."""
+"""Scripts and modules that run as `__main__` in an interpreter started for other code."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["run_as_interpreter", "run_script"]
+from elastic_aio.worker.bootstrap import exit_code_of
 
 
 def run_script(path: str, *args: str) -> None:
-    """Run a script as `__main__`, as `python path args...` does; `--run-path` calls this.
+    """Run a script as `__main__`, like `python path args...`; for `--run-path`.
 
     `${local_rank}` in the arguments is replaced, as for commands.
     """
     rank = os.environ.get("LOCAL_RANK", "")
-    _run(path, [one.replace("${local_rank}", rank) for one in args])
+    _run(path, [arg.replace("${local_rank}", rank) for arg in args])
 
 
-def run_as_interpreter(words: list[str]) -> int:
-    """Do what `python words...` does; return the exit code.
+def run_as_interpreter(arguments: list[str]) -> int:
+    """Run a script or a module like the interpreter; return the exit code.
 
     Args:
-        words: a script's path, or `-m` and a module's name, and the arguments.
+        arguments: a script's path, or `-m` and a module's name; then its arguments.
     """
     try:
-        if words[0] == "-m":
-            _run_module(words[1], words[2:])
+        if arguments[0] == "-m":
+            _run_module(arguments[1], arguments[2:])
         else:
-            _run(words[0], words[1:])
+            _run(arguments[0], arguments[1:])
     except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
-        return 1
-    except KeyboardInterrupt as error:
-        import signal
+        return exit_code_of(error)
+    except BaseException as error:  # noqa: BLE001  # the script's; printed as the interpreter does
+        trace = error.__traceback__
+        own_files = (__file__, "<frozen runpy>")
+        while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            import signal
 
-        sys.excepthook(type(error), error, _below_us(error))
-        # So that whoever waits for us sees what has ended us.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException as error:  # noqa: BLE001  # the script's; told as the interpreter does
-        sys.excepthook(type(error), error, _below_us(error))
+            # The exit status shall be the signal.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
 
@@ -70,12 +70,5 @@ def _run_module(name: str, args: list[str]) -> None:
     sys.path.insert(0, os.getcwd())
     sys.argv[:] = [name, *args]
     sys.modules["__main__"] = type(sys)("__main__")
-    # The interpreter's own entry for `-m`; `run_module` would leave another `__main__`.
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # as said
-
-
-def _below_us(error: BaseException) -> Any:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        trace = trace.tb_next
-    return trace
+    # The interpreter's own function for `-m`; `run_module` would keep another `__main__`.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # as explained

@@ -13,18 +13,18 @@ import pytest
 
 from elastic_aio import Agent, JobFailed, LaunchSpec, LogSpec, StopPlan, launch
 from tests.support.children import file_console, noted, noting, shell, until
-from tests.support.traces import alive, open_descriptors, own_children, strays
+from tests.support.leaks import alive, leaked_processes, open_descriptors, own_children
 
 POINTS = 100  # on each of the two loops
 
 
-def job(folder: Path) -> LaunchSpec:
+def job(directory: Path) -> LaunchSpec:
     """Return a job that goes through everything: workers, logs, a failure, a restart."""
     return LaunchSpec(
         shell("echo $RANK; sleep 99 & sleep 0.01; exit $((RANK == TORCHELASTIC_RESTART_COUNT))"),
         nproc_per_node=2,
         max_restarts=2,
-        logs=LogSpec(log_dir=str(folder / "logs"), tee=3),
+        logs=LogSpec(log_dir=str(directory / "logs"), tee=3),
         stop=StopPlan.within(5),
     )
 
@@ -34,7 +34,7 @@ async def check_nothing_is_left(
 ) -> None:
     """Assert that a job has left nothing behind, right now."""
     assert own_children() == children
-    assert strays() == {}
+    assert leaked_processes() == {}
     # A task that has just ended is still listed until the loop has turned once.
     await asyncio.sleep(0)
     left = {task for task in asyncio.all_tasks() - tasks if not task.done()}
@@ -43,6 +43,7 @@ async def check_nothing_is_left(
     assert not opened
 
 
+@pytest.mark.slow
 async def test_at_random_points(tmp_path: Path) -> None:
     """A launch that is cancelled once or twice, whenever that may be, leaves nothing."""
     seed = time.time_ns()
@@ -156,4 +157,4 @@ async def test_a_job_that_is_over_cannot_be_harmed() -> None:
     result = await task
     task.cancel()
     assert result.exit_code == 0
-    assert os.getpid() not in strays()
+    assert os.getpid() not in leaked_processes()

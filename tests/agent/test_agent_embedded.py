@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from elastic_aio import (
-    Action,
     Agent,
     Event,
     JobFailed,
     JobStarted,
     JobStopped,
     LaunchSpec,
+    RestartAction,
     RestartPolicy,
     SpecError,
     StopPlan,
@@ -26,11 +26,11 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import ChildPlan, Exit
-from tests.support.traces import own_children
+from elastic_aio.process.base import ChildExit, ChildSpec
+from tests.support.leaks import own_children
 
 GUARD = 30.0
-DEAF = ["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+IGNORING_SIGTERM = ["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 
 
 @pytest.mark.parametrize("number", [999, 0, "TERM", True])
@@ -39,6 +39,9 @@ async def test_a_signal_that_does_not_exist_is_refused(number: Any) -> None:
     async with Agent(LaunchSpec(["sleep", "99"])) as agent:
         with pytest.raises(SpecError, match="signal: must be a signal number or a name"):
             agent.stop(signal=number)
+        with pytest.raises(SpecError, match="signal: must be a signal number or a name"):
+            agent.forward_signal(number)
+        assert agent.forward_signal("SIGCONT") == agent.forward_signal(18)
         agent.stop(signal="SIGINT")
         with pytest.raises(JobStopped) as caught:
             await agent.wait()
@@ -47,7 +50,7 @@ async def test_a_signal_that_does_not_exist_is_refused(number: Any) -> None:
 
 async def test_stopping_with_sigkill_skips_the_plan() -> None:
     """SIGKILL as the first signal leaves nothing to wait for."""
-    spec = LaunchSpec(DEAF, stop=StopPlan([("SIGTERM", 60), ("SIGINT", 60)]))
+    spec = LaunchSpec(IGNORING_SIGTERM, stop=StopPlan([("SIGTERM", 60), ("SIGINT", 60)]))
     async with asyncio.timeout(GUARD), Agent(spec) as agent:
         agent.stop(signal=signal.SIGKILL)
         with pytest.raises(JobStopped) as caught:
@@ -55,14 +58,14 @@ async def test_stopping_with_sigkill_skips_the_plan() -> None:
     assert caught.value.result.exit_code == 137
 
 
-async def test_what_is_no_spec_is_refused() -> None:
+async def test_a_wrong_type_of_spec_is_refused() -> None:
     """A script's name is not a job yet."""
-    with pytest.raises(SpecError, match=r"^spec: must be a LaunchSpec, not 'train\.py'$"):
+    with pytest.raises(SpecError, match=r"^spec: must be a LaunchSpec \(got 'train\.py'\)$"):
         await launch("train.py")  # type: ignore[arg-type]  # that is the point
 
 
 async def test_a_listener_may_stop_the_job_at_its_first_event() -> None:
-    """Whoever hears that the job starts can already end it."""
+    """A listener can stop the job at JobStarted."""
     agents: list[Agent] = []
 
     def listen(event: Event) -> None:
@@ -77,10 +80,10 @@ async def test_a_listener_may_stop_the_job_at_its_first_event() -> None:
     assert names == ["JobStarted", "JobFinished"]
 
 
-async def test_readers_of_a_job_that_cannot_begin_are_let_go() -> None:
+async def test_readers_of_a_job_that_cannot_start_end() -> None:
     """The events end when entering the block fails."""
     spec = LaunchSpec(["true"])
-    agent = Agent(spec, spawner=refusing_spawner)
+    agent = Agent(spec, _spawner=refusing_spawner)
     reading = asyncio.create_task(collect(agent))
     with pytest.raises(Exception, match="cannot start the guardian"):
         await agent.__aenter__()
@@ -92,14 +95,14 @@ async def collect(agent: Agent) -> list[Event]:
     return [event async for event in agent.events()]
 
 
-async def refusing_spawner(plan: ChildPlan) -> Any:
+async def refusing_spawner(plan: ChildSpec) -> Any:
     raise OSError(11, "no process left")
 
 
 async def test_a_callback_that_raises_a_cancellation_fails_the_job() -> None:
     """What the callback raises reaches the caller, even if it looks like a cancellation."""
 
-    async def decide(failure: object) -> Action:
+    async def decide(failure: object) -> RestartAction:
         raise asyncio.CancelledError("by the callback")
 
     spec = LaunchSpec(["false"], max_restarts=1, restart=RestartPolicy(decide=decide))
@@ -143,7 +146,7 @@ class _Stuck:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
 
     def has_ended(self) -> bool:
         return self.exited.done()
@@ -159,7 +162,7 @@ async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
     real = command_spawner(asyncio.get_running_loop())
     stuck: list[_Stuck] = []
 
-    async def spawn(plan: ChildPlan) -> Any:
+    async def spawn(plan: ChildSpec) -> Any:
         if plan.env.get("RANK") != "1":
             return await real(plan)
         stuck.append(_Stuck(2**22 + 7))  # above every pid that there is
@@ -171,11 +174,11 @@ async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
         max_restarts=3,
         stop=StopPlan([], reap_timeout=0.2),
     )
-    async with Agent(spec, spawner=spawn) as agent:
+    async with Agent(spec, _spawner=spawn) as agent:
         with pytest.raises(JobFailed, match="a process could not be killed") as caught:
             await agent.wait()
     assert len(caught.value.result.attempts) == 1
-    stuck[0].exited.set_result(Exit(ExitStatus(signal=9), 0.0))
+    stuck[0].exited.set_result(ChildExit(ExitStatus(signal=9), 0.0))
 
 
 async def test_many_descendants_do_not_hold_the_loop() -> None:

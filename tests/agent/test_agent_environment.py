@@ -31,21 +31,21 @@ DOCUMENTED = PLACES | {
 MARKER = re.compile(r"ELASTIC_AIO_JOB_[0-9a-f]{32}")
 
 
-async def outputs(folder: Path, entrypoint: list[str] | Module, **settings: Any) -> list[str]:
+async def outputs(directory: Path, entrypoint: list[str] | Module, **settings: Any) -> list[str]:
     """Run workers; return what each has printed."""
-    result = await run_logged(folder, entrypoint, **settings)
+    result = await run_logged(directory, entrypoint, **settings)
     return [Path(worker.stdout_path or "").read_text() for worker in result.attempts[-1].workers]
 
 
-async def run_logged(folder: Path, entrypoint: Any, **settings: Any) -> LaunchResult:
+async def run_logged(directory: Path, entrypoint: Any, **settings: Any) -> LaunchResult:
     """Run workers with their output in files."""
-    logs = LogSpec(log_dir=str(folder), redirects=3)
+    logs = LogSpec(log_dir=str(directory), redirects=3)
     return await launch(LaunchSpec(entrypoint, logs=logs, **settings))
 
 
-async def environments(folder: Path, **settings: Any) -> list[dict[str, str]]:
+async def environments(directory: Path, **settings: Any) -> list[dict[str, str]]:
     """Run workers; return the environment of each."""
-    texts = await outputs(folder, ["env", "-0"], **settings)
+    texts = await outputs(directory, ["env", "-0"], **settings)
     return [dict(line.split("=", 1) for line in text.split("\0") if line) for text in texts]
 
 
@@ -76,11 +76,11 @@ async def test_the_table_of_variables(tmp_path: Path) -> None:
         assert env["OMP_NUM_THREADS"] == "1"
         assert socket.gethostbyname(env["MASTER_ADDR"]).startswith("127.")
         context = WorkerContext.from_env(env)
-        assert (context.place.rank, context.role, context.restart_count) == (rank, "trainer", 0)
+        assert (context.rank, context.role, context.restart_count) == (rank, "trainer", 0)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-async def test_nothing_leaks(nproc: int, tmp_path: Path) -> None:
+async def test_descriptors_do_not_leak(nproc: int, tmp_path: Path) -> None:
     """A worker has our variables, the documented ones, the job's marker, and nothing else."""
     documented = DOCUMENTED | ({"OMP_NUM_THREADS"} if nproc > 1 else set())
     for env in await environments(tmp_path, nproc_per_node=nproc, env={"MINE": "x"}):
@@ -162,7 +162,7 @@ sys.stdout.flush()
 sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "3")
 """
     )
-    result = await run_logged(tmp_path, script, max_restarts=3, hosts_store=False)
+    result = await run_logged(tmp_path, script, max_restarts=3, host_store=False)
     assert len(result.attempts) == 4
     ports = [
         {

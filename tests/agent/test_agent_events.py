@@ -28,7 +28,14 @@ from elastic_aio import (
     event_to_json,
     launch,
 )
-from tests.support.children import deaf, noted, noting, restart_count_exits, shell, until
+from tests.support.children import (
+    ignoring_signals,
+    noted,
+    noting,
+    restart_count_exits,
+    shell,
+    until,
+)
 
 
 async def story(agent: Agent, after: int = -1) -> list[Event]:
@@ -60,7 +67,7 @@ async def test_a_cursor_continues() -> None:
 
 
 async def test_events_come_as_things_happen(tmp_path: Path) -> None:
-    """A start is told while the worker runs, not when the job is over."""
+    """WorkerStarted comes while the worker runs, not when the job is over."""
     script = "until [ -e $NOTES/go ]; do sleep 0.01; done"
     async with Agent(LaunchSpec(shell(script), env={"NOTES": str(tmp_path)})) as agent:
         async for event in agent.events():
@@ -70,9 +77,9 @@ async def test_events_come_as_things_happen(tmp_path: Path) -> None:
         assert (await agent.wait()).exit_code == 0
 
 
-async def test_a_slow_reader_is_told_what_it_missed() -> None:
+async def test_a_slow_reader_sees_how_many_events_it_missed() -> None:
     """Past the kept events a reader gets their number in their place, and always the end."""
-    spec = LaunchSpec(["true"], nproc_per_node=10, events_kept=4)
+    spec = LaunchSpec(["true"], nproc_per_node=10, event_history=4)
     async with Agent(spec) as agent:
         reader = agent.events()
         first = await anext(reader)
@@ -90,7 +97,7 @@ async def test_a_slow_reader_is_told_what_it_missed() -> None:
 @pytest.mark.parametrize("kept", [1, 2, 3])
 async def test_the_end_is_never_missed(kept: int) -> None:
     """However few events are kept, JobFinished is among them."""
-    async with Agent(LaunchSpec(["true"], nproc_per_node=5, events_kept=kept)) as agent:
+    async with Agent(LaunchSpec(["true"], nproc_per_node=5, event_history=kept)) as agent:
         await agent.wait()
         events = await story(agent)
     assert isinstance(events[0], EventsMissed)
@@ -98,9 +105,9 @@ async def test_the_end_is_never_missed(kept: int) -> None:
     assert isinstance(events[-1], JobFinished)
 
 
-async def test_a_reader_that_stops_reading_holds_up_nobody() -> None:
+async def test_a_reader_that_stops_reading_delays_no_other() -> None:
     """A reader that takes one event and no more does not keep a job from its end."""
-    async with Agent(LaunchSpec(["true"], nproc_per_node=5, events_kept=1)) as agent:
+    async with Agent(LaunchSpec(["true"], nproc_per_node=5, event_history=1)) as agent:
         reader = agent.events()
         await anext(reader)
         assert (await agent.wait()).exit_code == 0
@@ -145,8 +152,8 @@ async def test_events_know_run_attempt_node_and_time() -> None:
     times = [event.time for event in events]
     assert times == sorted(times)
     assert began <= times[0] <= times[-1] <= time.time()
-    told = [(type(event), event.attempt) for event in events]
-    assert told == [
+    kinds = [(type(event), event.attempt) for event in events]
+    assert kinds == [
         (JobStarted, 0),
         (WorkerStarted, 0),
         (WorkerExited, 0),
@@ -160,7 +167,7 @@ async def test_events_know_run_attempt_node_and_time() -> None:
 
 
 async def test_events_are_frozen() -> None:
-    """Nobody can change what has happened."""
+    """Events cannot be changed."""
     async with Agent(LaunchSpec(["true"])) as agent:
         await agent.wait()
         for event in await story(agent):
@@ -188,8 +195,8 @@ async def test_culprit_and_victims_in_events(tmp_path: Path) -> None:
     assert exits == {0: True, 1: True, 2: False}
 
 
-async def test_the_end_is_told_last_and_truly(tmp_path: Path) -> None:
-    """When JobFinished is told, nothing of the job is left."""
+async def test_job_finished_is_the_last_event_and_true(tmp_path: Path) -> None:
+    """At JobFinished, no process of the job is left."""
     states: list[tuple[JobState, bool]] = []
 
     def listen(event: Event) -> None:
@@ -206,7 +213,7 @@ async def test_the_end_is_told_last_and_truly(tmp_path: Path) -> None:
 async def test_json_keeps_every_event_of_a_real_job(tmp_path: Path) -> None:
     """Every event of an eventful job reads back from its JSON form as it was."""
     spec = LaunchSpec(
-        deaf("[ $RANK = 1 ] && exit 3; exec sleep 99"),
+        ignoring_signals("[ $RANK = 1 ] && exit 3; exec sleep 99"),
         nproc_per_node=2,
         max_restarts=1,
         env={"NOTES": str(tmp_path)},

@@ -22,19 +22,19 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.errors import SpawnError
-from elastic_aio.process.base import Child, ChildPlan
+from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
-from tests.support.children import deaf, noted, noting, shell, until
-from tests.support.traces import alive
+from tests.support.children import ignoring_signals, noted, noting, shell, until
+from tests.support.leaks import alive
 
 # Waits in rank 0 until all others have noted their pids, without starting a process.
 WHEN_ALL_RUN = 'for ((r = 1; r < WORLD_SIZE; r++)); do until [ -e "$NOTES/$r" ]; do :; done; done;'
 
 
-def spec(folder: Path, entrypoint: list[str], nproc: int, restarts: int = 0) -> LaunchSpec:
-    """Return a job of workers that leave notes in a folder."""
+def spec(directory: Path, entrypoint: list[str], nproc: int, restarts: int = 0) -> LaunchSpec:
+    """Return a job of workers that leave notes in a directory."""
     return LaunchSpec(
-        entrypoint, env={"NOTES": str(folder)}, nproc_per_node=nproc, max_restarts=restarts
+        entrypoint, env={"NOTES": str(directory)}, nproc_per_node=nproc, max_restarts=restarts
     )
 
 
@@ -80,7 +80,7 @@ async def test_a_victim_that_ends_well_is_no_failure(tmp_path: Path) -> None:
 
 
 async def test_success_waits_for_the_last(tmp_path: Path) -> None:
-    """Workers that are done early stop nobody; success needs all of them."""
+    """Workers that exit early do not stop the others; success needs all of them."""
     script = noting(f"[ $RANK = 0 ] || exit 0; {WHEN_ALL_RUN} sleep 0.1")
     result = await launch(spec(tmp_path, script, 3))
     assert [worker.status.code for worker in result.attempts[0].workers] == [0, 0, 0]
@@ -113,12 +113,12 @@ async def test_attempts_are_numbered(tmp_path: Path) -> None:
 
 
 async def test_every_status_of_many_workers_is_right(tmp_path: Path) -> None:
-    """64 workers that exit at the same moment, each in its own way, are all told apart."""
+    """64 workers that exit at the same moment, each in its own way, all have the right status."""
     os.mkfifo(tmp_path / "go")
     # Opened for reading and writing: what is written stays there for late readers.
     go = os.open(tmp_path / "go", os.O_RDWR)
     try:
-        script = deaf(
+        script = ignoring_signals(
             'read -r _ < "$NOTES/go"; [ $((RANK % 2)) = 0 ] && exit $((RANK + 1)); kill -KILL $$'
         )
         async with Agent(spec(tmp_path, script, 64)) as agent:
@@ -154,7 +154,7 @@ async def test_many_workers_that_succeed_at_once() -> None:
         "(trap '' TERM; sleep 99 & echo $! > $NOTES/left)",
         "env -i sleep 99 & echo $! > $NOTES/left",
     ],
-    ids=["child", "own-group", "own-session", "deaf", "no-environment"],
+    ids=["child", "own-group", "own-session", "ignoring-signals", "no-environment"],
 )
 async def test_what_workers_leave_behind_is_cleaned(leave: str, tmp_path: Path) -> None:
     """Descendants that outlive their worker are gone before the attempt counts as over."""
@@ -164,7 +164,7 @@ async def test_what_workers_leave_behind_is_cleaned(leave: str, tmp_path: Path) 
         if isinstance(event, JobFinished):
             seen.append(alive(int((tmp_path / "left").read_text())))
 
-    job = spec(tmp_path, shell(f"{leave}; exit 0"), 1).replaced(stop=StopPlan.within(0.2))
+    job = spec(tmp_path, shell(f"{leave}; exit 0"), 1).replace(stop=StopPlan.within(0.2))
     result = await launch(job, listeners=[listen])
     assert seen == [False]
     assert result.exit_code == 0
@@ -210,15 +210,15 @@ async def test_a_daemon_of_a_running_worker_is_left_alone(tmp_path: Path) -> Non
 
 
 async def test_a_worker_that_cannot_be_spawned_takes_the_others_along(tmp_path: Path) -> None:
-    """When the third worker cannot be started, the first two are stopped, and told about."""
+    """If the third worker cannot be started, the first two are stopped, with events."""
     spawn = command_spawner(asyncio.get_running_loop())
 
-    async def spawn_two(plan: ChildPlan) -> Child:
+    async def spawn_two(plan: ChildSpec) -> Child:
         if plan.env.get("LOCAL_RANK") == "2":
             raise SpawnError("no more room", permanent=False, exit_code=1)
         return await spawn(plan)
 
-    async with Agent(spec(tmp_path, noting(), 4), spawner=spawn_two) as agent:
+    async with Agent(spec(tmp_path, noting(), 4), _spawner=spawn_two) as agent:
         with pytest.raises(JobFailed, match="no more room") as caught:
             await agent.wait()
         events = [event async for event in agent.events()]
@@ -236,14 +236,14 @@ async def test_a_spawn_that_works_at_the_second_attempt() -> None:
     spawn = command_spawner(asyncio.get_running_loop())
     refused: list[str] = []
 
-    async def refuse_once(plan: ChildPlan) -> Child:
+    async def refuse_once(plan: ChildSpec) -> Child:
         if plan.env.get("LOCAL_RANK") == "1" and not refused:
             refused.append("once")
             raise SpawnError("no more room", permanent=False, exit_code=1)
         return await spawn(plan)
 
     job = LaunchSpec(["true"], nproc_per_node=2, max_restarts=1)
-    async with Agent(job, spawner=refuse_once) as agent:
+    async with Agent(job, _spawner=refuse_once) as agent:
         result = await agent.wait()
     assert result.restarts == 1
     assert result.attempts[0].failures[0].message == "no more room"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import tempfile
@@ -12,32 +13,42 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import Agent, JobFailed, LaunchResult, LaunchSpec, LogSpec, launch
-from elastic_aio.logs.sink import Console, open_sink
+from elastic_aio import (
+    Agent,
+    AttemptFailed,
+    Event,
+    JobFailed,
+    LaunchResult,
+    LaunchSpec,
+    LogSpec,
+    launch,
+)
+from elastic_aio.logs.tee import Tee
 from tests.support.children import file_console, python, shell, until
+from tests.support.leaks import open_descriptors
 
 BOTH = 'echo "out $RANK"; echo "err $RANK" >&2'
 
 
 async def shown(
-    folder: Path, entrypoint: list[str], *, nproc: int = 1, restarts: int = 0, **logs: Any
+    directory: Path, entrypoint: list[str], *, nproc: int = 1, restarts: int = 0, **logs: Any
 ) -> tuple[bytes, bytes, LaunchResult]:
     """Run a job; return what its console got, and the result."""
-    logs = {"log_dir": str(folder / "logs"), **logs}
+    logs = {"log_dir": str(directory / "logs"), **logs}
     spec = LaunchSpec(
         entrypoint, nproc_per_node=nproc, max_restarts=restarts, logs=LogSpec(**logs), run_id="run",
-        env={"NOTES": str(folder)},
+        env={"NOTES": str(directory)},
     )  # fmt: skip
-    with file_console(folder) as console:
+    with file_console(directory) as console:
         try:
             result = await launch(spec, console=console)
         except JobFailed as error:
             result = error.result
-    return (folder / "out").read_bytes(), (folder / "err").read_bytes(), result
+    return (directory / "out").read_bytes(), (directory / "err").read_bytes(), result
 
 
 def files(result: LaunchResult) -> dict[str, bytes]:
-    """Return the log files of a run by their path in its folder."""
+    """Return the log files of a run by their path in its directory."""
     assert result.log_dir is not None
     root = Path(result.log_dir)
     return {
@@ -122,7 +133,7 @@ async def test_prefix_templates(template: str | None, expected: str, tmp_path: P
 
 
 async def test_nothing_is_overwritten_by_restarts(tmp_path: Path) -> None:
-    """Three attempts have three folders with their own files, error files included."""
+    """Three attempts have three directories with their own files, error files included."""
     script = 'echo "attempt $TORCHELASTIC_RESTART_COUNT"; '
     script += 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 1'
     out, _, result = await shown(tmp_path, shell(script), restarts=2, tee=1)
@@ -140,8 +151,8 @@ async def test_nothing_is_overwritten_by_restarts(tmp_path: Path) -> None:
     ]
 
 
-async def test_two_runs_of_one_name_have_two_folders(tmp_path: Path) -> None:
-    """The same run id twice in one log folder overwrites nothing."""
+async def test_two_runs_of_one_name_have_two_directories(tmp_path: Path) -> None:
+    """The same run id twice in one log directory overwrites nothing."""
     _, _, first = await shown(tmp_path, ["echo", "1"], redirects=1)
     _, _, second = await shown(tmp_path, ["echo", "2"], redirects=1)
     assert first.log_dir != second.log_dir
@@ -150,40 +161,42 @@ async def test_two_runs_of_one_name_have_two_folders(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make temporary files in a folder of the test's own."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make temporary files in a directory of the test's own."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
 
 
 @pytest.mark.parametrize("entrypoint", [["true"], ["false"], ["no_such_program_here"]])
-async def test_no_temporary_folder_is_left(entrypoint: list[str], temporary_folder: Path) -> None:
+async def test_no_temporary_directory_is_left(
+    entrypoint: list[str], temporary_directory: Path
+) -> None:
     """Nothing stays among the temporary files when nothing was logged."""
     spec = LaunchSpec(entrypoint, nproc_per_node=3, max_restarts=1)
     try:
         await launch(spec)
     except JobFailed:
         pass
-    assert list(temporary_folder.iterdir()) == []
+    assert list(temporary_directory.iterdir()) == []
 
 
-async def test_empty_temporary_logs_are_removed(temporary_folder: Path) -> None:
-    """Redirected streams that stayed empty leave no folder either."""
+async def test_empty_temporary_logs_are_removed(temporary_directory: Path) -> None:
+    """Redirected streams that stayed empty leave no directory either."""
     result = await launch(LaunchSpec(["true"], logs=LogSpec(redirects=3)))
-    assert list(temporary_folder.iterdir()) == []
+    assert list(temporary_directory.iterdir()) == []
     assert result.log_dir is None
 
 
-async def test_temporary_logs_stay_when_there_are_some(temporary_folder: Path) -> None:
-    """What was logged without a chosen folder is kept, and the result says where."""
+async def test_temporary_logs_stay_when_there_are_some(temporary_directory: Path) -> None:
+    """What was logged without a chosen directory is kept, and the result says where."""
     result = await launch(LaunchSpec(["echo", "x"], logs=LogSpec(redirects=3)))
-    (folder,) = temporary_folder.iterdir()
-    assert result.log_dir == str(folder)
+    (directory,) = temporary_directory.iterdir()
+    assert result.log_dir == str(directory)
 
 
-async def test_an_error_file_without_logs_is_kept(temporary_folder: Path) -> None:
+async def test_an_error_file_without_logs_is_kept(temporary_directory: Path) -> None:
     """The report's error file is still there after the job."""
     script = 'echo \'{"message": "sad"}\' > $TORCHELASTIC_ERROR_FILE; exit 1'
     with pytest.raises(JobFailed) as caught:
@@ -192,7 +205,7 @@ async def test_an_error_file_without_logs_is_kept(temporary_folder: Path) -> Non
     assert error is not None
     assert error.message == "sad"
     assert Path(error.path).exists()
-    assert Path(error.path).is_relative_to(temporary_folder)
+    assert Path(error.path).is_relative_to(temporary_directory)
 
 
 async def test_whole_lines_only(tmp_path: Path) -> None:
@@ -327,7 +340,7 @@ async def test_output_of_a_grandchild(tmp_path: Path) -> None:
     assert out == b"[default0]:early\n[default0]:late\n"
 
 
-async def test_the_last_words_of_a_crashing_worker(tmp_path: Path) -> None:
+async def test_the_last_output_of_a_crashing_worker(tmp_path: Path) -> None:
     """Everything that a worker wrote before it died is shown when the job is over."""
     script = python(
         "import os, signal\n"
@@ -360,13 +373,11 @@ async def test_a_closed_console_changes_nothing(tmp_path: Path) -> None:
     os.close(reading)
     logs = LogSpec(log_dir=str(tmp_path / "logs"), tee=3)
     spec = LaunchSpec(shell(BOTH), nproc_per_node=2, logs=logs)
-    console = Console(open_sink("stdout", writing), open_sink("stderr", writing))
     try:
-        async with Agent(spec, console=console) as agent:
+        async with Agent(spec, console=(writing, writing)) as agent:
             result = await agent.wait()
             events = [event async for event in agent.events()]
     finally:
-        console.close()
         os.close(writing)
     assert result.exit_code == 0
     assert files(result)["attempt_0/0/stdout.log"] == b"out 0\n"
@@ -398,3 +409,31 @@ async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:
     )
     result = await launch(LaunchSpec(script))
     assert result.exit_code == 0
+
+
+async def test_a_stderr_that_cannot_be_followed_leaves_no_tailer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left for each attempt's second file: the first one is closed with it."""
+    follow = Tee.follow
+
+    def refuse_stderr(tee: Tee, path: str, *args: Any) -> int:
+        if path.endswith("stderr.log"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return follow(tee, path, *args)
+
+    monkeypatch.setattr(Tee, "follow", refuse_stderr)
+    open_logs = []
+
+    def count_logs(event: Event) -> None:
+        if isinstance(event, AttemptFailed):
+            targets = open_descriptors().values()
+            open_logs.append(sum(target.endswith("stdout.log") for target in targets))
+
+    spec = LaunchSpec(
+        shell("true"), max_restarts=3, logs=LogSpec(log_dir=tmp_path / "logs", tee=3)
+    )  # fmt: skip
+    with file_console(tmp_path) as console, pytest.raises(JobFailed, match="too many open files"):
+        await launch(spec, console=console, listeners=[count_logs])
+    assert len(open_logs) == 4
+    assert max(open_logs) <= 1

@@ -14,38 +14,37 @@ from elastic_aio import (
     JobFailed,
     JobStopped,
     MembershipChanged,
-    Promoted,
     RendezvousFailed,
     Restarting,
     RoundFormed,
+    StandbyPromoted,
     StopPlan,
     WorkerExited,
     WorkerStarted,
 )
-from elastic_aio.errors import SpecError, SurroundingsError
+from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import AttemptFailed, JobFinished, StopRequested
-from elastic_aio.outcome import ExitStatus, JobState
-from elastic_aio.policy import Action, RestartPolicy
+from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
-    Cause,
-    Conclude,
-    Ended,
-    Ending,
-    Failing,
-    Halt,
-    Pause,
+    EndJob,
     Report,
-    Running,
-    Succeeded,
+    RestartCause,
+    RestartPending,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StopRound,
 )
-from elastic_aio.rendezvousspec import RendezvousSpec
 from elastic_aio.report import format_failure
-from tests.support.children import POLITE, deaf, noted, noting, python, until
-from tests.support.scripted import Scripted, failure_elsewhere, member, node_spec
-from tests.support.traces import alive
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartAction, RestartPolicy
+from tests.support.children import POLITE, ignoring_signals, noted, noting, python, until
+from tests.support.fake_rendezvous import FakeRendezvous, failure_elsewhere, member, node_spec
+from tests.support.leaks import alive
 
-GOOD_END = Conclude(Ending(JobState.SUCCEEDED, "all workers have finished", 0, 2))
+GOOD_END = EndJob(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0, 2))
 SAY_PLACE = """
 import json, os
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"
@@ -55,10 +54,10 @@ print(json.dumps({name: os.environ[name] for name in names + more + shared}))
 """
 
 
-def renoted(folder: Path, *ranks: int) -> None:
+def renoted(directory: Path, *ranks: int) -> None:
     """Forget what workers have noted, before the next ones do."""
     for rank in ranks:
-        (folder / str(rank)).unlink()
+        (directory / str(rank)).unlink()
 
 
 # ---------------------------------------------------------------------- rounds
@@ -66,15 +65,15 @@ def renoted(folder: Path, *ranks: int) -> None:
 
 async def test_a_round_gives_the_workers_their_places(tmp_path: Path) -> None:
     """Ranks, sizes, the meeting point and the counts are those of the placement."""
-    async with member(node_spec(tmp_path, python(SAY_PLACE))) as one:
-        rendezvous = one.rendezvous
-        assert (rendezvous.card.nproc, rendezvous.card.pid) == (2, os.getpid())
+    async with member(node_spec(tmp_path, python(SAY_PLACE))) as node:
+        rendezvous = node.rendezvous
+        assert (rendezvous.node.nproc, rendezvous.node.pid) == (2, os.getpid())
         assert rendezvous.run_id == "shared"
-        rendezvous.begin(7, group_rank=2, nodes=3, restarts=5, port=1234)
-        assert await rendezvous.reported(Succeeded) == Succeeded(7)
+        rendezvous.start_round(7, group_rank=2, nodes=3, restarts=5, port=1234)
+        assert await rendezvous.wait_report(RoundSucceeded) == RoundSucceeded(7)
         rendezvous.instruct(GOOD_END)
-        result = await one.agent.wait()
-    assert rendezvous.reports == [Running(7), Succeeded(7)]
+        result = await node.agent.wait()
+    assert rendezvous.reports == [RoundStarted(7), RoundSucceeded(7)]
     assert (result.state, result.exit_code, result.restarts) == (JobState.SUCCEEDED, 0, 2)
     assert sorted(result.return_values) == [4, 5]
     assert result.log_dir is not None
@@ -99,149 +98,159 @@ async def test_a_round_gives_the_workers_their_places(tmp_path: Path) -> None:
         }
         for local_rank in (0, 1)
     ]
-    (formed,) = one.told(RoundFormed)
+    (formed,) = node.events_of(RoundFormed)
     assert (formed.attempt, formed.round, formed.group_rank, formed.changes) == (7, 7, 2, 4)
     assert (formed.group_world_size, formed.world_size, formed.master_port) == (3, 6, 1234)
-    assert {event.attempt for event in one.told(WorkerStarted)} == {7}
-    assert [event.rank for event in one.told(WorkerStarted)] == [4, 5]
-    assert one.told(JobFinished)[0].attempt == 7
+    assert {event.attempt for event in node.events_of(WorkerStarted)} == {7}
+    assert [event.rank for event in node.events_of(WorkerStarted)] == [4, 5]
+    assert node.events_of(JobFinished)[0].attempt == 7
 
 
 async def test_another_round_takes_the_place_of_the_one_that_runs(tmp_path: Path) -> None:
     """The workers are stopped by the plan, and then started in their new places."""
-    async with member(node_spec(tmp_path, POLITE)) as one:
-        rendezvous = one.rendezvous
-        rendezvous.begin(0, group_rank=0, nodes=1)
-        await rendezvous.reported(Running)
+    async with member(node_spec(tmp_path, POLITE)) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0, group_rank=0, nodes=1)
+        await rendezvous.wait_report(RoundStarted)
         first = await until(noted(tmp_path, 2))
         renoted(tmp_path, 0, 1)
-        rendezvous.begin(1, Cause(1, "b joined", 0), group_rank=0, nodes=2)
+        rendezvous.start_round(1, RestartCause(1, "b joined", 0), group_rank=0, nodes=2)
         second = await until(noted(tmp_path, 2))
         assert not any(map(alive, first))
         assert all(map(alive, second))
-        await rendezvous.reported(Running, 2)
-    assert [type(report) for report in rendezvous.reports] == [Running, Ended, Running]
+        await rendezvous.wait_report(RoundStarted, 2)
+    assert [type(report) for report in rendezvous.reports] == [
+        RoundStarted,
+        RoundStopped,
+        RoundStarted,
+    ]
     ended = rendezvous.reports[1]
-    assert isinstance(ended, Ended)
-    assert (ended.round, ended.failures, ended.is_final) == (0, (), False)
-    assert ended.ran > 0
-    (changed,) = one.told(MembershipChanged)
+    assert isinstance(ended, RoundStopped)
+    assert (ended.round, ended.failures, ended.is_permanent) == (0, (), False)
+    assert ended.runtime > 0
+    (changed,) = node.events_of(MembershipChanged)
     assert (changed.attempt, changed.why, changed.round, changed.nodes) == (1, "b joined", 1, 2)
-    assert one.told(StopRequested)[0].reason == "b joined"
-    assert [event.attempt for event in one.told(WorkerExited)][:2] == [0, 0]
-    assert [event.attempt for event in one.told(WorkerStarted)] == [0, 0, 1, 1]
-    assert not one.told(Restarting)
+    assert node.events_of(StopRequested)[0].reason == "b joined"
+    assert [event.attempt for event in node.events_of(WorkerExited)][:2] == [0, 0]
+    assert [event.attempt for event in node.events_of(WorkerStarted)] == [0, 0, 1, 1]
+    assert not node.events_of(Restarting)
 
 
 async def test_only_the_newest_of_several_rounds_begins(tmp_path: Path) -> None:
     """Rounds that follow each other while workers are being stopped are passed over."""
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.begin(0)
-        await one.rendezvous.reported(Running)
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.start_round(0)
+        await node.rendezvous.wait_report(RoundStarted)
         for number in (1, 2, 3, 2):
-            one.rendezvous.begin(number)
-        await one.rendezvous.reported(Running, 2)
-        assert one.rendezvous.reports[-1] == Running(3)
-    assert {event.attempt for event in one.told(WorkerStarted)} == {0, 3}
+            node.rendezvous.start_round(number)
+        await node.rendezvous.wait_report(RoundStarted, 2)
+        assert node.rendezvous.reports[-1] == RoundStarted(3)
+    assert {event.attempt for event in node.events_of(WorkerStarted)} == {0, 3}
 
 
-async def test_a_halt_and_a_restart(tmp_path: Path) -> None:
-    """A failure elsewhere stops the workers here; the readers hear of it, and of the restart."""
-    cause = Cause(1, "restart 1 of 3 (max_restarts)", 1, 0.5, failure_elsewhere())
-    async with member(node_spec(tmp_path, noting())) as one:
-        rendezvous = one.rendezvous
-        rendezvous.begin(0)
-        await rendezvous.reported(Running)
+async def test_a_stop_round_and_a_restart(tmp_path: Path) -> None:
+    """A failure elsewhere stops the workers here; the events have it, and the restart."""
+    cause = RestartCause(1, "restart 1 of 3 (max_restarts)", 1, 0.5, failure_elsewhere())
+    async with member(node_spec(tmp_path, noting())) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0)
+        await rendezvous.wait_report(RoundStarted)
         pids = await until(noted(tmp_path, 2))
         renoted(tmp_path, 0, 1)
-        rendezvous.instruct(Halt(0, "a worker on b has failed"))
-        assert (await rendezvous.reported(Ended)).failures == ()
+        rendezvous.instruct(StopRound(0, "a worker on b has failed"))
+        assert (await rendezvous.wait_report(RoundStopped)).failures == ()
         assert not any(map(alive, pids))
-        rendezvous.instruct(Halt(0, "a worker on b has failed"))
-        rendezvous.instruct(Pause(cause))
-        rendezvous.begin(1, cause, restarts=1)
+        rendezvous.instruct(StopRound(0, "a worker on b has failed"))
+        rendezvous.instruct(RestartPending(cause))
+        rendezvous.start_round(1, cause, restarts=1)
         await until(noted(tmp_path, 2))
-        await rendezvous.reported(Running, 2)
-    assert [type(report) for report in rendezvous.reports] == [Running, Ended, Running]
-    (failed,) = one.told(AttemptFailed)
+        await rendezvous.wait_report(RoundStarted, 2)
+    assert [type(report) for report in rendezvous.reports] == [
+        RoundStarted,
+        RoundStopped,
+        RoundStarted,
+    ]
+    (failed,) = node.events_of(AttemptFailed)
     assert (failed.attempt, failed.root.host) == (0, "elsewhere")
-    (restarting,) = one.told(Restarting)
+    (restarting,) = node.events_of(Restarting)
     assert (restarting.attempt, restarting.delay, restarting.restarts) == (1, 0.5, 1)
-    assert one.told(StopRequested)[0].reason == "a worker on b has failed"
+    assert node.events_of(StopRequested)[0].reason == "a worker on b has failed"
 
 
 # --------------------------------------------------------------------- failures
 
 
-async def test_a_failure_is_told_at_once(tmp_path: Path) -> None:
-    """The others hear of it while the siblings still run; the details come when they do not."""
+async def test_a_failure_is_reported_at_once(tmp_path: Path) -> None:
+    """The first report comes while the siblings still run, the details when they have exited."""
     fails = 'if [ $LOCAL_RANK = 0 ]; then until [ -e "$NOTES/3" ]; do :; done; exit 5; fi; '
-    spec = node_spec(tmp_path, deaf(fails + "exec sleep 99"), stop=StopPlan.within(0.3))
+    spec = node_spec(tmp_path, ignoring_signals(fails + "exec sleep 99"), stop=StopPlan.within(0.3))
     seen: list[tuple[Report, bool, int]] = []
-    async with member(spec) as one:
-        rendezvous = one.rendezvous
+    async with member(spec) as node:
+        rendezvous = node.rendezvous
 
         def look(report: Report) -> None:
             pid = int((tmp_path / "3").read_text()) if (tmp_path / "3").exists() else 0
-            seen.append((report, alive(pid), len(one.told(StopRequested))))
+            seen.append((report, alive(pid), len(node.events_of(StopRequested))))
 
         rendezvous.on_report = look
-        rendezvous.begin(4, group_rank=1)
-        ended = await rendezvous.reported(Ended)
-    failing = next(entry for entry in seen if isinstance(entry[0], Failing))
-    assert failing == (Failing(4, "local rank 0 failed (exit code 5)"), True, 0)
-    assert [was_alive for report, was_alive, _ in seen if isinstance(report, Ended)] == [False]
+        rendezvous.start_round(4, group_rank=1)
+        ended = await rendezvous.wait_report(RoundStopped)
+    failing = next(entry for entry in seen if isinstance(entry[0], RoundFailing))
+    assert failing == (RoundFailing(4, "local rank 0 failed (exit code 5)"), True, 0)
+    assert [was_alive for report, was_alive, _ in seen if isinstance(report, RoundStopped)] == [
+        False
+    ]
     assert [(one.rank, one.local_rank, one.is_victim) for one in ended.failures] == [
         (2, 0, False),
         (3, 1, True),
     ]
-    assert (ended.round, ended.exit_code, ended.is_final) == (4, 5, False)
+    assert (ended.round, ended.exit_code, ended.is_permanent) == (4, 5, False)
 
 
 @pytest.mark.parametrize("is_begin", [False, True], ids=["halt", "begin"])
 async def test_a_failure_is_not_lost_to_an_instruction(tmp_path: Path, is_begin: bool) -> None:
-    """What failed before the instruction came is told, whatever is to follow."""
+    """A failure before the instruction is reported, whatever the instruction is."""
     fails = 'until [ -e "$NOTES/started" ]; do :; done; exit 5'
     script = f"if [ $RANK = 0 ]; then {fails}; fi; exec sleep 99"
-    spec = node_spec(tmp_path, deaf(script), stop=StopPlan.within(0.3))
-    async with member(spec) as one:
-        rendezvous = one.rendezvous
-        rendezvous.begin(0)
-        await rendezvous.reported(Running)
+    spec = node_spec(tmp_path, ignoring_signals(script), stop=StopPlan.within(0.3))
+    async with member(spec) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0)
+        await rendezvous.wait_report(RoundStarted)
         (tmp_path / "started").touch()
-        await rendezvous.reported(Failing)
+        await rendezvous.wait_report(RoundFailing)
         if is_begin:
-            rendezvous.begin(1, group_rank=1)
+            rendezvous.start_round(1, group_rank=1)
         else:
-            rendezvous.instruct(Halt(0, "a worker here has failed"))
-        ended = await rendezvous.reported(Ended)
+            rendezvous.instruct(StopRound(0, "a worker here has failed"))
+        ended = await rendezvous.wait_report(RoundStopped)
         assert [failure.status.code for failure in ended.failures][:1] == [5]
         if is_begin:
-            await rendezvous.reported(Running, 2)
-    assert len([report for report in rendezvous.reports if isinstance(report, Failing)]) == 1
+            await rendezvous.wait_report(RoundStarted, 2)
+    assert len([report for report in rendezvous.reports if isinstance(report, RoundFailing)]) == 1
 
 
-async def test_an_error_that_was_recorded_before_a_halt_is_told(tmp_path: Path) -> None:
+async def test_an_error_recorded_before_a_stop_round_is_reported(tmp_path: Path) -> None:
     """A worker that has failed by itself is a culprit, even if the stop was faster than its end."""
     text = json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1"}}})
     first = f"""echo '{text}' > "$TORCHELASTIC_ERROR_FILE" """
-    async with member(node_spec(tmp_path, noting(first=first), 1)) as one:
-        one.rendezvous.begin(0)
+    async with member(node_spec(tmp_path, noting(first=first), 1)) as node:
+        node.rendezvous.start_round(0)
         await until(noted(tmp_path, 1))
-        one.rendezvous.instruct(Halt(0, "a worker on b has failed"))
-        ended = await one.rendezvous.reported(Ended)
+        node.rendezvous.instruct(StopRound(0, "a worker on b has failed"))
+        ended = await node.rendezvous.wait_report(RoundStopped)
     assert [failure.summary.rpartition(": ")[2] for failure in ended.failures] == ["x"]
     assert not ended.failures[0].is_victim
 
 
 async def test_a_program_that_does_not_exist_is_final(tmp_path: Path) -> None:
-    """No other attempt could start it: the others are told so, with a shell's exit code."""
-    async with member(node_spec(tmp_path, ["./no-such-program"])) as one:
-        one.rendezvous.begin(0)
-        ended = await one.rendezvous.reported(Ended)
-    assert isinstance(one.rendezvous.reports[0], Failing)
-    assert (ended.is_final, ended.exit_code) == (True, 127)
-    assert ended.final_why == "another attempt could not start it either"
+    """No other attempt could start it: the report says so, with a shell's exit code."""
+    async with member(node_spec(tmp_path, ["./no-such-program"])) as node:
+        node.rendezvous.start_round(0)
+        ended = await node.rendezvous.wait_report(RoundStopped)
+    assert isinstance(node.rendezvous.reports[0], RoundFailing)
+    assert (ended.is_permanent, ended.exit_code) == (True, 127)
+    assert ended.permanent_reason == "another attempt could not start it either"
     assert "no-such-program" in ended.failures[0].message
 
 
@@ -251,13 +260,13 @@ async def test_a_program_that_does_not_exist_is_final(tmp_path: Path) -> None:
 async def test_a_failure_elsewhere_ends_the_job_here_too(tmp_path: Path) -> None:
     """The culprit is named with host, rank and traceback, though it never ran here."""
     root = failure_elsewhere(traceback="Traceback...\nValueError: there")
-    ending = Ending(JobState.FAILED, "all 3 restarts are used up", 9, 3, (root,))
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.begin(6, group_rank=0)
+    ending = JobOutcome(JobState.FAILED, "all 3 restarts are used up", 9, 3, (root,))
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.start_round(6, group_rank=0)
         pids = await until(noted(tmp_path, 2))
-        one.rendezvous.instruct(Conclude(ending))
+        node.rendezvous.instruct(EndJob(ending))
         with pytest.raises(JobFailed) as caught:
-            await one.agent.wait()
+            await node.agent.wait()
         assert not any(map(alive, pids))
     error, result = caught.value, caught.value.result
     assert not isinstance(error, RendezvousFailed)
@@ -268,88 +277,88 @@ async def test_a_failure_elsewhere_ends_the_job_here_too(tmp_path: Path) -> None
     shown = format_failure(result, "job")
     assert "elsewhere" in shown
     assert "ValueError: there" in shown
-    assert one.rendezvous.left == [ending.why]
-    (failed,) = one.told(AttemptFailed)
+    assert node.rendezvous.leave_reasons == [ending.why]
+    (failed,) = node.events_of(AttemptFailed)
     assert (failed.attempt, failed.root) == (6, root)
-    assert isinstance(one.events[-1], JobFinished)
+    assert isinstance(node.events[-1], JobFinished)
 
 
 async def test_a_node_that_never_ran_names_the_culprit_too(tmp_path: Path) -> None:
     """One that was standing by has an attempt without workers, which carries the failures."""
     root = failure_elsewhere()
-    ending = Ending(JobState.FAILED, "no restarts allowed", 9, 0, (root,))
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        one.rendezvous.instruct(Conclude(ending))
+    ending = JobOutcome(JobState.FAILED, "no restarts allowed", 9, 0, (root,))
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        node.rendezvous.instruct(EndJob(ending))
         with pytest.raises(JobFailed, match=r"rank 3 \(pid 4242\): exit code 9") as caught:
-            await one.agent.wait()
+            await node.agent.wait()
     (attempt,) = caught.value.result.attempts
     assert (attempt.workers, attempt.failures) == ((), (root,))
 
 
-async def test_nodes_that_do_not_come_together(tmp_path: Path) -> None:
+async def test_a_rendezvous_that_fails(tmp_path: Path) -> None:
     """It is the rendezvous that failed, and the exception says so."""
     why = "only 1 of 2 nodes came together (a); waited 5 s (join_timeout)"
-    ending = Ending(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        one.rendezvous.instruct(Conclude(ending))
+    ending = JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        node.rendezvous.instruct(EndJob(ending))
         with pytest.raises(RendezvousFailed, match="only 1 of 2 nodes came together") as caught:
-            await one.agent.wait()
+            await node.agent.wait()
     assert caught.value.result.exit_code == RENDEZVOUS_FAILED
     assert caught.value.result.attempts == ()
 
 
 async def test_a_rendezvous_that_cannot_be_joined(tmp_path: Path) -> None:
     """The one clear line reaches the caller as it is."""
-    error = SurroundingsError("cannot listen on 127.0.0.1:1: permission denied")
+    error = HostError("cannot listen on 127.0.0.1:1: permission denied")
 
-    def refuse(rendezvous: Scripted) -> None:
+    def refuse(rendezvous: FakeRendezvous) -> None:
         rendezvous.open_error = error
 
-    async with member(node_spec(tmp_path, ["true"]), refuse) as one:
-        with pytest.raises(SurroundingsError) as caught:
-            await one.agent.wait()
+    async with member(node_spec(tmp_path, ["true"]), refuse) as node:
+        with pytest.raises(HostError) as caught:
+            await node.agent.wait()
     assert caught.value is error
-    assert one.told(JobFinished)[0].exit_code == 1
+    assert node.events_of(JobFinished)[0].exit_code == 1
 
 
-async def test_a_success_waits_for_the_others_and_obeys_meanwhile(tmp_path: Path) -> None:
+async def test_a_success_waits_for_the_others_and_follows_instructions(tmp_path: Path) -> None:
     """A node in the exit barrier takes part in the next round like any other."""
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        rendezvous = one.rendezvous
-        rendezvous.begin(0)
-        await rendezvous.reported(Succeeded)
-        rendezvous.begin(1, Cause(1, "b is lost", 0))
-        await rendezvous.reported(Succeeded, 2)
-        rendezvous.instruct(Halt(1, "a worker on c has failed"))
-        await rendezvous.reported(Ended)
-        rendezvous.begin(2)
-        await rendezvous.reported(Succeeded, 3)
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0)
+        await rendezvous.wait_report(RoundSucceeded)
+        rendezvous.start_round(1, RestartCause(1, "b is lost", 0))
+        await rendezvous.wait_report(RoundSucceeded, 2)
+        rendezvous.instruct(StopRound(1, "a worker on c has failed"))
+        await rendezvous.wait_report(RoundStopped)
+        rendezvous.start_round(2)
+        await rendezvous.wait_report(RoundSucceeded, 3)
         rendezvous.instruct(GOOD_END)
-        result = await one.agent.wait()
+        result = await node.agent.wait()
     assert [attempt.number for attempt in result.attempts] == [0, 1, 2]
-    assert rendezvous.left == ["all workers have finished"]
+    assert rendezvous.leave_reasons == ["all workers have finished"]
 
 
 async def test_the_wait_for_the_others_has_an_end(tmp_path: Path) -> None:
     """A node that has waited long enough is done, and says why."""
-    async with member(node_spec(tmp_path, ["true"], barrier=0.05)) as one:
-        one.rendezvous.begin(3, restarts=2)
-        result = await one.agent.wait()
+    async with member(node_spec(tmp_path, ["true"], barrier=0.05)) as node:
+        node.rendezvous.start_round(3, restarts=2)
+        result = await node.agent.wait()
     assert (result.exit_code, result.restarts) == (0, 2)
     assert result.reason == (
         "all workers have finished on this node;"
         " others had not after 0.05 s (rendezvous.exit_barrier_timeout)"
     )
-    assert one.rendezvous.left == [result.reason]
+    assert node.rendezvous.leave_reasons == [result.reason]
 
 
 async def test_the_wait_for_the_others_can_be_cut_short(tmp_path: Path) -> None:
-    """Whoever stops a node that has succeeded gets a success."""
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        one.rendezvous.begin(0)
-        await one.rendezvous.reported(Succeeded)
-        await one.agent.stop(signal="SIGINT", reason="Ctrl-C")
-        result = await one.agent.wait()
+    """A node that has succeeded and is stopped ends as a success."""
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        node.rendezvous.start_round(0)
+        await node.rendezvous.wait_report(RoundSucceeded)
+        await node.agent.stop(signal="SIGINT", reason="Ctrl-C")
+        result = await node.agent.wait()
     assert result.state is JobState.SUCCEEDED
     assert result.reason.endswith("the others are not waited for: SIGINT was received")
 
@@ -358,109 +367,111 @@ async def test_the_wait_for_the_others_can_be_cut_short(tmp_path: Path) -> None:
 
 
 async def test_a_stop_before_the_first_round(tmp_path: Path) -> None:
-    """Whoever waits for peers can be stopped at once."""
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        await one.agent.stop(signal="SIGTERM")
+    """A node that waits for peers can be stopped at once."""
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        await node.agent.stop(signal="SIGTERM")
         with pytest.raises(JobStopped) as caught:
-            await one.agent.wait()
+            await node.agent.wait()
     assert caught.value.result.exit_code == 143
-    assert one.rendezvous.left == ["SIGTERM was received"]
+    assert node.rendezvous.leave_reasons == ["SIGTERM was received"]
 
 
 async def test_a_stop_while_the_rendezvous_is_being_joined(tmp_path: Path) -> None:
     """The joining is given up, and then left."""
 
-    def hold(rendezvous: Scripted) -> None:
+    def hold(rendezvous: FakeRendezvous) -> None:
         rendezvous.may_open.clear()
 
-    async with member(node_spec(tmp_path, ["true"]), hold) as one:
+    async with member(node_spec(tmp_path, ["true"]), hold) as node:
         await asyncio.sleep(0)
-        await one.agent.stop()
+        await node.agent.stop()
         with pytest.raises(JobStopped):
-            await one.agent.wait()
-    assert not one.rendezvous.is_open
-    assert len(one.rendezvous.left) == 1
+            await node.agent.wait()
+    assert not node.rendezvous.is_open
+    assert len(node.rendezvous.leave_reasons) == 1
 
 
 async def test_a_stop_while_workers_run_leaves_first(tmp_path: Path) -> None:
     """The others can go on while the workers of this node are still being stopped."""
-    spec = node_spec(tmp_path, deaf(), stop=StopPlan.within(0.3))
+    spec = node_spec(tmp_path, ignoring_signals(), stop=StopPlan.within(0.3))
     running: list[bool] = []
-    async with member(spec) as one:
-        one.rendezvous.begin(0)
+    async with member(spec) as node:
+        node.rendezvous.start_round(0)
         pids = await until(noted(tmp_path, 2))
-        one.rendezvous.on_leave = lambda: running.append(all(map(alive, pids)))
-        stopped = one.agent.stop(reason="pre-empted")
-        one.rendezvous.begin(1)
+        node.rendezvous.on_leave = lambda: running.append(all(map(alive, pids)))
+        stopped = node.agent.stop(reason="pre-empted")
+        node.rendezvous.start_round(1)
         await stopped
         with pytest.raises(JobStopped, match="pre-empted") as caught:
-            await one.agent.wait()
+            await node.agent.wait()
     assert running == [True]
-    assert one.rendezvous.left == ["pre-empted"]
-    assert not any(isinstance(report, Ended) for report in one.rendezvous.reports)
+    assert node.rendezvous.leave_reasons == ["pre-empted"]
+    assert not any(isinstance(report, RoundStopped) for report in node.rendezvous.reports)
     assert caught.value.result.exit_code == 143
-    assert {event.attempt for event in one.told(WorkerStarted)} == {0}
+    assert {event.attempt for event in node.events_of(WorkerStarted)} == {0}
 
 
 async def test_a_stop_between_two_rounds(tmp_path: Path) -> None:
     """A node whose workers were halted can be stopped while it waits."""
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.begin(0)
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.start_round(0)
         await until(noted(tmp_path, 2))
-        one.rendezvous.instruct(Halt(0, "too few nodes are left"))
-        await one.rendezvous.reported(Ended)
-        await one.agent.stop()
+        node.rendezvous.instruct(StopRound(0, "too few nodes are left"))
+        await node.rendezvous.wait_report(RoundStopped)
+        await node.agent.stop()
         with pytest.raises(JobStopped):
-            await one.agent.wait()
+            await node.agent.wait()
 
 
 async def test_a_stop_after_a_failure(tmp_path: Path) -> None:
     """The readers hear what had failed; the job was stopped all the same."""
     script = 'if [ $RANK = 0 ]; then until [ -e "$NOTES/1" ]; do :; done; exit 5; fi; '
-    spec = node_spec(tmp_path, deaf(script + "exec sleep 99"), stop=StopPlan.within(0.3))
-    async with member(spec) as one:
-        one.rendezvous.begin(0)
-        await one.rendezvous.reported(Failing)
-        await one.agent.stop()
+    spec = node_spec(
+        tmp_path, ignoring_signals(script + "exec sleep 99"), stop=StopPlan.within(0.3)
+    )
+    async with member(spec) as node:
+        node.rendezvous.start_round(0)
+        await node.rendezvous.wait_report(RoundFailing)
+        await node.agent.stop()
         with pytest.raises(JobStopped) as caught:
-            await one.agent.wait()
-    assert one.told(AttemptFailed)[0].root.status == ExitStatus(code=5)
+            await node.agent.wait()
+    assert node.events_of(AttemptFailed)[0].root.status == ExitStatus(code=5)
     assert caught.value.result.failures[0].status == ExitStatus(code=5)
 
 
 async def test_nothing_is_over_before_this_node_has_left(tmp_path: Path) -> None:
     """The end waits for the rendezvous, which tells the others."""
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        one.rendezvous.may_leave.clear()
-        stopped = asyncio.ensure_future(one.agent.stop())
-        await one.rendezvous.has_been_left()
-        assert not one.told(JobFinished)
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        node.rendezvous.may_leave.clear()
+        stopped = asyncio.ensure_future(node.agent.stop())
+        await node.rendezvous.wait_left()
+        assert not node.events_of(JobFinished)
         assert not stopped.done()
-        one.rendezvous.may_leave.set()
+        node.rendezvous.may_leave.set()
         await stopped
-        assert len(one.told(JobFinished)) == 1
+        assert len(node.events_of(JobFinished)) == 1
 
 
-async def test_who_insists_waits_for_no_other_node(tmp_path: Path) -> None:
+async def test_a_kill_waits_for_no_other_node(tmp_path: Path) -> None:
     """An immediate stop asks the rendezvous a second time, which then lets go."""
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        one.rendezvous.may_leave.clear()
-        one.rendezvous.instruct(GOOD_END)
-        await one.rendezvous.has_been_left()
-        asked = len(one.rendezvous.left)
-        one.agent.kill()
-        await one.rendezvous.has_been_left(asked + 1)
-        one.rendezvous.may_leave.set()
-        assert (await one.agent.wait()).exit_code == 0
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        node.rendezvous.may_leave.clear()
+        node.rendezvous.instruct(GOOD_END)
+        await node.rendezvous.wait_left()
+        asked = len(node.rendezvous.leave_reasons)
+        node.agent.kill()
+        await node.rendezvous.wait_left(asked + 1)
+        node.rendezvous.may_leave.set()
+        assert (await node.agent.wait()).exit_code == 0
 
 
 async def test_leaving_the_block_stops_and_leaves(tmp_path: Path) -> None:
     """The end of the block is a stop like any other."""
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.begin(0)
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.start_round(0)
         pids = await until(noted(tmp_path, 2))
     assert not any(map(alive, pids))
-    assert one.rendezvous.left == ["the agent's block was left"]
+    assert node.rendezvous.leave_reasons == ["the agent's block was left"]
 
 
 # ----------------------------------------------------------------- what else is said
@@ -468,53 +479,56 @@ async def test_leaving_the_block_stops_and_leaves(tmp_path: Path) -> None:
 
 async def test_events_of_the_rendezvous_are_this_nodes_too(tmp_path: Path) -> None:
     """They get the number of the present attempt, and a place among the others."""
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.begin(5)
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.start_round(5)
         await until(noted(tmp_path, 2))
-        one.rendezvous.listener.told(Promoted(round=5, group_rank=1))
-        one.rendezvous.listener.told(Promoted(attempt=9, round=5, group_rank=1))
-    assert [event.attempt for event in one.told(Promoted)] == [5, 9]
-    assert [event.seq for event in one.events] == list(range(len(one.events)))
-    before = len(one.events)
-    one.rendezvous.listener.told(Promoted(round=6, group_rank=1))
-    one.rendezvous.instruct(Halt(9, "nobody is there any more"))
-    assert len(one.events) == before, "nothing comes after the last event"
+        node.rendezvous.agent.on_event(StandbyPromoted(round=5, group_rank=1))
+        node.rendezvous.agent.on_event(StandbyPromoted(attempt=9, round=5, group_rank=1))
+    assert [event.attempt for event in node.events_of(StandbyPromoted)] == [5, 9]
+    assert [event.seq for event in node.events] == list(range(len(node.events)))
+    before = len(node.events)
+    node.rendezvous.agent.on_event(StandbyPromoted(round=6, group_rank=1))
+    node.rendezvous.instruct(StopRound(9, "no node is left"))
+    assert len(node.events) == before, "nothing comes after the last event"
 
 
 async def test_the_coordinating_node_asks_the_user(tmp_path: Path) -> None:
     """The callback may answer at once or later; without one the policy decides."""
 
-    async def later(failure: object) -> Action:
+    async def later(failure: object) -> RestartAction:
         await asyncio.sleep(0)
-        return Action.GIVE_UP
+        return RestartAction.GIVE_UP
 
-    for decide, answer in ((lambda _: Action.RESTART, Action.RESTART), (later, Action.GIVE_UP)):
+    for decide, answer in (
+        (lambda _: RestartAction.RESTART, RestartAction.RESTART),
+        (later, RestartAction.GIVE_UP),
+    ):
         restart = RestartPolicy(decide=decide)
         spec = node_spec(tmp_path, ["true"], max_restarts=1, restart=restart)
-        async with member(spec) as one:
-            assert await one.rendezvous.listener.decide(failure_elsewhere()) is answer
-    async with member(node_spec(tmp_path, ["true"])) as one:
-        assert await one.rendezvous.listener.decide(failure_elsewhere()) is Action.BY_POLICY
+        async with member(spec) as node:
+            assert await node.rendezvous.agent.decide(failure_elsewhere()) is answer
+    async with member(node_spec(tmp_path, ["true"])) as node:
+        assert await node.rendezvous.agent.decide(failure_elsewhere()) is RestartAction.DEFAULT
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), asyncio.CancelledError()], ids=["own", "cancel"])
-async def test_a_callback_that_fails_is_told_to_its_node(
+async def test_a_callback_that_fails_is_raised_on_its_node(
     tmp_path: Path, error: BaseException
 ) -> None:
     """The coordinator ends the job by it, and the callers here get the error itself."""
 
-    def decide(failure: object) -> Action:
+    def decide(failure: object) -> RestartAction:
         raise error
 
     restart = RestartPolicy(decide=decide)
     spec = node_spec(tmp_path, ["true"], max_restarts=1, restart=restart)
-    async with member(spec) as one:
+    async with member(spec) as node:
         with pytest.raises((KeyError, RuntimeError)):
-            await one.rendezvous.listener.decide(failure_elsewhere())
-        ending = Ending(JobState.FAILED, "restart.decide raised", 9, 0, (failure_elsewhere(),))
-        one.rendezvous.instruct(Conclude(ending))
+            await node.rendezvous.agent.decide(failure_elsewhere())
+        ending = JobOutcome(JobState.FAILED, "restart.decide raised", 9, 0, (failure_elsewhere(),))
+        node.rendezvous.instruct(EndJob(ending))
         with pytest.raises(type(error)) as caught:
-            await one.agent.wait()
+            await node.agent.wait()
     assert caught.value is error
 
 
@@ -528,16 +542,16 @@ async def test_a_backend_that_does_not_exist(tmp_path: Path) -> None:
 
 
 async def test_a_defect_of_the_rendezvous_leaves_nothing(tmp_path: Path) -> None:
-    """Even then all workers are gone, and the others are told."""
+    """Even then no worker is left, and the node has left the rendezvous."""
 
     def fail(report: Report) -> None:
         raise ZeroDivisionError
 
-    async with member(node_spec(tmp_path, noting())) as one:
-        one.rendezvous.on_report = fail
-        one.rendezvous.begin(0)
+    async with member(node_spec(tmp_path, noting())) as node:
+        node.rendezvous.on_report = fail
+        node.rendezvous.start_round(0)
         with pytest.raises(ZeroDivisionError):
-            await one.agent.wait()
-    assert len(one.rendezvous.left) == 1
-    pids = [event.pid for event in one.told(WorkerStarted)]
+            await node.agent.wait()
+    assert len(node.rendezvous.leave_reasons) == 1
+    pids = [event.pid for event in node.events_of(WorkerStarted)]
     assert not any(map(alive, pids))

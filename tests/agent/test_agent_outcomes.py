@@ -23,12 +23,12 @@ from elastic_aio import (
     WorkerExited,
 )
 from tests.support.children import POLITE, SIGNAL_LOGGER, SLEEPER, noted, noting, until
-from tests.support.traces import alive, own_children
+from tests.support.leaks import alive, own_children
 
 
-def spec(folder: Path, entrypoint: list[str], nproc: int = 1) -> LaunchSpec:
-    """Return a job of workers that leave notes in a folder."""
-    return LaunchSpec(entrypoint, env={"NOTES": str(folder)}, nproc_per_node=nproc)
+def spec(directory: Path, entrypoint: list[str], nproc: int = 1) -> LaunchSpec:
+    """Return a job of workers that leave notes in a directory."""
+    return LaunchSpec(entrypoint, env={"NOTES": str(directory)}, nproc_per_node=nproc)
 
 
 async def test_wait_returns_the_result() -> None:
@@ -75,7 +75,7 @@ async def test_stop_need_not_be_awaited(tmp_path: Path) -> None:
 
 async def test_stop_with_a_signal_of_its_own(tmp_path: Path) -> None:
     """The signal of a stop takes the place of the plan's first one."""
-    job = spec(tmp_path, SIGNAL_LOGGER).replaced(stop=StopPlan.within(0.1))
+    job = spec(tmp_path, SIGNAL_LOGGER).replace(stop=StopPlan.within(0.1))
     async with Agent(job) as agent:
         await until(noted(tmp_path, 1))
         agent.stop(signal=signal.SIGINT)
@@ -164,7 +164,7 @@ async def test_leaving_the_block_is_not_cut_short_by_cancellation(tmp_path: Path
     assert (tmp_path / "stopped").exists()
 
 
-async def test_a_setting_that_does_not_fit_the_machine() -> None:
+async def test_a_setting_that_does_not_fit_the_host() -> None:
     """Entering refuses what cannot be, and leaves nothing open."""
     children = own_children()
     logs = LogSpec(local_ranks_filter=[60_000])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from elastic_aio import (
-    Action,
     Agent,
     Backoff,
     Event,
@@ -21,15 +20,16 @@ from elastic_aio import (
     JobStopped,
     LaunchResult,
     LaunchSpec,
+    RestartAction,
     Restarting,
     RestartPolicy,
     SpecError,
     WorkerStarted,
     launch,
 )
-from elastic_aio.policy import Decide
+from elastic_aio.spec.restart import Decide
 from tests.support.children import python, restart_count_exits, shell, until
-from tests.support.traces import alive
+from tests.support.leaks import alive
 
 
 async def failed(spec: LaunchSpec, events: list[Event] | None = None) -> LaunchResult:
@@ -67,10 +67,10 @@ async def test_back_off_grows_to_its_cap() -> None:
     backoff = Backoff(initial=0.02, factor=2, cap=0.05, jitter=False)
     await failed(job(backoff=backoff), events)
     assert delays(events) == pytest.approx([0.02, 0.04, 0.05])
-    for told, started in itertools.pairwise(events):
-        if isinstance(told, Restarting):
+    for restarting, started in itertools.pairwise(events):
+        if isinstance(restarting, Restarting):
             assert isinstance(started, WorkerStarted)
-            assert started.time - told.time >= told.delay - 0.005
+            assert started.time - restarting.time >= restarting.delay - 0.005
 
 
 async def test_jitter_shortens_delays() -> None:
@@ -140,24 +140,24 @@ async def test_decide_is_asked_with_the_root_cause() -> None:
     """The callback sees each failed attempt's root cause, and its word counts."""
     asked: list[Failure] = []
 
-    def decide(failure: Failure) -> Action:
+    def decide(failure: Failure) -> RestartAction:
         asked.append(failure)
-        return Action.RESTART if failure.status.code == 3 else Action.GIVE_UP
+        return RestartAction.RESTART if failure.status.code == 3 else RestartAction.GIVE_UP
 
     spec = LaunchSpec(
         restart_count_exits(3, 3, 4), max_restarts=9, restart=RestartPolicy(decide=decide)
     )
     result = await failed(spec)
     assert [failure.status.code for failure in asked] == [3, 3, 4]
-    assert (result.restarts, result.reason) == (2, "restart.decide said to give up")
+    assert (result.restarts, result.reason) == (2, "restart.decide returned GIVE_UP")
 
 
 async def test_decide_may_be_a_coroutine() -> None:
     """The callback may await, and the loop goes on meanwhile."""
 
-    async def decide(failure: Failure) -> Action:
+    async def decide(failure: Failure) -> RestartAction:
         await asyncio.sleep(0.01)
-        return Action.BY_POLICY
+        return RestartAction.DEFAULT
 
     result = await failed(job(7, decide=decide, never_on=frozenset({7})))
     assert result.reason == "exit code 7 is in restart.never_on"
@@ -166,23 +166,23 @@ async def test_decide_may_be_a_coroutine() -> None:
 async def test_decide_passes_over_the_exit_code_rules_but_not_the_budget() -> None:
     """RESTART restarts in spite of never_on, as long as restarts are left."""
     result = await failed(
-        job(7, restarts=2, decide=lambda failure: Action.RESTART, never_on=frozenset({7}))
+        job(7, restarts=2, decide=lambda failure: RestartAction.RESTART, never_on=frozenset({7}))
     )
     assert result.restarts == 2
 
 
-def decide_raising(failure: Failure) -> Action:
+def decide_raising(failure: Failure) -> RestartAction:
     raise ZeroDivisionError("in decide")
 
 
-async def decide_raising_later(failure: Failure) -> Action:
+async def decide_raising_later(failure: Failure) -> RestartAction:
     await asyncio.sleep(0)
     raise ZeroDivisionError("in decide")
 
 
 @pytest.mark.parametrize("decide", [decide_raising, decide_raising_later])
 async def test_decide_that_raises(decide: Decide) -> None:
-    """The callback's own exception reaches whoever waits, and the job is over."""
+    """The callback's own exception is raised by `wait`, and the job is over."""
     async with Agent(job(decide=decide)) as agent:
         with pytest.raises(ZeroDivisionError, match="in decide"):
             await agent.wait()
@@ -192,18 +192,19 @@ async def test_decide_that_raises(decide: Decide) -> None:
 
 async def test_decide_that_returns_nonsense() -> None:
     """An answer that is no Action is named."""
-    with pytest.raises(TypeError, match=r"restart\.decide must return an Action, not True"):
+    problem = r"restart\.decide must return a RestartAction \(got True\)"
+    with pytest.raises(TypeError, match=problem):
         await launch(job(decide=lambda failure: True))
 
 
-async def test_stop_while_the_callback_thinks() -> None:
+async def test_stop_while_the_callback_runs() -> None:
     """A callback that never answers does not hold up a stop."""
     asked = asyncio.Event()
 
-    async def decide(failure: Failure) -> Action:
+    async def decide(failure: Failure) -> RestartAction:
         asked.set()
         await asyncio.get_running_loop().create_future()
-        return Action.RESTART
+        return RestartAction.RESTART
 
     async with Agent(job(decide=decide)) as agent:
         await asked.wait()
@@ -253,7 +254,11 @@ def test_contradictions_are_refused(settings: dict[str, Any], field: str) -> Non
 
 @pytest.mark.parametrize(
     "settings",
-    [{"backoff": Backoff()}, {"restart_on": {1}}, {"decide": lambda failure: Action.RESTART}],
+    [
+        {"backoff": Backoff()},
+        {"restart_on": {1}},
+        {"decide": lambda failure: RestartAction.RESTART},
+    ],
 )
 def test_a_policy_without_restarts_is_refused(settings: dict[str, Any]) -> None:
     """A policy for restarts needs some restarts."""
@@ -263,7 +268,7 @@ def test_a_policy_without_restarts_is_refused(settings: dict[str, Any]) -> None:
 
 async def cannot_start(spec: LaunchSpec) -> tuple[int, str]:
     """Run a job that cannot start; return its exit code and the message."""
-    spec = spec.replaced(max_restarts=5, nproc_per_node=3)
+    spec = spec.replace(max_restarts=5, nproc_per_node=3)
     with pytest.raises(JobFailed) as caught:
         await launch(spec)
     result = caught.value.result
@@ -310,11 +315,11 @@ async def test_a_bad_working_directory(kind: str, tmp_path: Path) -> None:
     assert "working directory" in message
 
 
-@pytest.mark.parametrize("kind", ["missing", "a folder", "not readable"])
+@pytest.mark.parametrize("kind", ["missing", "a directory", "not readable"])
 async def test_a_script_that_python_could_not_run(kind: str, tmp_path: Path) -> None:
     """A script that is missing or no script is refused before Python complains."""
     script = tmp_path / "train.py"
-    if kind == "a folder":
+    if kind == "a directory":
         script.mkdir()
     elif kind == "not readable":
         script.write_text("")

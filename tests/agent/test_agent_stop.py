@@ -27,26 +27,26 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
-from elastic_aio.process.base import Child, ChildPlan, Exit, Spawner
+from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
 from elastic_aio.process.command import command_spawner
-from tests.support.children import SIGNAL_LOGGER, deaf, noted, noting, shell, until
-from tests.support.traces import alive
+from tests.support.children import SIGNAL_LOGGER, ignoring_signals, noted, noting, shell, until
+from tests.support.leaks import alive
 
 GRACE_S = 0.3
 
 
-def deaf_spec(folder: Path, script: str = "exec sleep 99", nproc: int = 1) -> LaunchSpec:
-    """Return a job of deaf workers with a short grace."""
+def ignoring_spec(directory: Path, script: str = "exec sleep 99", nproc: int = 1) -> LaunchSpec:
+    """Return a job of workers that ignore SIGTERM with a short grace."""
     return LaunchSpec(
-        deaf(script),
+        ignoring_signals(script),
         nproc_per_node=nproc,
-        env={"NOTES": str(folder)},
+        env={"NOTES": str(directory)},
         stop=StopPlan.within(GRACE_S),
     )
 
 
 def check_plan_was_kept(events: list[Event], rank: int = 0) -> None:
-    """Assert that a deaf worker got its grace, and then SIGKILL, in the open."""
+    """Assert that a worker that ignores SIGTERM got its grace, and then SIGKILL, in the open."""
     asked = next(event for event in events if isinstance(event, StopRequested))
     (escalated,) = (event for event in events if isinstance(event, StopEscalated))
     ended = next(e for e in events if isinstance(e, WorkerExited) and e.rank == rank)
@@ -59,11 +59,11 @@ def check_plan_was_kept(events: list[Event], rank: int = 0) -> None:
 
 
 async def test_after_a_failure(tmp_path: Path) -> None:
-    """A deaf peer of a worker that failed gets the grace and no more."""
+    """A peer that ignores SIGTERM gets the grace and no more."""
     events: list[Event] = []
     script = '[ $RANK = 0 ] && exec sleep 99; until [ -e "$NOTES/0" ]; do :; done; exit 3'
     with pytest.raises(JobFailed) as caught:
-        await launch(deaf_spec(tmp_path, script, 2), listeners=[events.append])
+        await launch(ignoring_spec(tmp_path, script, 2), listeners=[events.append])
     check_plan_was_kept(events)
     assert caught.value.result.exit_code == 3
 
@@ -73,7 +73,7 @@ async def test_before_a_restart(tmp_path: Path) -> None:
     events: list[Event] = []
     script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 0 ] && exec sleep 99;"
     script += 'until [ -e "$NOTES/0" ]; do :; done; exit 3'
-    spec = deaf_spec(tmp_path, script, 2).replaced(max_restarts=1)
+    spec = ignoring_spec(tmp_path, script, 2).replace(max_restarts=1)
     result = await launch(spec, listeners=[events.append])
     check_plan_was_kept(events)
     assert result.restarts == 1
@@ -81,7 +81,7 @@ async def test_before_a_restart(tmp_path: Path) -> None:
 
 async def test_on_request(tmp_path: Path) -> None:
     """The plan holds for `stop`."""
-    async with Agent(deaf_spec(tmp_path)) as agent:
+    async with Agent(ignoring_spec(tmp_path)) as agent:
         await until(noted(tmp_path, 1))
         await agent.stop()
         check_plan_was_kept([event async for event in agent.events()])
@@ -90,7 +90,7 @@ async def test_on_request(tmp_path: Path) -> None:
 async def test_on_a_signal(tmp_path: Path) -> None:
     """The plan holds for a signal, which takes the place of its first step."""
     events: list[Event] = []
-    spec = deaf_spec(tmp_path)
+    spec = ignoring_spec(tmp_path)
     task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
     await until(noted(tmp_path, 1))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -102,7 +102,7 @@ async def test_on_a_signal(tmp_path: Path) -> None:
 async def test_on_cancellation(tmp_path: Path) -> None:
     """The plan holds for a cancelled launch."""
     events: list[Event] = []
-    task = asyncio.ensure_future(launch(deaf_spec(tmp_path), listeners=[events.append]))
+    task = asyncio.ensure_future(launch(ignoring_spec(tmp_path), listeners=[events.append]))
     await until(noted(tmp_path, 1))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -113,16 +113,16 @@ async def test_on_cancellation(tmp_path: Path) -> None:
 async def test_on_leaving_the_block(tmp_path: Path) -> None:
     """The plan holds for an agent whose block is left early."""
     events: list[Event] = []
-    async with Agent(deaf_spec(tmp_path), listeners=[events.append]):
+    async with Agent(ignoring_spec(tmp_path), listeners=[events.append]):
         await until(noted(tmp_path, 1))
     check_plan_was_kept(events)
 
 
 async def test_for_what_finished_workers_left_behind(tmp_path: Path) -> None:
-    """The plan holds for a deaf leftover of workers that have succeeded."""
+    """The plan holds for a leftover that ignores SIGTERM, of workers that have succeeded."""
     script = "sleep 99 & echo $! > $NOTES/left; exit 0"
     events: list[Event] = []
-    result = await launch(deaf_spec(tmp_path, script), listeners=[events.append])
+    result = await launch(ignoring_spec(tmp_path, script), listeners=[events.append])
     left = int((tmp_path / "left").read_text())
     asked = next(event for event in events if isinstance(event, StopRequested))
     (escalated,) = (event for event in events if isinstance(event, StopEscalated))
@@ -133,7 +133,7 @@ async def test_for_what_finished_workers_left_behind(tmp_path: Path) -> None:
 
 
 async def test_several_steps_in_order(tmp_path: Path) -> None:
-    """Each step sends its signal to everybody, once, after the grace of the one before."""
+    """Each step sends its signal to all processes, once, after the grace of the previous step."""
     steps = (("SIGINT", 0.15), ("SIGQUIT", 0.15), ("SIGTERM", 0.15))
     spec = LaunchSpec(SIGNAL_LOGGER, env={"NOTES": str(tmp_path)}, stop=StopPlan(steps))
     async with Agent(spec) as agent:
@@ -149,7 +149,7 @@ async def test_several_steps_in_order(tmp_path: Path) -> None:
 
 async def test_no_grace_at_all(tmp_path: Path) -> None:
     """A plan without steps is SIGKILL at once."""
-    spec = deaf_spec(tmp_path).replaced(stop=StopPlan(steps=()))
+    spec = ignoring_spec(tmp_path).replace(stop=StopPlan(steps=()))
     async with Agent(spec) as agent:
         await until(noted(tmp_path, 1))
         await agent.stop()
@@ -170,7 +170,7 @@ async def test_a_quick_worker_is_not_made_to_wait(tmp_path: Path) -> None:
 
 async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
     """An immediate stop does not wait for the rest of the grace."""
-    spec = deaf_spec(tmp_path, nproc=2).replaced(stop=StopPlan.within(25))
+    spec = ignoring_spec(tmp_path, nproc=2).replace(stop=StopPlan.within(25))
     async with Agent(spec) as agent:
         await until(noted(tmp_path, 2))
         began = time.monotonic()
@@ -183,8 +183,8 @@ async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
 
 
 async def test_kill_without_a_stop_before(tmp_path: Path) -> None:
-    """An immediate stop is SIGKILL for everybody."""
-    spec = deaf_spec(tmp_path, nproc=2).replaced(stop=StopPlan.within(25))
+    """An immediate stop is SIGKILL for all processes."""
+    spec = ignoring_spec(tmp_path, nproc=2).replace(stop=StopPlan.within(25))
     async with Agent(spec) as agent:
         pids = await until(noted(tmp_path, 2))
         agent.kill()
@@ -213,7 +213,7 @@ class Unkillable:
     def __init__(self, real: Child) -> None:
         self.real = real
         self.pid = real.pid
-        self.exited: asyncio.Future[Exit] = real.exited
+        self.exited: asyncio.Future[ChildExit] = real.exited
 
     def has_ended(self) -> bool:
         return self.real.has_ended()
@@ -229,7 +229,7 @@ async def unkillable_spawner() -> AsyncIterator[tuple[Spawner, list[Unkillable]]
     made: list[Unkillable] = []
     threads = threading.active_count()
 
-    async def spawn_unkillable(plan: ChildPlan) -> Child:
+    async def spawn_unkillable(plan: ChildSpec) -> Child:
         child = await spawn(plan)
         if plan.env.get("LOCAL_RANK") != "0":
             return child
@@ -242,7 +242,7 @@ async def unkillable_spawner() -> AsyncIterator[tuple[Spawner, list[Unkillable]]
         for one in made:
             one.real.send_signal(signal.SIGKILL)
         await asyncio.wait([one.exited for one in made])
-        # Python 3.11 waits for a child in a thread, which ends right after it has told.
+        # Python 3.11 waits for a child in a thread, which ends right after reporting the exit.
         await until(lambda: threading.active_count() <= threads)
 
 
@@ -254,7 +254,7 @@ async def test_a_worker_that_cannot_be_killed_is_reported(path: str, tmp_path: P
                     'until [ -e "$NOTES/0" ]; do :; done; exit 4; }; exec sleep 99')  # fmt: skip
     spec = LaunchSpec(script, env={"NOTES": str(tmp_path)}, stop=plan, nproc_per_node=2)
     async with unkillable_spawner() as (spawner, made):
-        async with Agent(spec, spawner=spawner) as agent:
+        async with Agent(spec, _spawner=spawner) as agent:
             if path == "stop":
                 await until(noted(tmp_path, 2))
                 agent.stop()

@@ -1,39 +1,30 @@
-"""What can be learned about workers that failed."""
+"""What is known about workers that failed."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastic_aio.agent.evidence import EndedWorker, gather_failures, mount_point, read_file
-from elastic_aio.agent.memory import oom_kills
+from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point, oom_kills
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.process.base import ChildExit
+from elastic_aio.ranks import NodeSize, assign_node_ranks
 
 STOPPED_AT = 1_700_000_000.0
 CONSOLE = StreamPlan(StreamTarget.CONSOLE)
-
-
-@pytest.fixture(autouse=True)
-def _reading_threads_end() -> Iterator[None]:
-    """A file is read in a thread that ends a little after its answer."""
-    yield
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and "ThreadPool" in thread.name:
-            thread.join(10)
+RANKS = assign_node_ranks([NodeSize("default", 9)])[0].worker_ranks(9)
 
 
 class Case:
-    """Workers with log folders, and what is gathered about them."""
+    """Workers with log directories, and their failures."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.workers: list[EndedWorker] = []
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.workers: list[WorkerRecord] = []
 
     def worker(
         self,
@@ -46,33 +37,31 @@ class Case:
         stderr: bytes | None = None,
     ) -> None:
         rank = len(self.workers)
-        folder = self.folder / str(rank)
-        folder.mkdir()
-        error_file = folder / "error.json"
+        directory = self.directory / str(rank)
+        directory.mkdir()
+        error_file = directory / "error.json"
         if error is not None:
             error_file.write_bytes(error)
             os.utime(error_file, (error_time, error_time))
         plan = CONSOLE
         if stderr is not None:
-            (folder / "stderr.log").write_bytes(stderr)
-            plan = StreamPlan(StreamTarget.FILE, str(folder / "stderr.log"))
+            (directory / "stderr.log").write_bytes(stderr)
+            plan = StreamPlan(StreamTarget.FILE, str(directory / "stderr.log"))
         self.workers.append(
-            EndedWorker(
-                rank=rank,
-                local_rank=rank,
+            WorkerRecord(
+                ranks=RANKS[rank],
                 pid=100 + rank,
-                host="h",
-                status=status,
-                ended_at=ended_at,
+                logs=WorkerLogs(CONSOLE, plan, str(directory), str(error_file)),
+                exit=ChildExit(status, at=0.0),
+                exited_at=ended_at,
                 order=rank,
                 is_victim=is_victim,
-                logs=WorkerLogs(CONSOLE, plan, str(folder), str(error_file)),
             )
         )
 
     async def failures(self, *, oom_kills_before: int | None = None) -> tuple[Failure, ...]:
-        return await gather_failures(
-            self.workers, stopped_at=STOPPED_AT, oom_kills_before=oom_kills_before
+        return await collect_failures(
+            self.workers, {}, host="h", stopped_at=STOPPED_AT, oom_kills_before=oom_kills_before
         )
 
     async def failure(self) -> Failure:
@@ -94,7 +83,7 @@ BAD = ExitStatus(code=1)
 TERM = ExitStatus(signal=15)
 
 
-async def test_a_worker_without_any_word(case: Case) -> None:
+async def test_a_worker_without_error_file_or_output(case: Case) -> None:
     """Its status and the time of its exit are all there is."""
     case.worker(BAD)
     assert await case.failure() == Failure(
@@ -124,7 +113,7 @@ async def test_an_error_file_gives_message_and_time(case: Case) -> None:
     ids=["empty", "truncated", "binary", "deep", "huge"],
 )
 async def test_a_broken_error_file_is_none(case: Case, content: bytes) -> None:
-    """Whatever stands there, the failure is told without it."""
+    """The failure is reported without it."""
     case.worker(BAD, error=content)
     one = await case.failure()
     assert one.error is None
@@ -132,7 +121,7 @@ async def test_a_broken_error_file_is_none(case: Case, content: bytes) -> None:
 
 
 async def test_an_error_file_that_is_no_file_is_none(case: Case) -> None:
-    """A folder, or a named pipe that nobody writes to, does not hold up the report."""
+    """A directory, or a named pipe without a writer, does not delay the report."""
     case.worker(BAD)
     case.worker(BAD)
     os.mkdir(case.workers[0].logs.error_file)
@@ -188,17 +177,17 @@ async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[
 
 
 async def test_a_log_that_is_gone_has_no_last_lines(case: Case) -> None:
-    """Somebody removed the folder: the report comes without it."""
+    """The directory was removed: the report comes without it."""
     case.worker(BAD, stderr=b"x\n")
     os.unlink(str(case.workers[0].logs.stderr.path))
     assert (await case.failure()).stderr_tail == ()
 
 
 async def test_a_kill_for_lack_of_memory_is_named(case: Case) -> None:
-    """The kernel's counter rose: those who died by SIGKILL without us are told so."""
+    """The kernel's counter rose: workers that died by a SIGKILL not sent by us get a note."""
     before = oom_kills()
     if before is None:
-        pytest.skip("this machine keeps no counter of kills for lack of memory")
+        pytest.skip("this host has no counter of OOM kills")
     case.worker(ExitStatus(signal=9))
     case.worker(BAD)
     case.worker(ExitStatus(signal=9), is_victim=True)
@@ -213,7 +202,7 @@ async def test_a_kill_for_lack_of_memory_is_named(case: Case) -> None:
 async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log on a disk without room explains why lines are missing."""
     case.worker(BAD, stderr=b"x\n")
-    real = os.statvfs(case.folder)
+    real = os.statvfs(case.directory)
     path = str(case.workers[0].logs.stderr.path)
     values = [*real]
     values[4] = 0  # f_bavail
@@ -224,18 +213,8 @@ async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
-    """Offset and size are kept, and errors are those of the system."""
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789")
-    assert await read_file(str(path), 3, 4) == b"3456"
-    assert await read_file(str(path), 8, 100) == b"89"
-    with pytest.raises(FileNotFoundError):
-        await read_file(str(tmp_path / "missing"), 0, 1)
-
-
 def test_the_place_of_a_disk(tmp_path: Path) -> None:
-    """A path's file system is named by the folder at which it is mounted."""
+    """A path's file system is named by the directory at which it is mounted."""
     assert mount_point("/proc/self/stat") == "/proc"
     place = mount_point(str(tmp_path))
     assert os.path.ismount(place)

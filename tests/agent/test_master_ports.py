@@ -9,21 +9,32 @@ from pathlib import Path
 import pytest
 
 from elastic_aio import LogSpec
-from elastic_aio.agent.masters import Masters
-from elastic_aio.errors import SurroundingsError
-from elastic_aio.outcome import JobState
-from elastic_aio.rendezvous.base import Cause, Conclude, Ended, Ending, Failing, Running, Succeeded
-from elastic_aio.spec import LaunchSpec
+from elastic_aio.agent.worker_store import MasterPorts
+from elastic_aio.errors import HostError
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.rendezvous.base import (
+    EndJob,
+    RestartCause,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+)
+from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store import connect
 from tests.support.children import noting, shell
-from tests.support.scripted import HERE, member, node_spec
+from tests.support.fake_rendezvous import HERE, member, node_spec
 
-GOOD_END = Conclude(Ending(JobState.SUCCEEDED, "all workers have finished", 0))
+GOOD_END = EndJob(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
 
 
 def is_free(port: int) -> bool:
-    """Tell whether somebody could listen at a port."""
+    """Return whether a port can be bound: no socket listens there.
+
+    A connection that the server closed first stays in TIME_WAIT (tcp(7)); that is allowed.
+    """
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HERE, port))
         except OSError:
@@ -39,16 +50,18 @@ async def served(port: int, key: str) -> int:
 
 async def test_every_round_has_a_fresh_store_that_was_reserved_before(tmp_path: Path) -> None:
     """The reserved port is the same until it is used, and can be reached before that."""
-    async with member(node_spec(tmp_path, noting(), 1)) as one:
-        rendezvous, ports = one.rendezvous, []
+    async with member(node_spec(tmp_path, noting(), 1)) as node:
+        rendezvous, ports = node.rendezvous, []
         for number in range(3):
-            port = rendezvous.listener.reserve_master(HERE)
-            assert rendezvous.listener.reserve_master(HERE) == port
+            port = rendezvous.agent.reserve_master_port(HERE)
+            assert rendezvous.agent.reserve_master_port(HERE) == port
             assert await served(port, "k") == 1, "a fresh one, before the round begins"
-            rendezvous.begin(number, Cause(number, "c joined", 0) if number else None, port=port)
+            rendezvous.start_round(
+                number, RestartCause(number, "c joined", 0) if number else None, port=port
+            )
             ports.append(port)
-            assert rendezvous.listener.reserve_master(HERE) != port, "it belongs to a round now"
-            await rendezvous.reported(Running, number + 1)
+            assert rendezvous.agent.reserve_master_port(HERE) != port, "it belongs to a round now"
+            await rendezvous.wait_report(RoundStarted, number + 1)
             assert await served(port, "k") == 2, "the same store serves the round"
         assert len(set(ports)) == 3
         assert is_free(ports[0]), "a former round's store is closed"
@@ -58,31 +71,31 @@ async def test_every_round_has_a_fresh_store_that_was_reserved_before(tmp_path: 
 
 async def test_a_node_of_another_rank_keeps_its_reservation(tmp_path: Path) -> None:
     """Only group rank 0 serves; what the others have reserved stays for a later round."""
-    async with member(node_spec(tmp_path, noting(), 1)) as one:
-        port = one.rendezvous.listener.reserve_master(HERE)
-        one.rendezvous.begin(0, group_rank=1, port=port)  # of another host, by chance
-        await one.rendezvous.reported(Running)
-        assert one.rendezvous.listener.reserve_master(HERE) == port
-        one.rendezvous.begin(1, group_rank=0, port=port)
-        await one.rendezvous.reported(Running, 2)
+    async with member(node_spec(tmp_path, noting(), 1)) as node:
+        port = node.rendezvous.agent.reserve_master_port(HERE)
+        node.rendezvous.start_round(0, group_rank=1, port=port)  # of another host, by chance
+        await node.rendezvous.wait_report(RoundStarted)
+        assert node.rendezvous.agent.reserve_master_port(HERE) == port
+        node.rendezvous.start_round(1, group_rank=0, port=port)
+        await node.rendezvous.wait_report(RoundStarted, 2)
         assert await served(port, "k") == 1
     assert is_free(port)
 
 
 async def test_rounds_that_never_begin_give_their_ports_back(tmp_path: Path) -> None:
     """Three rounds on each other's heels: the store of the last one is the one that serves."""
-    async with member(node_spec(tmp_path, noting(), 1)) as one:
-        one.rendezvous.begin(0, group_rank=1)
-        await one.rendezvous.reported(Running)
+    async with member(node_spec(tmp_path, noting(), 1)) as node:
+        node.rendezvous.start_round(0, group_rank=1)
+        await node.rendezvous.wait_report(RoundStarted)
         ports = []
         for number in (1, 2, 3):
-            ports.append(one.rendezvous.listener.reserve_master(HERE))
-            one.rendezvous.begin(number, port=ports[-1])
-        await one.rendezvous.reported(Running, 2)
-        assert one.rendezvous.reports[-1] == Running(3)
+            ports.append(node.rendezvous.agent.reserve_master_port(HERE))
+            node.rendezvous.start_round(number, port=ports[-1])
+        await node.rendezvous.wait_report(RoundStarted, 2)
+        assert node.rendezvous.reports[-1] == RoundStarted(3)
         assert await served(ports[2], "k") == 1
-        one.rendezvous.begin(4, group_rank=1)
-        await one.rendezvous.reported(Running, 3)
+        node.rendezvous.start_round(4, group_rank=1)
+        await node.rendezvous.wait_report(RoundStarted, 3)
         assert all(map(is_free, ports))
 
 
@@ -90,91 +103,91 @@ async def test_a_port_that_the_user_has_chosen(tmp_path: Path) -> None:
     """It is the same for every round, and bound when a round begins here."""
     with socket.create_server((HERE, 0)) as other:
         port = other.getsockname()[1]
-    async with member(node_spec(tmp_path, noting(), 1, master_port=port)) as one:
+    async with member(node_spec(tmp_path, noting(), 1, master_port=port)) as node:
         for number in range(2):
-            assert one.rendezvous.listener.reserve_master(HERE) == port
-            one.rendezvous.begin(number, port=port)
-            await one.rendezvous.reported(Running, number + 1)
+            assert node.rendezvous.agent.reserve_master_port(HERE) == port
+            node.rendezvous.start_round(number, port=port)
+            await node.rendezvous.wait_report(RoundStarted, number + 1)
             assert await served(port, "k") == 1, "a fresh store"
     assert is_free(port)
 
 
-async def test_a_port_that_somebody_else_has(tmp_path: Path) -> None:
+async def test_a_port_that_another_process_has(tmp_path: Path) -> None:
     """One line names the process, here and for the other nodes."""
     with socket.create_server((HERE, 0)) as other:
         port = other.getsockname()[1]
-        async with member(node_spec(tmp_path, ["true"], 1, master_port=port)) as one:
-            one.rendezvous.listener.reserve_master(HERE)
-            one.rendezvous.begin(0, port=port)
-            ended = await one.rendezvous.reported(Ended)
+        async with member(node_spec(tmp_path, ["true"], 1, master_port=port)) as node:
+            node.rendezvous.agent.reserve_master_port(HERE)
+            node.rendezvous.start_round(0, port=port)
+            ended = await node.rendezvous.wait_report(RoundStopped)
         (failure,) = ended.failures
         assert failure.message.startswith(f"cannot listen on {HERE}:{port}: ")
         assert failure.message.endswith(f"(pid {os.getpid()})")
         assert "\n" not in failure.message
-        assert not ended.is_final
-        assert isinstance(one.rendezvous.reports[0], Failing)
+        assert not ended.is_permanent
+        assert isinstance(node.rendezvous.reports[0], RoundFailing)
 
 
 async def test_a_port_that_was_never_reserved_is_left_alone(tmp_path: Path) -> None:
-    """Whoever announced it serves it: the nodes' own store, say."""
+    """The node that announced it serves it: with a static rendezvous, the nodes' own store."""
     with socket.create_server((HERE, 0)) as other:
-        async with member(node_spec(tmp_path, ["true"], 1)) as one:
-            one.rendezvous.begin(0, port=other.getsockname()[1])
-            await one.rendezvous.reported(Succeeded)
+        async with member(node_spec(tmp_path, ["true"], 1)) as node:
+            node.rendezvous.start_round(0, port=other.getsockname()[1])
+            await node.rendezvous.wait_report(RoundSucceeded)
 
 
 async def test_workers_may_host_it_themselves(tmp_path: Path) -> None:
     """Then the port is a free one until worker 0 listens there."""
     script = "echo $TORCHELASTIC_USE_AGENT_STORE; ! (: < /dev/tcp/127.0.0.1/$MASTER_PORT)"
     logs = LogSpec(log_dir=tmp_path, redirects=3)
-    async with member(node_spec(tmp_path, shell(script), 1, hosts_store=False, logs=logs)) as one:
-        port = one.rendezvous.listener.reserve_master(HERE)
-        assert one.rendezvous.listener.reserve_master(HERE) == port
+    async with member(node_spec(tmp_path, shell(script), 1, host_store=False, logs=logs)) as node:
+        port = node.rendezvous.agent.reserve_master_port(HERE)
+        assert node.rendezvous.agent.reserve_master_port(HERE) == port
         assert is_free(port)
-        one.rendezvous.begin(0, port=port)
-        await one.rendezvous.reported(Succeeded)
-        one.rendezvous.instruct(GOOD_END)
-        result = await one.agent.wait()
+        node.rendezvous.start_round(0, port=port)
+        await node.rendezvous.wait_report(RoundSucceeded)
+        node.rendezvous.instruct(GOOD_END)
+        result = await node.agent.wait()
     assert Path(result.log_dir or "", "attempt_0/0/stdout.log").read_text() == "False\n"
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-name.invalid", "bad\0name"])
 async def test_an_address_that_cannot_be_bound(address: str) -> None:
     """Behind a translator of addresses, or by a name, every interface is served."""
-    masters = Masters(LaunchSpec(["true"], nnodes=2, run_id="r"))
-    port = masters.reserve(address)
+    ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r"))
+    port = ports.reserve(address)
     assert await served(port, "k") == 1
-    assert masters.reserve(address) == port
-    await masters.aclose()
+    assert ports.reserve(address) == port
+    await ports.aclose()
     assert is_free(port)
 
 
 async def test_an_address_that_has_changed() -> None:
     """The port moves with it, but one that was announced before is still served."""
-    masters = Masters(LaunchSpec(["true"], nnodes=2, run_id="r"))
-    first, second = masters.reserve(HERE), masters.reserve("192.0.2.1")
+    ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r"))
+    first, second = ports.reserve(HERE), ports.reserve("192.0.2.1")
     assert first != second
-    masters.claim(first)
-    assert masters.reserve("192.0.2.1") == second
-    await masters.serve(HERE, first)
+    ports.claim(first)
+    assert ports.reserve("192.0.2.1") == second
+    await ports.serve(HERE, first)
     assert await served(first, "k") == 1
-    masters.claim(second)
-    await masters.end_round()
+    ports.claim(second)
+    await ports.end_attempt()
     assert is_free(first)
-    await masters.serve("192.0.2.1", second)
+    await ports.serve("192.0.2.1", second)
     assert await served(second, "k") == 1
-    assert repr(masters).startswith("<Masters: next port []")
-    await masters.aclose()
+    assert repr(ports).startswith("<MasterPorts: next port []")
+    await ports.aclose()
     assert is_free(second)
 
 
-async def test_a_store_of_ours_that_is_in_the_way() -> None:
+async def test_a_port_that_a_store_of_this_process_has() -> None:
     """A port can be served once at a time."""
     with socket.create_server((HERE, 0)) as other:
         port = other.getsockname()[1]
-        masters = Masters(LaunchSpec(["true"], nnodes=2, run_id="r", master_port=port))
-        masters.claim(masters.reserve(HERE))
-        with pytest.raises(SurroundingsError, match=rf"{port}.*taken by"):
-            await masters.serve(HERE, port)
-    await masters.serve(HERE, port)
-    await masters.aclose()
+        ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r", master_port=port))
+        ports.claim(ports.reserve(HERE))
+        with pytest.raises(HostError, match=rf"{port}.*taken by"):
+            await ports.serve(HERE, port)
+    await ports.serve(HERE, port)
+    await ports.aclose()

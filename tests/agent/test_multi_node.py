@@ -1,4 +1,4 @@
-"""The policy of a node in a job of many: every row of its table, and every story."""
+"""The state machine of one node of many: every row of its table, and random inputs."""
 
 from __future__ import annotations
 
@@ -10,68 +10,67 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_aio.agent.groupmachine import Phase
-from elastic_aio.agent.membermachine import MemberMachine
-from elastic_aio.agent.vocabulary import (
-    BarrierElapsed,
-    Begun,
-    DelayElapsed,
+from elastic_aio.agent.machine import AgentPhase
+from elastic_aio.agent.messages import (
+    BackoffElapsed,
+    BarrierTimedOut,
+    CancelBackOff,
     Effect,
     Finish,
-    GroupGone,
     GroupStarted,
-    Happening,
-    Instructed,
+    GroupStopped,
+    Input,
+    InstructionReceived,
     Join,
     JoinFailed,
     Leave,
-    Left,
+    LeftRendezvous,
     Publish,
+    SendReport,
+    Start,
     StartBarrier,
     StartFailed,
     StartGroup,
-    StopAsked,
     StopGroup,
-    StopWaiting,
-    Tell,
+    StopReceived,
     WorkerEnded,
 )
-from elastic_aio.errors import InternalError, SurroundingsError
+from elastic_aio.agent.multi_node import MultiNodeMachine
+from elastic_aio.errors import HostError, InternalError
 from elastic_aio.events import AttemptFailed, MembershipChanged, Restarting, RoundFormed
-from elastic_aio.outcome import ExitStatus, Failure, JobState
-from elastic_aio.policy import StopPlan, StopStep
-from elastic_aio.ranks import Span
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
-    Begin,
-    Cause,
-    Conclude,
-    Ended,
-    Ending,
-    Failing,
-    Halt,
+    EndJob,
     Instruction,
-    Pause,
     Placement,
-    Running,
-    Succeeded,
+    RestartCause,
+    RestartPending,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
 )
-from elastic_aio.rendezvousspec import RendezvousSpec
-from elastic_aio.spec import LaunchSpec
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.stop import StopPlan, StopStep
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
 OK = ExitStatus(code=0)
 BAD = ExitStatus(code=7)
-SPAN = Span(1, 2, 2, 4, 2, 4)
+SPAN = NodeRanks(1, 2, 2, 4, 2, 4)
 BARRIER_S = 12.0
 
 
-def machine(*happenings: Happening, nproc: int = 2) -> MemberMachine:
-    """Return a machine to which all this has happened."""
+def machine(*happenings: Input, nproc: int = 2) -> MultiNodeMachine:
+    """Return a state machine that has handled these inputs."""
     rendezvous = RendezvousSpec(exit_barrier_timeout=BARRIER_S)
     spec = LaunchSpec(
         ["x"], nproc_per_node=nproc, nnodes="1:2", stop=PLAN, run_id="r", rendezvous=rendezvous
     )
-    one = MemberMachine(spec, nproc)
+    one = MultiNodeMachine(spec, nproc)
     for happening in happenings:
         one.handle(happening)
     return one
@@ -80,7 +79,7 @@ def machine(*happenings: Happening, nproc: int = 2) -> MemberMachine:
 def placement(number: int, restarts: int = 0) -> Placement:
     return Placement(
         round=number,
-        origin="1.a",
+        formed_by="1.a",
         attempt=number,
         restarts=restarts,
         changes=3,
@@ -90,12 +89,14 @@ def placement(number: int, restarts: int = 0) -> Placement:
     )
 
 
-def begin(number: int, cause: Cause | None = None, restarts: int = 0) -> Instructed:
-    return Instructed(Begin(placement(number, restarts), cause))
+def start_round(
+    number: int, cause: RestartCause | None = None, restarts: int = 0
+) -> InstructionReceived:
+    return InstructionReceived(StartRound(placement(number, restarts), cause))
 
 
-def halt(number: int) -> Instructed:
-    return Instructed(Halt(number, "a worker on b has failed"))
+def stop_round(number: int) -> InstructionReceived:
+    return InstructionReceived(StopRound(number, "a worker on b has failed"))
 
 
 def failure(rank: int = 0, *, host: str = "h", code: int = 7, tail: str = "") -> Failure:
@@ -115,37 +116,43 @@ def ended(local_rank: int, status: ExitStatus = OK, attempt: int = 7) -> WorkerE
     return WorkerEnded(attempt, local_rank, status, is_victim=False)
 
 
-def gone(*failures: Failure, attempt: int = 7, survivors: bool = False) -> GroupGone:
-    return GroupGone(attempt, 25.0, failures, survivors)
+def group_stopped(*failures: Failure, attempt: int = 7, survivors: bool = False) -> GroupStopped:
+    return GroupStopped(attempt, 25.0, failures, survivors)
 
 
 def start_failed(*, permanent: bool = False) -> StartFailed:
     return StartFailed(7, "cannot run x: no", permanent, 127 if permanent else 1, 1)
 
 
-JOINED: list[Happening] = [Begun()]
-STARTING: list[Happening] = [*JOINED, begin(7)]
+JOINED: list[Input] = [Start()]
+STARTING: list[Input] = [*JOINED, start_round(7)]
 STARTED = GroupStarted(7, 10.0)
-RUNNING: list[Happening] = [*STARTING, STARTED]
-FAILING: list[Happening] = [*RUNNING, ended(1, BAD)]
-ALL_DONE: list[Happening] = [*RUNNING, ended(1), ended(0)]
-BARRIER: list[Happening] = [*ALL_DONE, gone()]
-IDLE: list[Happening] = [*FAILING, gone(failure(2))]
-STOP = StopAsked("enough")
-SIGNAL = StopAsked("SIGQUIT was received", 3)
-STOPPED = Finish(JobState.STOPPED, "enough", 143, 0)
+RUNNING: list[Input] = [*STARTING, STARTED]
+FAILING: list[Input] = [*RUNNING, ended(1, BAD)]
+ALL_DONE: list[Input] = [*RUNNING, ended(1), ended(0)]
+BARRIER: list[Input] = [*ALL_DONE, group_stopped()]
+IDLE: list[Input] = [*FAILING, group_stopped(failure(2))]
+STOP = StopReceived("enough")
+SIGNAL = StopReceived("SIGQUIT was received", 3)
 
-CHANGE = Cause(8, "b joined", 0)
-FAILED_THERE = Cause(8, "restart 1 of 3 (max_restarts)", 1, 2.5, failure(9, host="b"))
-ENDING = Ending(JobState.FAILED, "all 3 restarts are used up", 9, 3, (failure(9, host="b"),))
-CONCLUDE = Instructed(Conclude(ENDING))
-GOOD_END = Instructed(Conclude(Ending(JobState.SUCCEEDED, "all workers have finished", 0, 1)))
-CONCLUDED = Finish(
-    ENDING.state, ENDING.why, ENDING.exit_code, ENDING.restarts, failures=ENDING.failures
+
+def finish_as(*outcome: Any, **more: Any) -> Finish:
+    return Finish(JobOutcome(*outcome, **more))
+
+
+STOPPED = finish_as(JobState.STOPPED, "enough", 143, 0)
+
+CHANGE = RestartCause(8, "b joined", 0)
+FAILED_THERE = RestartCause(8, "restart 1 of 3 (max_restarts)", 1, 2.5, failure(9, host="b"))
+ENDING = JobOutcome(JobState.FAILED, "all 3 restarts are used up", 9, 3, (failure(9, host="b"),))
+CONCLUDE = InstructionReceived(EndJob(ENDING))
+GOOD_END = InstructionReceived(
+    EndJob(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0, 1))
 )
+CONCLUDED = Finish(ENDING)
 WORKER_FAILED = "local rank 1 failed (exit code 7)"
 FINISHED = "all workers have finished"
-HALTED = "a worker on b has failed"
+FAILED_ELSEWHERE = "a worker on b has failed"
 
 
 def start(number: int, restarts: int = 0) -> StartGroup:
@@ -184,387 +191,463 @@ def restarting() -> Publish:
     return Publish(Restarting(attempt=8, why=FAILED_THERE.why, delay=2.5, restarts=1))
 
 
-def told_ended(number: int, *failures: Failure, **more: Any) -> Tell:
-    more = {"exit_code": 7 if failures else 1, "ran": 15.0, **more}
-    return Tell(Ended(number, failures, **more))
+def report_stopped(number: int, *failures: Failure, **more: Any) -> SendReport:
+    more = {"exit_code": 7 if failures else 1, "runtime": 15.0, **more}
+    return SendReport(RoundStopped(number, failures, **more))
 
 
-CANNOT_KILL = {"is_final": True, "final_why": "a process could not be killed"}
-HOPELESS = {"is_final": True, "final_why": "another attempt could not start it either"}
-CUT_SHORT = Finish(JobState.SUCCEEDED, f"{FINISHED}; the others are not waited for: enough", 0, 0)
-NOT_AWAITED = Finish(
+CANNOT_KILL = {"is_permanent": True, "permanent_reason": "a process could not be killed"}
+HOPELESS = {"is_permanent": True, "permanent_reason": "another attempt could not start it either"}
+CUT_SHORT = finish_as(
+    JobState.SUCCEEDED, f"{FINISHED}; the others are not waited for: enough", 0, 0
+)
+NOT_AWAITED = finish_as(
     JobState.SUCCEEDED,
     f"{FINISHED} on this node; others had not after 12 s (rendezvous.exit_barrier_timeout)",
     0,
     0,
 )
 
-Row = tuple[str, list[Happening], Happening, list[Effect], Phase]
+Row = tuple[str, list[Input], Input, list[Effect], AgentPhase]
 ROWS: list[Row] = [
-    ("new: begun", [], Begun(), [Join()], Phase.IDLE),
-    ("new: stop asked", [], STOP, [STOPPED], Phase.DONE),
+    ("new: start", [], Start(), [Join()], AgentPhase.IDLE),
+    ("new: a stop is received", [], STOP, [STOPPED], AgentPhase.DONE),
     # ------------------------------------------------------------------ idle
-    ("idle: begin", JOINED, begin(7), [formed(7), start(7)], Phase.STARTING),
+    ("idle: start round", JOINED, start_round(7), [formed(7), start(7)], AgentPhase.STARTING),
     (
-        "idle: begin as a newcomer",
+        "idle: start round as a new member",
         JOINED,
-        begin(8, CHANGE),
+        start_round(8, CHANGE),
         [changed(), formed(8), start(8)],
-        Phase.STARTING,
+        AgentPhase.STARTING,
     ),
-    ("idle: halt of a round never seen", JOINED, halt(5), [Tell(Ended(5))], Phase.IDLE),
-    ("idle: halt that is answered", IDLE, halt(7), [], Phase.IDLE),
-    ("idle: halt of a later round", IDLE, halt(8), [Tell(Ended(8))], Phase.IDLE),
-    ("idle: begin of a halted round", [*IDLE, halt(8)], begin(8), [], Phase.IDLE),
     (
-        "idle: pause",
+        "idle: stop round of a round never seen",
+        JOINED,
+        stop_round(5),
+        [SendReport(RoundStopped(5))],
+        AgentPhase.IDLE,
+    ),
+    ("idle: stop round that is answered", IDLE, stop_round(7), [], AgentPhase.IDLE),
+    (
+        "idle: stop round of a later round",
         IDLE,
-        Instructed(Pause(FAILED_THERE)),
+        stop_round(8),
+        [SendReport(RoundStopped(8))],
+        AgentPhase.IDLE,
+    ),
+    (
+        "idle: start round of a stopped round",
+        [*IDLE, stop_round(8)],
+        start_round(8),
+        [],
+        AgentPhase.IDLE,
+    ),
+    (
+        "idle: restart pending",
+        IDLE,
+        InstructionReceived(RestartPending(FAILED_THERE)),
         [attempt_failed(7, failure(9, host="b"), failure(2)), restarting()],
-        Phase.IDLE,
+        AgentPhase.IDLE,
     ),
     (
-        "idle: begin after a failure, without a pause",
+        "idle: start round after a failure, without a restart pending",
         IDLE,
-        begin(8, FAILED_THERE, 1),
+        start_round(8, FAILED_THERE, 1),
         [
             attempt_failed(7, failure(9, host="b"), failure(2)),
             restarting(),
             formed(8),
             start(8, 1),
         ],
-        Phase.STARTING,
+        AgentPhase.STARTING,
     ),
     (
-        "idle: begin after the pause",
-        [*IDLE, Instructed(Pause(FAILED_THERE))],
-        begin(8, FAILED_THERE, 1),
+        "idle: start round after the restart pending",
+        [*IDLE, InstructionReceived(RestartPending(FAILED_THERE))],
+        start_round(8, FAILED_THERE, 1),
         [formed(8), start(8, 1)],
-        Phase.STARTING,
+        AgentPhase.STARTING,
     ),
-    ("idle: conclude", JOINED, CONCLUDE, [Leave(ENDING.why)], Phase.LEAVING),
-    ("idle: stop asked", JOINED, STOP, [Leave("enough")], Phase.LEAVING),
+    ("idle: end job", JOINED, CONCLUDE, [Leave(ENDING.why)], AgentPhase.LEAVING),
+    ("idle: a stop is received", JOINED, STOP, [Leave("enough")], AgentPhase.LEAVING),
     (
         "idle: join failed",
         JOINED,
-        JoinFailed(SurroundingsError("no port")),
+        JoinFailed(HostError("no port")),
         [Leave("no port")],
-        Phase.LEAVING,
+        AgentPhase.LEAVING,
     ),
-    ("idle: stop asked between two rounds", IDLE, STOP, [Leave("enough")], Phase.LEAVING),
-    # --------------------------------------------------------------- starting
-    ("starting: started", STARTING, STARTED, [Tell(Running(7))], Phase.RUNNING),
     (
-        "starting: started, all done",
+        "idle: a stop is received between two rounds",
+        IDLE,
+        STOP,
+        [Leave("enough")],
+        AgentPhase.LEAVING,
+    ),
+    # --------------------------------------------------------------- starting
+    (
+        "starting: group started",
+        STARTING,
+        STARTED,
+        [SendReport(RoundStarted(7))],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "starting: group started, all done",
         [*STARTING, ended(0), ended(1)],
         STARTED,
-        [Tell(Running(7)), stop_group(FINISHED, leftovers=True)],
-        Phase.STOPPING,
+        [SendReport(RoundStarted(7)), stop_group(FINISHED, leftovers=True)],
+        AgentPhase.STOPPING,
     ),
     (
         "starting: start failed",
         STARTING,
         start_failed(),
-        [Tell(Failing(7, "cannot run x: no")), stop_group("cannot run x: no")],
-        Phase.STOPPING,
+        [SendReport(RoundFailing(7, "cannot run x: no")), stop_group("cannot run x: no")],
+        AgentPhase.STOPPING,
     ),
     (
         "starting: a failure",
         STARTING,
         ended(1, BAD),
-        [Tell(Failing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
-        Phase.STOPPING,
+        [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
+        AgentPhase.STOPPING,
     ),
     (
-        "starting: begin",
+        "starting: start round",
         STARTING,
-        begin(8, CHANGE),
+        start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined")],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
-    ("starting: halt", STARTING, halt(7), [stop_group(HALTED)], Phase.STOPPING),
     (
-        "starting: stop asked",
+        "starting: stop round",
+        STARTING,
+        stop_round(7),
+        [stop_group(FAILED_ELSEWHERE)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "starting: a stop is received",
         STARTING,
         STOP,
         [Leave("enough"), stop_group("enough")],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     # ---------------------------------------------------------------- running
-    ("running: a success", RUNNING, ended(1), [], Phase.RUNNING),
+    ("running: a success", RUNNING, ended(1), [], AgentPhase.RUNNING),
     (
         "running: the last success",
         [*RUNNING, ended(1)],
         ended(0),
         [stop_group(FINISHED, leftovers=True)],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     (
         "running: a failure",
         RUNNING,
         ended(1, BAD),
-        [Tell(Failing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
-        Phase.STOPPING,
+        [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
+        AgentPhase.STOPPING,
     ),
     (
-        "running: begin",
+        "running: start round",
         RUNNING,
-        begin(8, CHANGE),
+        start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined")],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     (
-        "running: begin without a cause",
+        "running: start round without a cause",
         RUNNING,
-        begin(8),
+        start_round(8),
         [formed(8), stop_group("the nodes form another round")],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
-    ("running: the same begin again", RUNNING, begin(7), [], Phase.RUNNING),
-    ("running: begin of an older round", RUNNING, begin(6), [], Phase.RUNNING),
-    ("running: halt", RUNNING, halt(7), [stop_group(HALTED)], Phase.STOPPING),
-    ("running: halt of a later round", RUNNING, halt(9), [stop_group(HALTED)], Phase.STOPPING),
-    ("running: halt of an older round", RUNNING, halt(6), [], Phase.RUNNING),
+    ("running: the same start round again", RUNNING, start_round(7), [], AgentPhase.RUNNING),
+    ("running: start round of an older round", RUNNING, start_round(6), [], AgentPhase.RUNNING),
     (
-        "running: conclude",
+        "running: stop round",
+        RUNNING,
+        stop_round(7),
+        [stop_group(FAILED_ELSEWHERE)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: stop round of a later round",
+        RUNNING,
+        stop_round(9),
+        [stop_group(FAILED_ELSEWHERE)],
+        AgentPhase.STOPPING,
+    ),
+    ("running: stop round of an older round", RUNNING, stop_round(6), [], AgentPhase.RUNNING),
+    (
+        "running: end job",
         RUNNING,
         CONCLUDE,
         [Leave(ENDING.why), stop_group(ENDING.why)],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     (
-        "running: stop asked",
+        "running: a stop is received",
         RUNNING,
         STOP,
         [Leave("enough"), stop_group("enough")],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     (
         "running: a signal",
         RUNNING,
         SIGNAL,
         [Leave("SIGQUIT was received"), stop_group("SIGQUIT was received", 3)],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
     # --------------------------------------------------------------- stopping
-    ("stopping: another failure", FAILING, ended(0, BAD), [], Phase.STOPPING),
-    ("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], Phase.STOPPING),
-    ("stopping: halt", FAILING, halt(7), [], Phase.STOPPING),
+    ("stopping: another failure", FAILING, ended(0, BAD), [], AgentPhase.STOPPING),
+    ("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], AgentPhase.STOPPING),
+    ("stopping: stop round", FAILING, stop_round(7), [], AgentPhase.STOPPING),
     (
-        "stopping: begin",
+        "stopping: start round",
         FAILING,
-        begin(8, CHANGE),
+        start_round(8, CHANGE),
         [changed(), formed(8)],
-        Phase.STOPPING,
+        AgentPhase.STOPPING,
     ),
-    ("stopping: stop asked", FAILING, STOP, [Leave("enough")], Phase.STOPPING),
-    ("stopping: stop asked, all succeeded", ALL_DONE, STOP, [], Phase.STOPPING),
-    ("stopping: conclude", FAILING, CONCLUDE, [Leave(ENDING.why)], Phase.STOPPING),
+    ("stopping: a stop is received", FAILING, STOP, [Leave("enough")], AgentPhase.STOPPING),
+    ("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], AgentPhase.STOPPING),
+    ("stopping: end job", FAILING, CONCLUDE, [Leave(ENDING.why)], AgentPhase.STOPPING),
     (
-        "stopping: gone, all succeeded",
+        "stopping: stopped, all succeeded",
         ALL_DONE,
-        gone(),
-        [Tell(Succeeded(7)), StartBarrier(7, BARRIER_S)],
-        Phase.BARRIER,
+        group_stopped(),
+        [SendReport(RoundSucceeded(7)), StartBarrier(7, BARRIER_S)],
+        AgentPhase.BARRIER,
     ),
     (
-        "stopping: gone, all succeeded, a begin waits",
-        [*ALL_DONE, begin(8)],
-        gone(),
-        [Tell(Succeeded(7)), start(8)],
-        Phase.STARTING,
+        "stopping: stopped, all succeeded, a start round is pending",
+        [*ALL_DONE, start_round(8)],
+        group_stopped(),
+        [SendReport(RoundSucceeded(7)), start(8)],
+        AgentPhase.STARTING,
     ),
     (
-        "stopping: gone, all succeeded, but halted",
-        [*ALL_DONE, halt(7)],
-        gone(),
-        [told_ended(7)],
-        Phase.IDLE,
+        "stopping: stopped, all succeeded, but stop round",
+        [*ALL_DONE, stop_round(7)],
+        group_stopped(),
+        [report_stopped(7)],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, all succeeded, stop asked",
+        "stopping: stopped, all succeeded, a stop is received",
         [*ALL_DONE, STOP],
-        gone(),
-        [Tell(Succeeded(7)), Leave(FINISHED)],
-        Phase.LEAVING,
+        group_stopped(),
+        [SendReport(RoundSucceeded(7)), Leave(FINISHED)],
+        AgentPhase.LEAVING,
     ),
     (
-        "stopping: gone, a value was lost, stop asked",
+        "stopping: stopped, a value was lost, a stop is received",
         [*ALL_DONE, STOP],
-        gone(failure(2)),
-        [told_ended(7, failure(2)), Leave("enough")],
-        Phase.LEAVING,
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2)), Leave("enough")],
+        AgentPhase.LEAVING,
     ),
     (
-        "stopping: gone, a value was lost",
+        "stopping: stopped, a value was lost",
         ALL_DONE,
-        gone(failure(2)),
-        [told_ended(7, failure(2))],
-        Phase.IDLE,
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2))],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, failed",
+        "stopping: stopped, failed",
         FAILING,
-        gone(failure(2), failure(3)),
-        [told_ended(7, failure(2), failure(3))],
-        Phase.IDLE,
+        group_stopped(failure(2), failure(3)),
+        [report_stopped(7, failure(2), failure(3))],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, failed and halted meanwhile",
-        [*FAILING, halt(7)],
-        gone(failure(2)),
-        [told_ended(7, failure(2))],
-        Phase.IDLE,
+        "stopping: stopped, failed and stop round meanwhile",
+        [*FAILING, stop_round(7)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2))],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, halted",
-        [*RUNNING, halt(7)],
-        gone(),
-        [told_ended(7)],
-        Phase.IDLE,
+        "stopping: stopped, after a stop round",
+        [*RUNNING, stop_round(7)],
+        group_stopped(),
+        [report_stopped(7)],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, halted right after a failure of its own",
-        [*RUNNING, halt(7)],
-        gone(failure(2)),
-        [told_ended(7, failure(2))],
-        Phase.IDLE,
+        "stopping: stopped, stop round right after a failure of its own",
+        [*RUNNING, stop_round(7)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2))],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, a later round is halted",
-        [*RUNNING, begin(8), halt(8)],
-        gone(failure(2)),
-        [told_ended(7, failure(2)), Tell(Ended(8))],
-        Phase.IDLE,
+        "stopping: stopped, stop round of a later round",
+        [*RUNNING, start_round(8), stop_round(8)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2)), SendReport(RoundStopped(8))],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, a begin waits",
-        [*RUNNING, begin(8)],
-        gone(),
-        [told_ended(7), start(8)],
-        Phase.STARTING,
+        "stopping: stopped, a start round is pending",
+        [*RUNNING, start_round(8)],
+        group_stopped(),
+        [report_stopped(7), start(8)],
+        AgentPhase.STARTING,
     ),
     (
-        "stopping: gone, failed, a begin waits",
-        [*FAILING, begin(8)],
-        gone(failure(2)),
-        [told_ended(7, failure(2)), start(8)],
-        Phase.STARTING,
+        "stopping: stopped, failed, a start round is pending",
+        [*FAILING, start_round(8)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2)), start(8)],
+        AgentPhase.STARTING,
     ),
     (
-        "stopping: gone, only the newest begin counts",
-        [*RUNNING, begin(8), begin(9)],
-        gone(),
-        [told_ended(7), start(9)],
-        Phase.STARTING,
+        "stopping: stopped, only the newest start round counts",
+        [*RUNNING, start_round(8), start_round(9)],
+        group_stopped(),
+        [report_stopped(7), start(9)],
+        AgentPhase.STARTING,
     ),
     (
-        "stopping: gone, a process is left",
-        [*RUNNING, halt(7)],
-        gone(survivors=True),
-        [told_ended(7, **CANNOT_KILL)],
-        Phase.IDLE,
+        "stopping: stopped, a process is left",
+        [*RUNNING, stop_round(7)],
+        group_stopped(survivors=True),
+        [report_stopped(7, **CANNOT_KILL)],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, a process is in the way of a begin",
-        [*RUNNING, begin(8)],
-        gone(failure(2), survivors=True),
+        "stopping: stopped, a process is left when a start round is pending",
+        [*RUNNING, start_round(8)],
+        group_stopped(failure(2), survivors=True),
         [
-            told_ended(7, failure(2), **CANNOT_KILL),
-            Tell(Ended(8, is_final=True, final_why="a process could not be killed")),
+            report_stopped(7, failure(2), **CANNOT_KILL),
+            SendReport(
+                RoundStopped(8, is_permanent=True, permanent_reason="a process could not be killed")
+            ),
         ],
-        Phase.IDLE,
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, start failed for now",
+        "stopping: stopped, start failed for now",
         [*STARTING, start_failed()],
-        gone(failure(2)),
-        [told_ended(7, failure(2), exit_code=1, ran=0.0)],
-        Phase.IDLE,
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2), exit_code=1, runtime=0.0)],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone, start failed for good",
+        "stopping: stopped, start failed for good",
         [*STARTING, start_failed(permanent=True)],
-        gone(failure(2)),
-        [told_ended(7, failure(2), exit_code=127, ran=0.0, **HOPELESS)],
-        Phase.IDLE,
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2), exit_code=127, runtime=0.0, **HOPELESS)],
+        AgentPhase.IDLE,
     ),
     (
-        "stopping: gone before this node has left",
+        "stopping: stopped before this node has left",
         [*RUNNING, STOP],
-        gone(),
+        group_stopped(),
         [],
-        Phase.LEAVING,
+        AgentPhase.LEAVING,
     ),
-    ("stopping: gone, has left", [*RUNNING, STOP, Left()], gone(), [STOPPED], Phase.DONE),
     (
-        "stopping: gone, failed and stopped",
-        [*FAILING, STOP, Left()],
-        gone(failure(2)),
-        [attempt_failed(7, failure(2)), STOPPED],
-        Phase.DONE,
+        "stopping: stopped, has left",
+        [*RUNNING, STOP, LeftRendezvous()],
+        group_stopped(),
+        [STOPPED],
+        AgentPhase.DONE,
     ),
-    ("stopping: left", [*RUNNING, STOP], Left(), [], Phase.STOPPING),
+    (
+        "stopping: stopped, failed and stopped",
+        [*FAILING, STOP, LeftRendezvous()],
+        group_stopped(failure(2)),
+        [attempt_failed(7, failure(2)), STOPPED],
+        AgentPhase.DONE,
+    ),
+    ("stopping: left", [*RUNNING, STOP], LeftRendezvous(), [], AgentPhase.STOPPING),
     # ---------------------------------------------------------------- barrier
     (
-        "barrier: begin",
+        "barrier: start round",
         BARRIER,
-        begin(8, CHANGE),
-        [changed(), formed(8), StopWaiting(), start(8)],
-        Phase.STARTING,
+        start_round(8, CHANGE),
+        [changed(), formed(8), CancelBackOff(), start(8)],
+        AgentPhase.STARTING,
     ),
-    ("barrier: halt", BARRIER, halt(7), [StopWaiting(), Tell(Ended(7))], Phase.IDLE),
-    ("barrier: elapsed", BARRIER, BarrierElapsed(7), [Leave(NOT_AWAITED.why)], Phase.LEAVING),
-    ("barrier: elapsed late", BARRIER, BarrierElapsed(6), [], Phase.BARRIER),
-    ("barrier: stop asked", BARRIER, STOP, [StopWaiting(), Leave(CUT_SHORT.why)], Phase.LEAVING),
     (
-        "barrier: conclude",
+        "barrier: stop round",
+        BARRIER,
+        stop_round(7),
+        [CancelBackOff(), SendReport(RoundStopped(7))],
+        AgentPhase.IDLE,
+    ),
+    (
+        "barrier: elapsed",
+        BARRIER,
+        BarrierTimedOut(7),
+        [Leave(NOT_AWAITED.outcome.why)],
+        AgentPhase.LEAVING,
+    ),
+    ("barrier: elapsed late", BARRIER, BarrierTimedOut(6), [], AgentPhase.BARRIER),
+    (
+        "barrier: a stop is received",
+        BARRIER,
+        STOP,
+        [CancelBackOff(), Leave(CUT_SHORT.outcome.why)],
+        AgentPhase.LEAVING,
+    ),
+    (
+        "barrier: end job",
         BARRIER,
         GOOD_END,
-        [StopWaiting(), Leave(FINISHED)],
-        Phase.LEAVING,
+        [CancelBackOff(), Leave(FINISHED)],
+        AgentPhase.LEAVING,
     ),
     # ---------------------------------------------------------------- leaving
-    ("leaving: left after a stop", [*JOINED, STOP], Left(), [STOPPED], Phase.DONE),
+    ("leaving: left after a stop", [*JOINED, STOP], LeftRendezvous(), [STOPPED], AgentPhase.DONE),
     (
         "leaving: left after a success that was stopped",
-        [*ALL_DONE, STOP, gone()],
-        Left(),
-        [Finish(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        Phase.DONE,
+        [*ALL_DONE, STOP, group_stopped()],
+        LeftRendezvous(),
+        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
+        AgentPhase.DONE,
     ),
-    ("leaving: left, cut short", [*BARRIER, STOP], Left(), [CUT_SHORT], Phase.DONE),
+    ("leaving: left, cut short", [*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], AgentPhase.DONE),
     (
         "leaving: left, elapsed",
-        [*BARRIER, BarrierElapsed(7)],
-        Left(),
+        [*BARRIER, BarrierTimedOut(7)],
+        LeftRendezvous(),
         [NOT_AWAITED],
-        Phase.DONE,
+        AgentPhase.DONE,
     ),
     (
         "leaving: left after a good end",
         [*BARRIER, GOOD_END],
-        Left(),
-        [Finish(JobState.SUCCEEDED, FINISHED, 0, 1)],
-        Phase.DONE,
+        LeftRendezvous(),
+        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 1)],
+        AgentPhase.DONE,
     ),
     (
         "leaving: left after a failure elsewhere",
-        [*RUNNING, CONCLUDE, gone()],
-        Left(),
+        [*RUNNING, CONCLUDE, group_stopped()],
+        LeftRendezvous(),
         [attempt_failed(7, failure(9, host="b")), CONCLUDED],
-        Phase.DONE,
+        AgentPhase.DONE,
     ),
     (
         "leaving: left, without any attempt",
         [*JOINED, CONCLUDE],
-        Left(),
+        LeftRendezvous(),
         [attempt_failed(0, failure(9, host="b")), CONCLUDED],
-        Phase.DONE,
+        AgentPhase.DONE,
     ),
-    ("leaving: begin", [*JOINED, STOP], begin(7), [], Phase.LEAVING),
-    ("leaving: conclude", [*JOINED, STOP], CONCLUDE, [], Phase.LEAVING),
-    ("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], Phase.LEAVING),
+    ("leaving: start round", [*JOINED, STOP], start_round(7), [], AgentPhase.LEAVING),
+    ("leaving: end job", [*JOINED, STOP], CONCLUDE, [], AgentPhase.LEAVING),
+    ("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], AgentPhase.LEAVING),
 ]
 
 
@@ -572,9 +655,9 @@ ROWS: list[Row] = [
     ("before", "happening", "effects", "phase"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
 )
 def test_each_row_of_the_table(
-    before: list[Happening], happening: Happening, effects: list[Effect], phase: Phase
+    before: list[Input], happening: Input, effects: list[Effect], phase: AgentPhase
 ) -> None:
-    """Phase and happening give the next phase and the effects, in their order."""
+    """Phase and input give the next phase and the effects, in order."""
     one = machine(*before)
     assert one.handle(happening) == effects
     assert one.phase is phase
@@ -582,78 +665,91 @@ def test_each_row_of_the_table(
 
 def test_a_join_that_fails_ends_the_job_with_its_error() -> None:
     """The callers get the error itself, so that it stays one clear line."""
-    error = SurroundingsError("no port")
-    one = machine(Begun(), JoinFailed(error))
-    (finish,) = one.handle(Left())
+    error = HostError("no port")
+    one = machine(Start(), JoinFailed(error))
+    (finish,) = one.handle(LeftRendezvous())
     assert isinstance(finish, Finish)
-    assert (finish.state, finish.why, finish.exit_code) == (JobState.FAILED, "no port", 1)
+    assert (finish.outcome.state, finish.outcome.why, finish.outcome.exit_code) == (
+        JobState.FAILED,
+        "no port",
+        1,
+    )
     assert finish.error is error
 
 
-def test_a_rendezvous_that_failed_is_told_as_such() -> None:
-    """What kind of end it was goes to the callers, and no attempt has failed."""
-    ending = Ending(JobState.FAILED, "only 1 of 2 nodes", 75, is_rendezvous=True)
-    one = machine(Begun(), Instructed(Conclude(ending)))
-    assert one.handle(Left()) == [
-        Finish(JobState.FAILED, "only 1 of 2 nodes", 75, 0, is_rendezvous=True)
+def test_a_failed_rendezvous_is_marked_in_the_outcome() -> None:
+    """The outcome is marked as a failed rendezvous, and no attempt has failed."""
+    ending = JobOutcome(JobState.FAILED, "only 1 of 2 nodes", 75, is_rendezvous=True)
+    one = machine(Start(), InstructionReceived(EndJob(ending)))
+    assert one.handle(LeftRendezvous()) == [
+        finish_as(JobState.FAILED, "only 1 of 2 nodes", 75, 0, is_rendezvous=True)
     ]
 
 
 def test_failures_of_our_own_are_not_cut() -> None:
-    """What other nodes were told may be shortened; here the whole of it is shown."""
+    """The copies that other nodes have may be truncated; here they are complete."""
     ours, theirs = failure(2, tail="all of it"), failure(9, host="b")
-    ending = Ending(JobState.FAILED, "no restarts", 7, 0, (failure(2), theirs))
-    one = machine(*FAILING, gone(ours, failure(3)), Instructed(Conclude(ending)))
-    told, finish = one.handle(Left())
-    assert told == attempt_failed(7, ours, theirs, failure(3))
+    ending = JobOutcome(JobState.FAILED, "no restarts", 7, 0, (failure(2), theirs))
+    one = machine(*FAILING, group_stopped(ours, failure(3)), InstructionReceived(EndJob(ending)))
+    published, finish = one.handle(LeftRendezvous())
+    assert published == attempt_failed(7, ours, theirs, failure(3))
     assert isinstance(finish, Finish)
-    assert finish.failures == (ours, theirs, failure(3))
+    assert finish.outcome.failures == (ours, theirs, failure(3))
 
 
 def test_an_attempt_fails_once_for_the_readers() -> None:
-    """A pause has told it, so neither the next round nor the end tells it again."""
-    one = machine(*IDLE, Instructed(Pause(FAILED_THERE)))
-    assert one.handle(Instructed(Pause(FAILED_THERE))) == []
+    """RestartPending published it, so neither the next round nor the end does so again."""
+    one = machine(*IDLE, InstructionReceived(RestartPending(FAILED_THERE)))
+    assert one.handle(InstructionReceived(RestartPending(FAILED_THERE))) == []
     one.handle(CONCLUDE)
-    assert one.handle(Left()) == [
-        Finish(ENDING.state, ENDING.why, 9, 3, failures=(*ENDING.failures, failure(2)))
+    assert one.handle(LeftRendezvous()) == [
+        finish_as(ENDING.state, ENDING.why, 9, 3, failures=(*ENDING.failures, failure(2)))
     ]
 
 
-def test_the_restarts_of_the_last_placement_are_told() -> None:
+def test_the_outcome_has_the_restarts_of_the_last_placement() -> None:
     """A node that ends by itself knows how often the job was restarted."""
-    one = machine(*IDLE, begin(8, FAILED_THERE, 1), STOP, Left())
-    (finish,) = one.handle(gone(attempt=8))
+    one = machine(*IDLE, start_round(8, FAILED_THERE, 1), STOP, LeftRendezvous())
+    (finish,) = one.handle(group_stopped(attempt=8))
     assert isinstance(finish, Finish)
-    assert finish.restarts == 1
+    assert finish.outcome.restarts == 1
 
 
 def test_the_second_round_is_like_the_first() -> None:
     """Successes and failures of a former round do not count for the next one."""
-    one = machine(*RUNNING, ended(0), ended(1, BAD), gone(failure(2)), begin(8, FAILED_THERE, 1))
+    one = machine(
+        *RUNNING,
+        ended(0),
+        ended(1, BAD),
+        group_stopped(failure(2)),
+        start_round(8, FAILED_THERE, 1),
+    )
     one.handle(GroupStarted(8, 30.0))
     assert one.handle(ended(1, attempt=8)) == []
     assert one.handle(ended(0, attempt=8)) == [StopGroup(8, PLAN, FINISHED, None, True)]
-    assert one.handle(gone(attempt=8)) == [Tell(Succeeded(8)), StartBarrier(8, BARRIER_S)]
+    assert one.handle(group_stopped(attempt=8)) == [
+        SendReport(RoundSucceeded(8)),
+        StartBarrier(8, BARRIER_S),
+    ]
 
 
-LATE: list[Happening] = [
+LATE: list[Input] = [
     GroupStarted(6, 50.0),
     StartFailed(6, "no", True, 127, 0),
     ended(0, attempt=6),
     ended(1, BAD, attempt=6),
-    gone(failure(), attempt=6),
-    BarrierElapsed(6),
-    gone(attempt=9),
-    DelayElapsed(7),  # not of this policy at all
-    BarrierElapsed(7),  # given up
+    group_stopped(failure(), attempt=6),
+    BarrierTimedOut(6),
+    group_stopped(attempt=9),
+    BackoffElapsed(7),  # not of this policy at all
+    BarrierTimedOut(7),  # given up
 ]
 
 
 @pytest.mark.parametrize("late", LATE, ids=lambda late: f"{type(late).__name__} {late.attempt}")
 @pytest.mark.parametrize("before", [STARTING, RUNNING, FAILING], ids=["starting", "running", "end"])
-def test_a_late_answer_changes_nothing(late: Happening, before: list[Happening]) -> None:
-    """What belongs to another attempt is dropped, in every phase."""
+def test_a_late_result_changes_nothing(late: Input, before: list[Input]) -> None:
+    """A result of another attempt is dropped, in every phase."""
     one = machine(*before)
     shown = repr(one)
     assert one.handle(late) == []
@@ -661,29 +757,31 @@ def test_a_late_answer_changes_nothing(late: Happening, before: list[Happening])
 
 
 @pytest.mark.parametrize("before", [STARTING, RUNNING, BARRIER], ids=["start", "run", "barrier"])
-def test_a_group_does_not_vanish_by_itself(before: list[Happening]) -> None:
-    """The end of a group that nobody stopped is our own bug."""
+def test_a_group_does_not_vanish_by_itself(before: list[Input]) -> None:
+    """The end of a group that was not stopped is an internal error."""
     one = machine(*before)
-    with pytest.raises(InternalError, match="the end of a group cannot happen in <MemberMachine"):
-        one.handle(gone())
+    with pytest.raises(
+        InternalError, match="the end of a group cannot happen in <MultiNodeMachine"
+    ):
+        one.handle(group_stopped())
 
 
-def test_a_job_begins_once() -> None:
-    """A second beginning is our own bug, and the message tells the story."""
-    with pytest.raises(InternalError, match=r"please report: new: Begun\(\); "):
-        machine(Begun(), Begun())
+def test_a_job_starts_once() -> None:
+    """A second start is an internal error, and the message lists the last inputs."""
+    with pytest.raises(InternalError, match=r"please report: new: Start\(\); "):
+        machine(Start(), Start())
 
 
-def test_a_machine_tells_where_it_is() -> None:
+def test_a_repr_shows_phase_and_attempt() -> None:
     """The repr names phase, attempt and round."""
-    assert repr(machine(*RUNNING)) == "<MemberMachine running, attempt 7, round 7>"
+    assert repr(machine(*RUNNING)) == "<MultiNodeMachine running, attempt 7, round 7>"
 
 
-# -------------------------------------------------------------- any story that can be told
+# -------------------------------------------------------------- random sequences of inputs
 
 
 class Members(RuleBasedStateMachine):
-    """The shell's and the rendezvous' part, played by chance."""
+    """A simulated driver and rendezvous: possible inputs come in random order."""
 
     @initialize(nproc=st.integers(1, 3))
     def begin(self, nproc: int) -> None:
@@ -698,16 +796,16 @@ class Members(RuleBasedStateMachine):
         self.barrier: int | None = None
         self.joined = self.leaving = self.left = False
         self.newest = -1  # round of the newest instruction
-        self.owed: int | None = None  # round of the newest Begin or Halt without an answer
+        self.owed: int | None = None  # round of the newest StartRound or StopRound without a report
         self.started: list[int] = []
         self.reports: list[Any] = []
         self.finishes: list[Finish] = []
-        self.failing_told: set[int] = set()
-        self.ending: Ending | None = None
+        self.failing_reported: set[int] = set()
+        self.ending: JobOutcome | None = None
         self.stop_asked = False
-        self.perform(self.machine.handle(Begun()))
+        self.perform(self.machine.handle(Start()))
 
-    def handle(self, happening: Happening) -> None:
+    def handle(self, happening: Input) -> None:
         self.perform(self.machine.handle(happening))
 
     def perform(self, effects: list[Effect]) -> None:
@@ -720,7 +818,7 @@ class Members(RuleBasedStateMachine):
                 case StartGroup(attempt, restarts, place):
                     assert self.live is None, "never two groups at once"
                     assert self.barrier is None
-                    assert not self.leaving, "whoever leaves starts nothing"
+                    assert not self.leaving, "a node that leaves starts no group"
                     assert place is not None
                     assert place.round == self.newest, "only the newest round is begun"
                     assert (place.attempt, place.restarts) == (attempt, restarts)
@@ -737,10 +835,10 @@ class Members(RuleBasedStateMachine):
                     assert self.live is None
                     assert self.barrier is None
                     self.barrier = attempt
-                case StopWaiting():
+                case CancelBackOff():
                     assert self.barrier is not None
                     self.barrier = None
-                case Tell(report):
+                case SendReport(report):
                     self.check_report(report)
                 case Leave():
                     assert self.joined
@@ -756,20 +854,20 @@ class Members(RuleBasedStateMachine):
                     self.finishes.append(effect)
 
     def check_report(self, report: Any) -> None:
-        assert not self.leaving, "whoever has left says nothing"
+        assert not self.leaving, "a node that has left sends no report"
         assert report.round <= self.newest
         self.reports.append(report)
         match report:
-            case Failing():
+            case RoundFailing():
                 assert report.round == self.live_round
-                assert report.round not in self.failing_told
-                self.failing_told.add(report.round)
-            case Running():
+                assert report.round not in self.failing_reported
+                self.failing_reported.add(report.round)
+            case RoundStarted():
                 assert report.round == self.live_round
-            case Ended() | Succeeded():
-                assert self.live is None, "it is told when nothing is left"
+            case RoundStopped() | RoundSucceeded():
+                assert self.live is None, "the report comes when no process is left"
                 if report.round == self.live_round:
-                    expected = tuple(self.failures) if isinstance(report, Ended) else ()
+                    expected = tuple(self.failures) if isinstance(report, RoundStopped) else ()
                     assert getattr(report, "failures", ()) == expected, "no failure is lost"
         if report.round == self.owed:
             self.owed = None
@@ -815,43 +913,45 @@ class Members(RuleBasedStateMachine):
         attempt, self.live, self.stopping = self.live, None, False
         self.running = set()
         self.now += 1
-        self.handle(GroupGone(attempt, self.now, tuple(self.failures), survivors))
+        self.handle(GroupStopped(attempt, self.now, tuple(self.failures), survivors))
 
     @precondition(lambda self: self.barrier is not None)
     @rule()
     def the_barrier_elapses(self) -> None:
         assert self.barrier is not None
         attempt, self.barrier = self.barrier, None
-        self.handle(BarrierElapsed(attempt))
+        self.handle(BarrierTimedOut(attempt))
 
     @precondition(lambda self: self.leaving and not self.left)
     @rule()
     def it_has_left(self) -> None:
         self.left = True
-        self.handle(Left())
+        self.handle(LeftRendezvous())
 
     @rule(jump=st.integers(-1, 3), kind=st.sampled_from(["none", "change", "failure"]))
     def a_round_begins(self, jump: int, kind: str) -> None:
         number = max(0, self.newest + jump)
         cause = {"none": None, "change": CHANGE, "failure": FAILED_THERE}[kind]
         counts = number > self.newest and not self.stop_asked
-        self.instruct(number, counts, Begin(placement(number), cause))
+        self.instruct(number, counts, StartRound(placement(number), cause))
 
     @rule(jump=st.integers(-1, 2))
     def a_round_is_halted(self, jump: int) -> None:
         number = max(0, self.newest + jump)
-        answered = max((one.round for one in self.reports if isinstance(one, Ended)), default=-1)
+        answered = max(
+            (one.round for one in self.reports if isinstance(one, RoundStopped)), default=-1
+        )
         counts = number >= self.newest and number > answered
-        self.instruct(number, counts, Halt(number, "halt"))
+        self.instruct(number, counts, StopRound(number, "stop"))
 
     def instruct(self, number: int, counts: bool, instruction: Instruction) -> None:
         if counts and not self.leaving:
             self.newest = self.owed = number
-        self.handle(Instructed(instruction))
+        self.handle(InstructionReceived(instruction))
 
     @rule()
     def there_is_a_pause(self) -> None:
-        self.handle(Instructed(Pause(FAILED_THERE)))
+        self.handle(InstructionReceived(RestartPending(FAILED_THERE)))
 
     @rule()
     def the_job_is_concluded(self) -> None:
@@ -860,9 +960,9 @@ class Members(RuleBasedStateMachine):
         self.handle(CONCLUDE)
 
     @rule(signal=st.sampled_from([None, 2, 15]))
-    def somebody_asks_to_stop(self, signal: int | None) -> None:
+    def a_stop_is_requested(self, signal: int | None) -> None:
         self.stop_asked = True
-        self.handle(StopAsked("enough", signal))
+        self.handle(StopReceived("enough", signal))
 
     @rule(
         make=st.sampled_from(
@@ -870,13 +970,13 @@ class Members(RuleBasedStateMachine):
                 lambda attempt: GroupStarted(attempt, 99.0),
                 lambda attempt: ended(0, BAD, attempt=attempt),
                 lambda attempt: ended(0, attempt=attempt),
-                lambda attempt: gone(failure(), attempt=attempt),
-                lambda attempt: BarrierElapsed(attempt),
+                lambda attempt: group_stopped(failure(), attempt=attempt),
+                lambda attempt: BarrierTimedOut(attempt),
             ]
         ),
         age=st.integers(1, 3),
     )
-    def a_late_answer_comes(self, make: Callable[[int], Happening], age: int) -> None:
+    def a_late_answer_comes(self, make: Callable[[int], Input], age: int) -> None:
         before = repr(self.machine)
         assert self.machine.handle(make(self.machine.attempt - age)) == []
         assert repr(self.machine) == before
@@ -884,22 +984,22 @@ class Members(RuleBasedStateMachine):
     @invariant()
     def the_end_comes_once(self) -> None:
         assert len(self.finishes) <= 1
-        assert bool(self.finishes) == (self.machine.phase is Phase.DONE)
+        assert bool(self.finishes) == (self.machine.phase is AgentPhase.DONE)
 
     @invariant()
     def every_instruction_is_answered(self) -> None:
-        """Who neither runs nor waits nor leaves owes the rendezvous no answer."""
+        """A node that is idle owes the rendezvous no report."""
         if self.live is None and not self.leaving:
             assert self.owed is None
 
     @invariant()
-    def a_failure_is_told_at_once(self) -> None:
+    def a_failure_is_reported_at_once(self) -> None:
         if self.failures and self.live is not None and not self.leaving and not self.stopping:
             raise AssertionError("a failure stops the group")
 
     @invariant()
     def something_is_always_under_way(self) -> None:
-        """A stop or a conclusion ends it: nothing is waited for but what is being done."""
+        """After a stop or EndJob the node waits only for effects in progress."""
         if self.leaving and not self.finishes:
             assert not self.left or self.stopping
         if self.stop_asked and not self.finishes:
@@ -907,7 +1007,7 @@ class Members(RuleBasedStateMachine):
 
     @invariant()
     def the_result_fits(self) -> None:
-        for finish in self.finishes:
+        for finish in (effect.outcome for effect in self.finishes):
             assert (finish.exit_code == 0) == (finish.state is JobState.SUCCEEDED)
             if finish.state is JobState.STOPPED:
                 assert self.stop_asked
@@ -918,4 +1018,4 @@ class Members(RuleBasedStateMachine):
 
 
 Members.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
-TestMembers = Members.TestCase
+TestMembers = pytest.mark.slow(Members.TestCase)

@@ -1,4 +1,4 @@
-"""What a job finds on its machine."""
+"""Checks of the host and the process, and what the workers get from them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.agent.surroundings import (
-    check_child_signals,
+from elastic_aio.agent.preflight import (
     check_runnable,
-    command_of,
+    check_sigchld,
     free_port,
-    node_name,
+    hostname,
     resolve_nproc,
     visible_gpus,
+    worker_argv,
 )
-from elastic_aio.errors import SpawnError, SpecError, SurroundingsError
-from elastic_aio.spec import Command, LaunchSpec, LogSpec, Module, Script
-from elastic_aio.std import StdMap
+from elastic_aio.errors import HostError, SpawnError, SpecError
+from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
+from elastic_aio.spec.logs import LogSpec, StdMap
 
 PROCESSORS = len(os.sched_getaffinity(0))
 
@@ -34,13 +34,13 @@ def test_a_number_is_a_number() -> None:
 
 
 def test_cpu_counts_the_processors_we_may_use() -> None:
-    """Not those of the machine."""
+    """Not all processors of the host."""
     assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="cpu")) == PROCESSORS
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names in /dev; a machine of any kind."""
+    """The names in /dev of a simulated host."""
     names = ["null", "nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia12"]
     real = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: names if path == "/dev" else real(path))
@@ -69,7 +69,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_gpu_counts_the_devices_we_can_see(
     monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
 ) -> None:
-    """CUDA takes the list up to the first entry that is no device of this machine."""
+    """CUDA takes the list up to the first entry that is no device of this host."""
     if listed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert visible_gpus() == count
@@ -87,7 +87,9 @@ def test_without_devices(devices: list[str]) -> None:
     """`auto` takes the processors, and `gpu` is refused with the alternatives."""
     devices[:] = ["null", "nvidiactl"]
     assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto")) == PROCESSORS
-    with pytest.raises(SpecError, match=r"^nproc_per_node: needs a visible NVIDIA device .*'gpu'$"):
+    with pytest.raises(
+        SpecError, match=r"^nproc_per_node: no NVIDIA device is visible; .*'gpu'\)$"
+    ):
         resolve_nproc(LaunchSpec("x.py", nproc_per_node="gpu"))
 
 
@@ -95,7 +97,7 @@ def test_without_devices(devices: list[str]) -> None:
 def test_ranks_of_the_logs_are_checked_when_the_number_is_known() -> None:
     """A tee of a rank that `auto` did not give is refused."""
     logs = LogSpec(tee=StdMap.parse("tee", "3:1"))
-    with pytest.raises(SpecError, match=r"^logs\.tee: local ranks must be from 0 to 2, not 3$"):
+    with pytest.raises(SpecError, match=r"^logs\.tee: local ranks must be from 0 to 2 \(got 3\)$"):
         resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto", logs=logs))
 
 
@@ -111,10 +113,10 @@ def child_signal() -> Iterator[None]:
 def test_ignored_child_signals_are_refused() -> None:
     """Where the kernel reaps, no exit status can be had."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    check_child_signals()
+    check_sigchld()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with pytest.raises(SurroundingsError, match=r"^SIGCHLD is ignored in this process, so"):
-        check_child_signals()
+    with pytest.raises(HostError, match=r"^SIGCHLD is ignored in this process, so"):
+        check_sigchld()
 
 
 @pytest.mark.parametrize(
@@ -141,20 +143,22 @@ def test_each_worker_has_its_command(
     entrypoint: Any, settings: dict[str, Any], argv: tuple[str, ...]
 ) -> None:
     """Only `${local_rank}` in arguments is replaced."""
-    assert command_of(LaunchSpec(entrypoint, **settings), 3) == argv
+    assert worker_argv(LaunchSpec(entrypoint, **settings), 3) == argv
 
 
 def test_a_script_must_be_there(tmp_path: Path) -> None:
-    """What Python would not find is told before any worker starts: 127."""
+    """A script that Python would not find fails before any worker starts, with code 127."""
     spec = LaunchSpec(str(tmp_path / "missing.py"))
     with pytest.raises(SpawnError, match=r"^script not found: .*/missing\.py$") as caught:
         check_runnable(spec)
     assert (caught.value.permanent, caught.value.exit_code) == (True, 127)
 
 
-def test_a_folder_needs_a_main(tmp_path: Path) -> None:
-    """Python runs a folder with __main__.py and nothing else: 126."""
-    with pytest.raises(SpawnError, match=r"^script is a folder without __main__\.py: ") as caught:
+def test_a_directory_needs_a_main(tmp_path: Path) -> None:
+    """Python runs a directory with __main__.py and nothing else: 126."""
+    with pytest.raises(
+        SpawnError, match=r"^script is a directory without __main__\.py: "
+    ) as caught:
         check_runnable(LaunchSpec(str(tmp_path)))
     assert (caught.value.permanent, caught.value.exit_code) == (True, 126)
     (tmp_path / "__main__.py").write_text("")
@@ -177,14 +181,14 @@ def test_modules_and_commands_are_left_to_the_spawn(entrypoint: Any) -> None:
 
 def test_a_missing_working_directory_is_left_to_the_spawn() -> None:
     """Spawning says better what is wrong."""
-    check_runnable(LaunchSpec("x.py", cwd="/no/such/folder"))
+    check_runnable(LaunchSpec("x.py", cwd="/no/such/directory"))
 
 
 @pytest.mark.parametrize(
     ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )
 def test_a_free_port_can_be_bound(family: socket.AddressFamily, address: str) -> None:
-    """Nobody listens there, on either protocol."""
+    """No process listens there, on IPv4 or IPv6."""
     port = free_port()
     assert 1024 <= port < 65536
     with socket.socket(family) as one:
@@ -195,4 +199,4 @@ def test_a_free_port_can_be_bound(family: socket.AddressFamily, address: str) ->
 
 def test_the_name_of_the_node_is_the_hosts() -> None:
     """No name server is asked."""
-    assert node_name() == socket.gethostname() != ""
+    assert hostname() == socket.gethostname() != ""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_aio import JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent.workerstore import MASTER_ADDR, WorkerStore
-from elastic_aio.errors import StoreLost, SurroundingsError
+from elastic_aio.agent.worker_store import MASTER_ADDR, WorkerStore
+from elastic_aio.errors import HostError, StoreLost
 from elastic_aio.store import connect
 
 GUARD = 30.0
@@ -46,17 +46,17 @@ async def test_every_attempt_has_a_fresh_store(tmp_path: Path) -> None:
     assert len({port for _, port, _ in said}) == 1
 
 
-async def test_nobody_comes() -> None:
+async def test_no_connection() -> None:
     """A store that is never used is a bound port, which is free again afterwards."""
     store = WorkerStore(0)
-    assert repr(store) == f"<WorkerStore on port {store.port}: nobody has come yet>"
+    assert repr(store) == f"<WorkerStore on port {store.port}: no connection yet>"
     await store.aclose()
     again = WorkerStore(store.port)
     await again.aclose()
 
 
 async def test_the_first_connection_makes_it_a_store() -> None:
-    """Whoever connects finds a store; when it closes, they are told."""
+    """A client that connects finds a store; when it closes, the connection is closed."""
     store = WorkerStore(0)
     async with asyncio.timeout(GUARD):
         async with connect(f"{MASTER_ADDR}:{store.port}", reconnect_for=0) as client:
@@ -71,7 +71,7 @@ async def test_a_port_that_is_taken() -> None:
     """One line says which port cannot be had."""
     with socket.create_server((MASTER_ADDR, 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(SurroundingsError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .+"):
+        with pytest.raises(HostError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .+"):
             WorkerStore(port)
         with pytest.raises(JobFailed, match=f"cannot listen on 127.0.0.1:{port}") as caught:
             await launch(LaunchSpec(["true"], master_port=port))
@@ -79,13 +79,13 @@ async def test_a_port_that_is_taken() -> None:
 
 
 async def test_workers_may_host_it_themselves(tmp_path: Path) -> None:
-    """Without a store of ours nobody listens at the port, and torch is told so."""
+    """Without a store of the agent no process listens at the port, and the environment says so."""
     script = """
     echo $TORCHELASTIC_USE_AGENT_STORE
     if (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2>/dev/null; then exit 1; fi
     """
     spec = LaunchSpec(
-        ["bash", "-c", script], hosts_store=False, logs=LogSpec(log_dir=tmp_path, redirects=1)
+        ["bash", "-c", script], host_store=False, logs=LogSpec(log_dir=tmp_path, redirects=1)
     )
     assert (await launch(spec)).state == "succeeded"
     (said,) = tmp_path.rglob("stdout.log")

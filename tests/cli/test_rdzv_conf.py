@@ -1,4 +1,4 @@
-"""`--rdzv-conf`, key by key."""
+"""The keys of `--rdzv-conf`: values, warnings, errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.options.conf import parse_conf
-from elastic_aio.options.grammar import UsageError
-from elastic_aio.rendezvousspec import RendezvousSpec
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.spec.rendezvous import RendezvousSpec
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from elastic_aio.rendezvousspec import RendezvousSpec
         ("heartbeat_timeout=2", "c10d", {"heartbeat_timeout": 2}),
         ("read_timeout=1", "c10d", {"read_timeout": 1}),
         ("store_grace=0", "c10d", {"store_grace": 0}),
-        ("is_host=1,keeps_workers=NO", "c10d", {"is_host": True, "keeps_workers": False}),
+        ("is_host=1,keep_workers=NO", "c10d", {"is_host": True, "keep_workers": False}),
         ("store_type=tcp", "tcp", {}),
         (" join_timeout = 5 , read_timeout= 6 ", "c10d", {"join_timeout": 5, "read_timeout": 6}),
         ("join_timeout=5,join_timeout=6", "c10d", {"join_timeout": 6}),
@@ -31,79 +31,79 @@ from elastic_aio.rendezvousspec import RendezvousSpec
         ("timeout=60,join_timeout=5", "static", {"join_timeout": 5, "read_timeout": 60}),
     ],
 )
-def test_keys_and_what_they_set(text: str, backend: str, settings: dict[str, Any]) -> None:
-    """Each is the field of its name, and fits there; nothing else is to be said."""
+def test_keys_set_fields(text: str, backend: str, settings: dict[str, Any]) -> None:
+    """Each key sets the field of its name to a value that `RendezvousSpec` accepts."""
     conf = parse_conf(text, backend)
     assert conf.settings == settings
-    assert conf.notices == ()
+    assert conf.warnings == ()
     RendezvousSpec(**conf.settings)
 
 
 @pytest.mark.parametrize("yes", ["1", "true", "True", "t", "yes", "Y"])
 @pytest.mark.parametrize("no", ["0", "false", "F", "no", "n"])
 def test_words_for_yes_and_no(yes: str, no: str) -> None:
-    """torch's words, in any case."""
-    conf = parse_conf(f"is_host={yes},keeps_workers={no}", "c10d")
-    assert conf.settings == {"is_host": True, "keeps_workers": False}
+    """torch's words are accepted in upper and lower case."""
+    conf = parse_conf(f"is_host={yes},keep_workers={no}", "c10d")
+    assert conf.settings == {"is_host": True, "keep_workers": False}
 
 
 def test_a_value_may_hold_an_equals_sign() -> None:
-    """Only the first one separates; a plug-in gets everything as it was given."""
+    """Only the first one separates; a plug-in gets all pairs as text."""
     conf = parse_conf("url=a=b,join_timeout=9", "mail")
-    assert conf.given == {"url": "a=b", "join_timeout": "9"}
+    assert conf.pairs == {"url": "a=b", "join_timeout": "9"}
     assert conf.settings == {"join_timeout": 9}
-    assert conf.notices == ()
+    assert conf.warnings == ()
 
 
-def test_the_token_is_in_a_file() -> None:
-    """Its path only; what is in it is read when it is needed."""
+def test_token_file_is_a_path() -> None:
+    """The file is not read here."""
     conf = parse_conf("token_file=/run/token", "c10d")
-    assert (conf.token_file, conf.settings, conf.notices) == ("/run/token", {}, ())
+    assert (conf.token_file, conf.settings, conf.warnings) == ("/run/token", {}, ())
 
 
 @pytest.mark.parametrize(
     ("text", "backend", "words"),
     [
-        ("keep_alive_interval=5", "c10d", ["keep_alive_interval", "heartbeat_timeout says"]),
+        ("keep_alive_interval=5", "c10d", ["keep_alive_interval", "heartbeat_timeout sets"]),
         ("keep_alive_max_attempt=3", "static", ["keep_alive_max_attempt", "heartbeat_timeout"]),
         ("timeout=900", "c10d", ["timeout has no effect", "join_timeout"]),
         ("rank=1", "static", ["rank has no effect", "--node-rank"]),
         ("is_host=1", "static", ["is_host has no effect", "rank 0"]),
-        ("join_timout=9", "c10d", ["'join_timout' is not known"]),
-        ("protocol=https", "static", ["'protocol' is not known"]),
+        ("join_timout=9", "c10d", ["'join_timout' is unknown"]),
+        ("protocol=https", "static", ["'protocol' is unknown"]),
     ],
 )
-def test_what_has_no_effect_is_said(text: str, backend: str, words: list[str]) -> None:
-    """A line that names the key, and what takes its place."""
+def test_keys_without_effect_give_a_warning(text: str, backend: str, words: list[str]) -> None:
+    """The warning names the key and its replacement."""
     conf = parse_conf(text, backend)
-    (notice,) = conf.notices
-    assert notice.startswith("--rdzv-conf: ")
-    assert all(word in notice for word in words)
+    (warning,) = conf.warnings
+    assert warning.startswith("--rdzv-conf: ")
+    assert all(word in warning for word in words)
     assert conf.settings == parse_conf("", backend).settings
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("join_timeout", "must be KEY=VALUE,KEY=VALUE,..., not 'join_timeout'"),
-        ("join_timeout=", "must be KEY=VALUE,KEY=VALUE,..., not 'join_timeout='"),
-        ("=5", "must be KEY=VALUE,KEY=VALUE,..., not '=5'"),
-        ("join_timeout=5,", "must be KEY=VALUE,KEY=VALUE,..., not 'join_timeout=5,'"),
-        ("join_timeout=0", "join_timeout must be whole seconds from 1 to 999999999, not '0'"),
-        ("join_timeout=1.5", "join_timeout must be whole seconds from 1 to 999999999, not '1.5'"),
-        ("join_timeout=-1", "join_timeout must be whole seconds from 1 to 999999999, not '-1'"),
-        ("read_timeout=0", "read_timeout must be whole seconds from 1 to 999999999, not '0'"),
-        ("heartbeat_timeout=1", "heartbeat_timeout must be whole seconds from 2 to 999999999"),
-        ("last_call_timeout=x", "last_call_timeout must be whole seconds from 0 to 999999999"),
-        ("close_timeout=1e3", "close_timeout must be whole seconds from 0 to 999999999"),
-        ("store_grace=" + "9" * 10, "store_grace must be whole seconds from 0 to 999999999"),
-        ("timeout=0", "timeout must be whole seconds from 1 to 999999999, not '0'"),
-        ("keep_alive_interval=0", "keep_alive_interval must be a whole number from 1 to"),
-        ("keep_alive_max_attempt=x", "keep_alive_max_attempt must be a whole number from 1 to"),
-        ("is_host=perhaps", "is_host must be true or false, not 'perhaps'"),
-        ("keeps_workers=2", "keeps_workers must be true or false, not '2'"),
-        ("store_type=file", "store_type must be 'tcp' (a store in a file is not supported), not"),
-        ("store_type=redis", "store_type must be 'tcp', not 'redis'"),
+        ("join_timeout", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout'"),
+        ("join_timeout=", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout='"),
+        ("=5", "must be KEY=VALUE,KEY=VALUE,... (got '=5'"),
+        ("join_timeout=5,", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout=5,'"),
+        ("join_timeout=0", "join_timeout: must be whole seconds from 1 to 999999999 (got '0'"),
+        ("join_timeout=1.5", "join_timeout: must be whole seconds from 1 to 999999999 (got '1.5'"),
+        ("join_timeout=-1", "join_timeout: must be whole seconds from 1 to 999999999 (got '-1'"),
+        ("read_timeout=0", "read_timeout: must be whole seconds from 1 to 999999999 (got '0'"),
+        ("heartbeat_timeout=1", "heartbeat_timeout: must be whole seconds from 2 to 999999999"),
+        ("last_call_timeout=x", "last_call_timeout: must be whole seconds from 0 to 999999999"),
+        ("close_timeout=1e3", "close_timeout: must be whole seconds from 0 to 999999999"),
+        ("store_grace=" + "9" * 10, "store_grace: must be whole seconds from 0 to 999999999"),
+        ("timeout=0", "timeout: must be whole seconds from 1 to 999999999 (got '0'"),
+        ("keep_alive_interval=0", "keep_alive_interval: must be a whole number from 1 to"),
+        ("keep_alive_max_attempt=x", "keep_alive_max_attempt: must be a whole number from 1 to"),
+        ("is_host=perhaps", "is_host: must be true or false (got 'perhaps'"),
+        ("keep_workers=2", "keep_workers: must be true or false (got '2'"),
+        ("store_type=file", "store_type: must be 'tcp'; a file store is not supported (got"),
+        ("store_type=redis", "store_type: must be 'tcp' (got 'redis'"),
         ("backend=c10d", "backend is set by --rdzv-backend"),
         ("endpoint=a:1", "endpoint is set by --rdzv-endpoint"),
         ("run_id=x", "run_id is set by --rdzv-id"),
@@ -113,8 +113,8 @@ def test_what_has_no_effect_is_said(text: str, backend: str, words: list[str]) -
     ],
 )
 @pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_what_is_refused(text: str, backend: str, message: str) -> None:
-    """One line with the key, the value and the range."""
+def test_invalid_values(text: str, backend: str, message: str) -> None:
+    """The error is one line with the key, the range and the value."""
     with pytest.raises(UsageError) as caught:
         parse_conf(text, backend)
     assert str(caught.value).startswith(f"--rdzv-conf: {message}")

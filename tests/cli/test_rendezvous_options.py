@@ -1,4 +1,4 @@
-"""How the options about many nodes make a rendezvous."""
+"""The options of multi-node jobs: the rendezvous they configure, warnings, errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.options.grammar import UsageError
-from elastic_aio.rendezvousspec import RendezvousSpec
-from elastic_aio.spec import LaunchSpec, NodeRange
-from elastic_aio.torchrun import RunRequest, parse_run
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torchrun import RunRequest, parse_run
+from elastic_aio.spec.job import LaunchSpec, NodeRange
+from elastic_aio.spec.rendezvous import RendezvousSpec
 
 
 def read(line: str, env: Mapping[str, str] | None = None) -> RunRequest:
@@ -26,7 +26,7 @@ DYNAMIC = "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1"
 
 
 def test_the_main_use_of_the_static_backend() -> None:
-    """As in torchrun: the node of rank 0 serves the store, the others are told where."""
+    """As in torchrun: the node of rank 0 serves the store at --master-addr and --master-port."""
     first = read("--nnodes 2 --node-rank 0 --master-addr a --master-port 7")
     other = read("--nnodes 2 --node-rank 1 --master-addr a --master-port 7")
     assert first.spec.rendezvous == RendezvousSpec(
@@ -39,12 +39,12 @@ def test_the_main_use_of_the_static_backend() -> None:
     )
     assert (other.spec.rendezvous.node_rank, other.spec.rendezvous.is_host) == (1, False)
     assert (first.spec.nnodes, first.spec.run_id) == (NodeRange(2, 2), "none")
-    assert first.spec.master_port is None, "the port is the nodes' own"
-    assert first.notices == other.notices == ()
+    assert first.spec.master_port is None, "the port is that of the rendezvous store"
+    assert first.warnings == other.warnings == ()
 
 
 def test_the_main_use_of_the_dynamic_backend() -> None:
-    """A range of nodes that meet at one of several endpoints."""
+    """A range of nodes, and two endpoints of which one has the default port."""
     request = read(
         "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1,b --rdzv-id mine"
         " --rdzv-conf heartbeat_timeout=3,is_host=0 --local-addr 10.0.0.1"
@@ -59,7 +59,7 @@ def test_the_main_use_of_the_dynamic_backend() -> None:
         conf={"heartbeat_timeout": "3", "is_host": "0"},
     )
     assert spec.rendezvous.endpoints == ("a:1", "b:29400")
-    assert request.notices == ()
+    assert request.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_the_main_use_of_the_dynamic_backend() -> None:
         ("--nnodes 2 --rdzv-backend c10d --master-port 7", "localhost:29400"),
     ],
 )
-def test_where_nodes_meet(line: str, endpoint: str) -> None:
-    """The endpoint, or the master's address and port, or torchrun's defaults."""
+def test_default_endpoints(line: str, endpoint: str) -> None:
+    """--rdzv-endpoint, else the master's address and port, else torchrun's defaults."""
     assert rendezvous(line).endpoints == (endpoint,)
 
 
@@ -91,17 +91,17 @@ def test_where_nodes_meet(line: str, endpoint: str) -> None:
     ],
 )
 def test_the_port_of_the_workers(line: str, port: int | None) -> None:
-    """It is theirs unless the nodes meet there."""
+    """--master-port sets it unless the rendezvous store has that port."""
     assert read(line).spec.master_port == port
 
 
 def test_the_static_backend_takes_the_maximum() -> None:
-    """torchrun does so without a word."""
+    """As torchrun does, but with a warning."""
     request = read("--nnodes 1:3 --node-rank 2 --master-addr a")
     assert request.spec.nnodes == NodeRange(3, 3)
-    (notice,) = request.notices
-    assert "--nnodes 1:3" in notice
-    assert "waits for all 3" in notice
+    (warning,) = request.warnings
+    assert "--nnodes 1:3" in warning
+    assert "waits for all 3" in warning
 
 
 RANKS = [
@@ -110,26 +110,27 @@ RANKS = [
     ("", {"PET_NODE_RANK": "1", "SLURM_PROCID": "0"}, 1),
     ("", {"SLURM_PROCID": "1", "SLURM_NODEID": "0"}, 1),
     ("", {"SLURM_NODEID": "1"}, 1),
-    ("", {"SLURM_PROCID": "x", "SLURM_NODEID": "1"}, 1),
+    ("", {"SLURM_PROCID": "", "SLURM_NODEID": "1"}, 1),
+    ("--node-rank 1", {"SLURM_PROCID": "x"}, 1),
 ]
 
 
 @pytest.mark.parametrize(("line", "env", "rank"), RANKS)
 def test_where_the_rank_comes_from(line: str, env: dict[str, str], rank: int | None) -> None:
-    """The option, its variable, then Slurm's; static has 0 otherwise, c10d no wish."""
+    """The option, its variable, Slurm's variables; else 0 for static, none for c10d."""
     assert rendezvous(f"{DYNAMIC} {line}", env).node_rank == rank
     static = rendezvous(f"{STATIC} {line}", env)
     assert (static.node_rank, static.is_host) == (rank or 0, not rank)
 
 
-def test_a_wish_may_be_beyond_the_maximum() -> None:
-    """A node that stands by may take any place later; only static insists."""
+def test_a_preferred_rank_may_exceed_the_maximum() -> None:
+    """A standby node may get any rank later; with static the rank is fixed."""
     assert rendezvous(f"{DYNAMIC} --node-rank 9").node_rank == 9
     with pytest.raises(UsageError, match=r"^--node-rank: must be from 0 to 1 for 2 nodes"):
         read(f"{STATIC} --node-rank 2")
 
 
-ALONE = [
+ONE_NODE = [
     "--standalone --rdzv-backend etcd --rdzv-endpoint a:1",
     "--rdzv-backend etcd",
     "--rdzv-backend static --master-addr a --node-rank 0",
@@ -139,33 +140,33 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("line", ALONE)
-def test_one_node_accepts_everything(line: str) -> None:
-    """None of it matters, so nothing is said."""
+@pytest.mark.parametrize("line", ONE_NODE)
+def test_one_node_ignores_rendezvous_options(line: str) -> None:
+    """They have no effect, and there is no warning."""
     request = read(line, {"SLURM_PROCID": "3"})
     assert request.spec.nnodes == NodeRange(1, 1)
-    assert request.notices == ()
+    assert request.warnings == ()
     assert request.spec.run_id is None
     assert request.spec.rendezvous.token is None
 
 
 def test_without_any_option_there_is_no_rendezvous() -> None:
-    """Not even Slurm's ranks make a difference."""
+    """Slurm's ranks are ignored too."""
     env = {"SLURM_PROCID": "3", "SLURM_NODEID": "1"}
     assert read("", env).spec == LaunchSpec("train.py")
 
 
-def test_a_rank_without_nodes_is_probably_a_mistake() -> None:
-    """`--nnodes` was forgotten, or every node begins a world of its own."""
-    (notice,) = read("--node-rank 1").notices
-    assert notice == "--node-rank 1 is unused: a job of one node meets nobody"
+def test_a_rank_without_nnodes_gives_a_warning() -> None:
+    """Without `--nnodes` every node would start a job of its own."""
+    (warning,) = read("--node-rank 1").warnings
+    assert warning == "--node-rank 1 has no effect: the job has one node"
 
 
 def test_standalone_is_one_node() -> None:
-    """It contradicts a minimum of several, and takes one of a range."""
+    """A range of nodes is taken as 1, with a warning."""
     request = read("--standalone --nnodes 1:4")
     assert request.spec.nnodes == NodeRange(1, 1)
-    assert request.notices == ("--standalone is for one node: --nnodes 1:4 is taken for 1",)
+    assert request.warnings == ("--standalone is for one node: --nnodes 1:4 is taken as 1",)
 
 
 @pytest.mark.parametrize(
@@ -173,31 +174,33 @@ def test_standalone_is_one_node() -> None:
     [
         ("--nnodes 2", ["--master-addr is not given", "127.0.0.1:29500"]),
         ("--nnodes 2 --rdzv-backend c10d", ["--rdzv-endpoint is not given", "localhost:29400"]),
-        (f"{DYNAMIC} --master-addr a", ["--master-addr is unused", "--rdzv-endpoint says"]),
-        ("--nnodes 2 --rdzv-endpoint a:1 --master-addr b", ["--master-addr is unused"]),
-        (f"{DYNAMIC} --rdzv-conf foo=1", ["'foo' is not known"]),
+        (f"{DYNAMIC} --master-addr a", ["--master-addr has no effect", "--rdzv-endpoint sets"]),
+        ("--nnodes 2 --rdzv-endpoint a:1 --master-addr b", ["--master-addr has no effect"]),
+        (f"{DYNAMIC} --rdzv-conf foo=1", ["'foo' is unknown"]),
         (f"{STATIC} --rdzv-conf is_host=1", ["is_host has no effect"]),
     ],
 )
-def test_what_is_probably_not_meant_is_said(line: str, words: list[str]) -> None:
-    """One line for each, and the job goes on."""
-    (notice,) = read(line).notices
-    assert all(word in notice for word in words)
+def test_likely_mistakes_give_a_warning(line: str, words: list[str]) -> None:
+    """One line for each; the command line is accepted."""
+    (warning,) = read(line).warnings
+    assert all(word in warning for word in words)
 
 
 def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
-    """Its text without the space around it; a file that cannot be read is one line."""
+    """Surrounding space is removed; a file that cannot be read is an error."""
     path = tmp_path / "token"
     path.write_text("secret\n")
     assert rendezvous(f"{DYNAMIC} --rdzv-conf token_file={path}").token == "secret"
     assert "secret" not in repr(read(f"{DYNAMIC} --rdzv-conf token_file={path}"))
-    with pytest.raises(UsageError, match=r"^--rdzv-conf: token_file: cannot read .*/nowhere"):
+    with pytest.raises(
+        UsageError, match=r"^--rdzv-conf: token_file: must be a file that can be read.*/nowhere"
+    ):
         read(f"{DYNAMIC} --rdzv-conf token_file=/nowhere")
 
 
-def test_the_key_is_named_when_two_values_do_not_fit() -> None:
-    """What the spec complains of is said in the words of the command line."""
+def test_errors_of_the_spec_name_the_option() -> None:
+    """The field of a SpecError is replaced by the option."""
     with pytest.raises(UsageError, match=r"^--local-addr: must be the name or address"):
         read(f"{DYNAMIC} --local-addr a:1")
-    with pytest.raises(UsageError, match=r"^--rdzv-endpoint: must have a port other than 0"):
+    with pytest.raises(UsageError, match=r"^--rdzv-endpoint: needs a port other than 0"):
         read("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:0")

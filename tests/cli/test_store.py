@@ -1,4 +1,4 @@
-"""`aio-elastic store` as users meet it."""
+"""`aio-elastic store` as a process: its output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from elastic_aio.cli.options import choose_loop
+from elastic_aio.cli.store import main_store
 from elastic_aio.store import StoreServer, connect
-from elastic_aio.store_cli import main_store
 
 PROGRAM = (
-    "import sys; from elastic_aio.store_cli import main_store; sys.exit(main_store(sys.argv[1:]))"
+    "import sys; from elastic_aio.cli.store import main_store; sys.exit(main_store(sys.argv[1:]))"
 )
 
 
@@ -30,8 +32,8 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_it_serves_until_a_signal(tmp_path: Path, number: int) -> None:
-    """It says where it listens, serves, and ends gracefully with 0."""
+async def test_serves_until_a_signal(tmp_path: Path, number: int) -> None:
+    """It prints its endpoint, serves clients, and exits with code 0."""
     token = tmp_path / "token"
     token.write_text("secret\n")
     process = await start("--host", "127.0.0.1", "--port", "0", "--token-file", str(token))
@@ -48,14 +50,14 @@ async def test_it_serves_until_a_signal(tmp_path: Path, number: int) -> None:
         wrong = await start("ping", endpoint)
         out, err = await wrong.communicate()
         assert (wrong.returncode, out) == (1, b"")
-        assert err == b"aio-elastic store: the store asks for a token\n"
+        assert err == b"aio-elastic store ping: the store asks for a token\n"
         os.kill(process.pid, number)
         out, err = await process.communicate()
     assert (process.returncode, out, err) == (0, b"", b"")
 
 
-async def test_it_tells_whom_it_drops() -> None:
-    """One line for each connection that did not behave."""
+async def test_dropped_connections_are_printed() -> None:
+    """One line for each connection that violates the protocol."""
     process = await start("--port", "0", "--host", "*")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -71,35 +73,52 @@ async def test_it_tells_whom_it_drops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "complaint"),
+    ("arguments", "code", "problem"),
     [
-        (["--port", "99999"], 2, "argument --port: must be a number from 0 to 65535"),
+        (["--port", "99999"], 2, "--port: must be a port from 0 to 65535"),
         (["--bogus"], 2, "unrecognized arguments: --bogus"),
-        (["--token-file", "/no/such/file"], 2, "cannot read the token file '/no/such/file'"),
-        (["--token-file", "/dev/null"], 2, "is empty"),
+        (
+            ["--token-file", "/no/such/file"],
+            2,
+            "--token-file: must be a file that can be read: no such file",
+        ),
+        (["--token-file", "/dev/null"], 2, "--token-file: must not be an empty file"),
         (["--host", "no.such.host.invalid"], 2, "no address for host"),
         (["ping"], 2, "required: endpoint"),
         (["ping", "nonsense"], 2, "must be HOST:PORT"),
-        (["ping", "127.0.0.1:1", "--timeout", "x"], 2, "must be a number of seconds"),
+        (
+            ["ping", "127.0.0.1:1", "--timeout", "x"],
+            2,
+            "--timeout: must be a number of seconds above 0 (got 'x')",
+        ),
         (["ping", "127.0.0.1:1", "--timeout", "0.2"], 1, "no store at 127.0.0.1:1 within 0.2 s"),
     ],
 )
-def test_mistakes_are_one_line(
-    arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+def test_errors_are_one_line(
+    arguments: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Never a traceback."""
+    """An error is one line on stderr, without a traceback."""
     assert main_store(arguments) == code
-    captured = capsys.readouterr()
-    assert complaint in captured.err
-    assert captured.err.startswith("aio-elastic store: ")
+    captured = capfd.readouterr()
+    assert problem in captured.err
+    command = "store ping" if arguments[0] == "ping" else "store"
+    assert captured.err.startswith(f"aio-elastic {command}: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
-async def test_a_port_in_use_is_one_line(server: StoreServer) -> None:
-    """Found out before anything is announced."""
-    process = await start("--host", "127.0.0.1", "--port", str(server.port))
-    out, err = await process.communicate()
+async def test_a_port_in_use() -> None:
+    """The error is one line, and no endpoint is printed."""
+    async with StoreServer("127.0.0.1") as server:
+        process = await start("--host", "127.0.0.1", "--port", str(server.port))
+        out, err = await process.communicate()
+        where = f"127.0.0.1:{server.port}"
     assert (process.returncode, out) == (2, b"")
-    where = f"127.0.0.1:{server.port}"
     assert err.decode() == f"aio-elastic store: cannot listen on {where}: Address already in use\n"
+
+
+def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store runs on uvloop, and on asyncio's loop where uvloop is not installed."""
+    assert choose_loop("auto", serves_store=True) is uvloop.new_event_loop
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert choose_loop("auto", serves_store=True) is None

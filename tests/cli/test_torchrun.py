@@ -1,4 +1,4 @@
-"""The command line's grammar: torchrun's options, variables and refusals."""
+"""The grammar of `aio-elastic run`: torchrun's options, variables and errors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from elastic_aio import (
     StopPlan,
 )
 from elastic_aio.cli import main
-from elastic_aio.torchrun import RunRequest, UsageError, parse_run
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torchrun import RunRequest, parse_run
 from elastic_aio.worker.scripts import run_script
-from tests.support.traces import own_children
+from tests.support.leaks import own_children
 
 Reader = Callable[[RunRequest], Any]
 
@@ -50,12 +51,12 @@ def of_stop_signals(request: RunRequest) -> Any:
     return sorted(request.signals.stop)
 
 
-# Option, short spelling, PET variable or not, text, where it arrives, as what.
+# Option, short spelling, whether it has a PET variable, value, reader, expected.
 VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("nnodes", "", True, "1:1", of_spec("nnodes"), NodeRange(1, 1)),
     ("nproc-per-node", "", True, "3", of_spec("nproc_per_node"), 3),
     ("max-restarts", "", True, "2", of_spec("max_restarts"), 2),
-    ("monitor-interval", "", True, "0.5", lambda request: len(request.notices), 1),
+    ("monitor-interval", "", True, "0.5", lambda request: len(request.warnings), 1),
     ("role", "", True, "trainer", of_spec("role"), "trainer"),
     ("log-dir", "", True, "logs here", of_spec("logs.log_dir"), "logs here"),
     ("redirects", "-r", True, "0:2", of_spec("logs.redirects"), StdMap(by_rank=((0, Std.ERR),))),
@@ -85,7 +86,7 @@ FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
     ("run-path", "", of_spec("entrypoint"), Function(run_script, "train"), Script("train")),
     ("no-python", "", of_spec("entrypoint"), Command(("train",)), Script("train")),
 ]
-NOT_YET = {
+UNSUPPORTED = {
     "event-log-handler": "console",
     "duplicate-stdout-filters": "x",
     "duplicate-stderr-filters": "x",
@@ -102,7 +103,7 @@ def valued_ids(case: object) -> str:
 def test_every_option_in_every_spelling(
     name: str, short: str, has_pet: bool, text: str, read: Reader, expected: Any
 ) -> None:
-    """Dashes and underscores, joined and apart, short and by variable mean the same."""
+    """Dashes, underscores, "=", a space, the short form and the variable are equivalent."""
     underscored = name.replace("-", "_")
     spellings = [
         [f"--{name}", text],
@@ -135,14 +136,13 @@ def test_every_flag_in_every_spelling(
 
 
 def test_the_command_line_wins_over_the_variables() -> None:
-    """A PET variable is a fallback only."""
     request = parse_run(["--nproc-per-node=2", "x"], {"PET_NPROC_PER_NODE": "5", "PET_ROLE": "r"})
     assert (request.spec.nproc_per_node, request.spec.role) == (2, "r")
 
 
 @pytest.mark.parametrize("word", ["cpu", "gpu", "auto"])
 def test_words_for_the_number_of_workers(word: str) -> None:
-    """`cpu`, `gpu` and `auto` are looked up on the machine later."""
+    """`cpu`, `gpu` and `auto` are resolved when the job starts."""
     assert parse_run(["--nproc-per-node", word, "x"], {}).spec.nproc_per_node == word
 
 
@@ -163,7 +163,7 @@ def test_words_for_the_number_of_workers(word: str) -> None:
     ],
 )
 def test_unique_abbreviations(options: list[str], read: Reader, expected: Any) -> None:
-    """An option may be cut short as long as it stays the only one that fits."""
+    """An option may be abbreviated while only one option matches."""
     assert read(parse_run([*options, "train"], {})) == expected
 
 
@@ -176,7 +176,7 @@ def test_unique_abbreviations(options: list[str], read: Reader, expected: Any) -
     ],
 )
 def test_ambiguous_abbreviations(short: str, fitting: list[str]) -> None:
-    """One that fits several options is refused with the list of them."""
+    """The error lists all options that match."""
     with pytest.raises(UsageError) as caught:
         parse_run([short, "x", "train"], {})
     assert short in str(caught.value)
@@ -184,7 +184,7 @@ def test_ambiguous_abbreviations(short: str, fitting: list[str]) -> None:
 
 
 def test_everything_after_the_script_is_its_own() -> None:
-    """Arguments that look like options of ours reach the worker untouched."""
+    """Arguments that look like options reach the worker unchanged."""
     args = ["--max-restarts", "3", "-t", "--", "--help", "--nnodes=9", "-", "$$", ""]
     request = parse_run(["--role", "r", "train.py", *args], {})
     assert request.spec.entrypoint == Script("train.py")
@@ -197,30 +197,29 @@ def test_two_dashes_end_the_options() -> None:
     assert parse_run(["--role", "r", "--", "-x.py", "-y"], {}).spec.entrypoint == Script("-x.py")
 
 
-def test_an_option_takes_the_next_word_whatever_it_is() -> None:
-    """A value may begin with a dash."""
+def test_a_value_may_begin_with_a_dash() -> None:
     assert parse_run(["--role", "-m", "x"], {}).spec.role == "-m"
 
 
 def test_defaults() -> None:
-    """Without options a job is what torchrun makes of it."""
+    """The defaults are torchrun's."""
     request = parse_run(["train.py", "a"], {})
-    assert request.spec.replaced(run_id="x") == LaunchSpec("train.py", args=["a"], run_id="x")
+    assert request.spec.replace(run_id="x") == LaunchSpec("train.py", args=["a"], run_id="x")
     assert request.signals.stop == {
         signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT,
     }  # fmt: skip
     assert request.signals.forward == {signal.SIGUSR1, signal.SIGUSR2}
     assert request.events_file is None
-    assert request.notices == ()
+    assert request.warnings == ()
 
 
-def test_a_given_run_id_is_honoured() -> None:
-    """`--rdzv-id` names the run, with `--standalone` too."""
+def test_run_id() -> None:
+    """`--rdzv-id` sets the run id, with `--standalone` too."""
     assert parse_run(["--standalone", "--rdzv-id", "mine", "x"], {}).spec.run_id == "mine"
 
 
-def test_torch_variables() -> None:
-    """The prefix, the grace and the interpreter may come from torch's variables."""
+def test_variables_of_torch() -> None:
+    """The prefix, the grace period and the interpreter have variables of torch's."""
     env = {
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}>",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4",
@@ -237,46 +236,47 @@ def test_torch_variables() -> None:
 
 
 def test_listed_user_signals_are_still_forwarded() -> None:
-    """SIGUSR1 in the list of signals does not make it a stop."""
+    """SIGUSR1 in --signals-to-handle does not stop the job."""
     signals = parse_run(["--signals-to-handle", "SIGTERM,SIGUSR1", "x"], {}).signals
     assert signals.stop == {signal.SIGTERM}
     assert signal.SIGUSR1 in signals.forward
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_options_that_are_not_there_yet(name: str) -> None:
-    """Each of torchrun's other options is refused by its name, however it is given."""
-    value = NOT_YET[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_options(name: str) -> None:
+    """torchrun's other options are refused by name, in every spelling and as variables."""
+    value = UNSUPPORTED[name]
     forms = [[f"--{name}"], [f"--{name.replace('-', '_')}"], [f"--{name}=1"]]
     for form in forms:
         words = form if value is None or "=" in form[0] else [*form, value]
-        with pytest.raises(UsageError, match=f"^--{name} .*not supported yet"):
+        with pytest.raises(UsageError, match=f"^--{name}: .*not supported yet"):
             parse_run([*words, "x"], {})
     variable = f"PET_{name.replace('-', '_').upper()}"
-    with pytest.raises(UsageError, match=rf"^{variable} .*--{name}.*not supported yet"):
+    with pytest.raises(UsageError, match=rf"^{variable}: .*--{name}.*not supported yet"):
         parse_run(["x"], {variable: value or "1"})
 
 
-# Options, variables, and what the one line must name: the option, the value, what is accepted.
-BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
+# Options, variables, and words of the error: the option, the value, the problem.
+INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--nnodes", "0"], {}, ["--nnodes", "'0'", "MIN:MAX"]),
     (["--start-method", "thread"], {}, ["--start-method", "'thread'", "'forkserver'"]),
     (["--preload", "a-b"], {}, ["--preload", "'a-b'", "dotted name"]),
     (["--preload", "a", "--start-method", "spawn"], {}, ["--preload", "'a'", "forkserver"]),
-    (["--logs-specs", "nobody"], {}, ["--logs-specs", "'nobody'", "default"]),
+    (["--logs-specs", "unknown"], {}, ["--logs-specs", "'unknown'", "default"]),
     (["--nnodes", "2:1"], {}, ["--nnodes", "'2:1'", "1 <= MIN <= MAX"]),
     (["--nnodes", "a"], {}, ["--nnodes", "'a'", "MIN:MAX"]),
     (["--nnodes", "1:"], {}, ["--nnodes", "'1:'", "MIN:MAX"]),
     (["--nnodes", "1:2:3"], {}, ["--nnodes", "'1:2:3'", "MIN:MAX"]),
-    (["--nproc-per-node", "0"], {}, ["--nproc-per-node", "'0'", "at least 1"]),
-    (["--nproc-per-node", "-1"], {}, ["--nproc-per-node", "'-1'", "at least 1"]),
+    (["--nproc-per-node", "0"], {}, ["--nproc-per-node", "got 0", "from 1 to 65536"]),
+    (["--nproc-per-node", "-1"], {}, ["--nproc-per-node", "'-1'", "from 1 to 65536"]),
     (["--nproc-per-node", "two"], {}, ["--nproc-per-node", "'two'", "'cpu'"]),
-    (["--nproc-per-node", "1.5"], {}, ["--nproc-per-node", "'1.5'", "at least 1"]),
-    (["--nproc-per-node", "²"], {}, ["--nproc-per-node", "'²'", "at least 1"]),
-    ([], {"PET_NPROC_PER_NODE": "x"}, ["nproc", "'x'", "at least 1"]),
-    (["--max-restarts", "-1"], {}, ["--max-restarts", "'-1'", "at least 0"]),
-    (["--max-restarts", "1.5"], {}, ["--max-restarts", "'1.5'", "at least 0"]),
-    ([], {"PET_MAX_RESTARTS": "many"}, ["max", "'many'", "at least 0"]),
+    (["--nproc-per-node", "1.5"], {}, ["--nproc-per-node", "'1.5'", "from 1 to 65536"]),
+    (["--nproc-per-node", "²"], {}, ["--nproc-per-node", "'²'", "from 1 to 65536"]),
+    ([], {"PET_NPROC_PER_NODE": "x"}, ["PET_NPROC_PER_NODE", "'x'", "from 1 to 65536"]),
+    (["--max-restarts", "-1"], {}, ["--max-restarts", "'-1'", "from 0 to"]),
+    (["--max-restarts", "1.5"], {}, ["--max-restarts", "'1.5'", "from 0 to"]),
+    (["--max-restarts", "9" * 5000], {}, ["--max-restarts", "'999", "from 0 to"]),
+    ([], {"PET_MAX_RESTARTS": "many"}, ["PET_MAX_RESTARTS", "'many'", "from 0 to"]),
     (["--monitor-interval", "0"], {}, ["--monitor-interval", "'0'", "above 0"]),
     (["--monitor-interval", "soon"], {}, ["--monitor-interval", "'soon'", "above 0"]),
     (["--monitor-interval", "nan"], {}, ["--monitor-interval", "'nan'", "above 0"]),
@@ -299,17 +299,21 @@ BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--master-addr", "a:1"], {}, ["--master-addr", "'a:1'", "without a port"]),
     (["--master-port", "0"], {}, ["--master-port", "'0'", "1 to 65535"]),
     (["--master-port", "65536"], {}, ["--master-port", "'65536'", "1 to 65535"]),
-    ([], {"PET_MASTER_PORT": ""}, ["--master-port", "''", "1 to 65535"]),
+    ([], {"PET_MASTER_PORT": ""}, ["PET_MASTER_PORT", "''", "1 to 65535"]),
     (["--local-addr", "a:1"], {}, ["--local-addr", "'a:1'", "without a port"]),
-    (["--node-rank", "-1"], {}, ["--node-rank", "'-1'", "at least 0"]),
-    (["--node-rank", "one"], {}, ["--node-rank", "'one'", "at least 0"]),
-    ([], {"PET_NODE_RANK": ""}, ["--node-rank", "''", "at least 0"]),
+    (["--node-rank", "-1"], {}, ["--node-rank", "'-1'", "from 0 to"]),
+    (["--node-rank", "one"], {}, ["--node-rank", "'one'", "from 0 to"]),
+    ([], {"PET_NODE_RANK": ""}, ["PET_NODE_RANK", "''", "from 0 to"]),
     (["--nnodes=2", "--node-rank=2"], {}, ["--node-rank", "2", "from 0 to 1", "'static'"]),
     (["--nnodes=2"], {"SLURM_PROCID": "5"}, ["SLURM_PROCID", "5", "from 0 to 1", "'static'"]),
     (["--exit-barrier-timeout", "-1"], {}, ["--exit-barrier-timeout", "'-1'", "at least 0"]),
     (["--exit-barrier-timeout", "nan"], {}, ["--exit-barrier-timeout", "'nan'", "at least 0"]),
     (["--exit-barrier-timeout", "x"], {}, ["--exit-barrier-timeout", "'x'", "at least 0"]),
-    (["--standalone", "--nnodes", "2"], {}, ["--standalone", "--nnodes 2", "one node"]),
+    (
+        ["--standalone", "--nnodes", "2"],
+        {},
+        ["run: --standalone: is for one node (got --nnodes 2)"],
+    ),
     (["--rdzv-conf", "join_timeout"], {}, ["--rdzv-conf", "'join_timeout'", "KEY=VALUE"]),
     (["-r", "4"], {}, ["--redirects", "'4'", "0-3"]),
     (["-r", "0:3,"], {}, ["--redirects", "'0:3,'", "0-3"]),
@@ -336,18 +340,26 @@ BAD: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--stdin", "all"], {}, ["--stdin", "'all'", "'rank0'"]),
     (["--log-prefix", "a\nb"], {}, ["--log-prefix", "single line"]),
     (["--events", "/nowhere/story"], {}, ["--events", "'/nowhere/story'", "can be written"]),
-    (["--log-dir", "/dev/full/logs"], {}, ["--log-dir", "'/dev/full/logs'", "folder"]),
-    (["-m", "--no-python"], {}, ["-m/--module", "--no-python", "exclude"]),
-    ([], {"PET_STANDALONE": "yes"}, ["PET_STANDALONE", "'yes'", "0 or 1"]),
-    ([], {"PET_MODULE": ""}, ["PET_MODULE", "''", "0 or 1"]),
+    (["--log-dir", "/dev/full/logs"], {}, ["--log-dir", "'/dev/full/logs'", "directory"]),
+    (["-m", "--no-python"], {}, ["run: -m/--module: excludes --no-python"]),
+    ([], {"PET_STANDALONE": "yes"}, ["PET_STANDALONE", "'yes'", "must be a number"]),
+    ([], {"PET_MODULE": ""}, ["PET_MODULE", "''", "must be a number"]),
     ([], {"LOGLEVEL": "loud"}, ["LOGLEVEL", "'loud'", "DEBUG"]),
-    (["--unknown"], {}, ["--unknown", "unknown option", "--help"]),
-    (["-x"], {}, ["-x", "unknown option", "--help"]),
+    ([], {"PET_NPROC_PER_NODE": "zz"}, ["run: PET_NPROC_PER_NODE: must be", "(got 'zz')"]),
+    ([], {"PET_NPROC_PER_NODE": "gpu", "CUDA_VISIBLE_DEVICES": ""}, ["run: PET_NPROC_PER_NODE:"]),
+    ([], {"PET_RDZV_CONF": "join_timeout=x"}, ["run: PET_RDZV_CONF: join_timeout: must be"]),
+    (["--nnodes=2"], {"SLURM_PROCID": "x"}, ["run: SLURM_PROCID: must be", "(got 'x')"]),
+    (["--preload", "a", "--start-method", "spawn"], {}, ["needs --start-method forkserver (got"]),
+    (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 1 to 65535 (got 'h:99999')"]),
+    (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
+    (["--virtual-local-rank"], {}, ["run: --virtual-local-rank: is an option of torchrun that"]),
+    (["--unknown"], {}, ["run: --unknown: is not an option", "--help"]),
+    (["-x"], {}, ["run: -x: is not an option", "--help"]),
 ]
 
 
-@pytest.mark.parametrize(("options", "variables", "named"), BAD)
-def test_bad_values_are_refused_in_one_line(
+@pytest.mark.parametrize(("options", "variables", "named"), INVALID)
+def test_invalid_values_are_one_line(
     options: list[str],
     variables: dict[str, str],
     named: list[str],
@@ -355,7 +367,7 @@ def test_bad_values_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A bad value is one line with option, value and what is accepted; nothing is started."""
+    """The error names the option, the problem and the value; nothing is started."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     no_python = [] if "-m" in options else ["--no-python"]
@@ -376,29 +388,53 @@ def test_bad_values_are_refused_in_one_line(
     ("argv", "named"),
     [
         ([], "a command is required"),
-        (["walk"], "unknown command 'walk'"),
+        (["walk"], "must be 'run', 'events' or 'store' (got 'walk')"),
         (["run"], "a script is required"),
         (["run", "--role", "r"], "a script is required"),
-        (["run", "--role"], "--role needs a value"),
-        (["run", "-t"], "-t needs a value"),
-        (["run", "--standalone=1", "x"], "--standalone"),
+        (["run", "--role"], "--role: needs a value\n"),
+        (["run", "-t"], "-t: needs a value\n"),
+        (["run", "--standalone=1", "x"], "--standalone: takes no value (got '1')"),
         (["run", "-m", "not a name"], "dotted name"),
     ],
 )
 def test_incomplete_command_lines(
     argv: list[str], named: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is missing is said in one line, and the exit code is 2."""
+    """The error is one line and the exit code is 2."""
     assert main(argv) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert named in err
 
 
-def test_no_gpu_is_said_before_anything_starts(
+@pytest.mark.parametrize(
+    ("options", "code", "line"),
+    [
+        (["--preload", "nomod", "--run-path"], 1, "--preload: cannot import 'nomod': ModuleNot"),
+        ([], 127, "PYTHON_EXEC: cannot run /nope: command not found"),
+    ],
+)
+def test_what_cannot_be_started(
+    options: list[str],
+    code: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The final line names the option or the variable."""
+    if not options:
+        monkeypatch.setenv("PYTHON_EXEC", "/nope")
+    script = tmp_path / "script.py"
+    script.touch()
+    assert main(["run", *options, str(script)]) == code
+    assert f"aio-elastic: {line}" in capfd.readouterr().err
+
+
+def test_no_visible_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Asking for one worker per GPU without a visible one is a usage error."""
+    """`--nproc-per-node gpu` without a visible GPU is a usage error; nothing is started."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     started = tmp_path / "started"
     code = main(["run", "--nproc-per-node", "gpu", "--no-python", "touch", str(started)])
@@ -409,14 +445,13 @@ def test_no_gpu_is_said_before_anything_starts(
     assert "'cpu'" in err
 
 
-def test_preloading_means_the_server() -> None:
-    """`--preload` alone chooses the start method that can."""
+def test_preload_sets_the_start_method() -> None:
     spec = parse_run(["--preload", "json,wave", "x"], {}).spec
     assert (spec.start_method, spec.preload) == ("forkserver", ("json", "wave"))
 
 
-def test_run_path_goes_first() -> None:
-    """As in torchrun; the script and its arguments become the function's, named by the script."""
+def test_run_path_wins() -> None:
+    """It overrides --no-python and -m, as in torchrun; the job has the script's name."""
     spec = parse_run(["--run-path", "--no-python", "-m", "x.py", "a"], {}).spec
     assert spec.entrypoint == Function(run_script, "x.py")
     assert spec.args == ("x.py", "a")

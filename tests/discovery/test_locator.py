@@ -1,4 +1,4 @@
-"""Finding the store of a job: who serves it, and what is said when nobody can."""
+"""Locating the store of a job: which node serves it, and the errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from elastic_aio.discovery import monitor
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.errors import SpecError, StoreClosed
-from elastic_aio.rendezvous import scouts
-from elastic_aio.rendezvous.points import Found, MeetingPoints, PointsError
-from elastic_aio.rendezvousspec import RendezvousSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import StoreServer, connect
-from tests.rendezvous.conftest import RUN, MakePoints, StartNode, free_port
+from tests.discovery.conftest import RUN, MakeLocator, StartNode
 from tests.support.children import until
-from tests.support.traces import open_descriptors
+from tests.support.leaks import open_descriptors
+from tests.support.sockets import free_port
 
 HAS_IPV6 = os.path.exists("/proc/net/if_inet6")
 
@@ -29,7 +30,7 @@ HAS_IPV6 = os.path.exists("/proc/net/if_inet6")
 async def listening(
     port: int, host: str = "127.0.0.1", answer: bytes | None = None
 ) -> AsyncIterator[None]:
-    """Listen like a program that is no store; with `answer`, say that and hang up."""
+    """Listen like another program; with `answer`, send that and hang up."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if answer is not None:
@@ -43,8 +44,8 @@ async def listening(
         yield
 
 
-async def are_together(one: Found, other: Found) -> bool:
-    """Tell whether what the one writes the other reads."""
+async def are_together(one: LocatedStore, other: LocatedStore) -> bool:
+    """Return whether one reads what the other writes."""
     await one.store.set("together", one.local_address)
     return await other.store.peek("together") == one.local_address.encode()
 
@@ -60,25 +61,25 @@ async def are_together(one: Found, other: Found) -> bool:
     ],
 )
 async def test_one_serves_and_the_other_joins(
-    make_points: MakePoints, host: str, address: str
+    make_locator: MakeLocator, host: str, address: str
 ) -> None:
-    """Whatever the endpoint is called, and both are told under which address they are there."""
+    """By names, aliases and addresses."""
     endpoint = f"{host}:{free_port()}"
-    first = await make_points(endpoint).find(is_first=True)
-    second = await make_points(endpoint).find(is_first=True)
+    first = await make_locator(endpoint).locate(is_first=True)
+    second = await make_locator(endpoint).locate(is_first=True)
     assert (first.is_host, second.is_host) == (True, False)
     assert first.endpoint == second.endpoint == endpoint
     assert first.index == second.index == 0
     assert first.store.has_extensions
     assert await are_together(first, second)
-    for found in (first, second):
-        assert found.local_address.startswith(address) or found.local_address == "::1"
+    for located in (first, second):
+        assert located.local_address.startswith(address) or located.local_address == "::1"
 
 
-async def test_a_name_for_a_loopback_address_is_served_to_everybody(
-    make_points: MakePoints, monkeypatch: pytest.MonkeyPatch
+async def test_a_name_with_a_loopback_address_is_served_on_all_interfaces(
+    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines often know their own name so; others would look elsewhere for it."""
+    """Many systems list their own name with 127.0.1.1."""
     lookup = socket.getaddrinfo
 
     def resolve(host: str, *args: object, **options: object) -> object:
@@ -87,138 +88,135 @@ async def test_a_name_for_a_loopback_address_is_served_to_everybody(
         return lookup(host, *args, **options)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr("elastic_aio.rendezvous.points.outward_address", lambda *_: "192.0.2.7")
+    monkeypatch.setattr("elastic_aio.discovery.locator.outbound_address", lambda *_: "192.0.2.7")
     port = free_port()
-    found = await make_points(f"nodea:{port}").find(is_first=True)
-    assert found.is_host
-    assert found.local_address == "192.0.2.7"
+    located = await make_locator(f"nodea:{port}").locate(is_first=True)
+    assert located.is_host
+    assert located.local_address == "192.0.2.7"
     # 127.0.0.3 stands for the address under which others know the machine.
     async with connect(f"127.0.0.3:{port}", timeout=5) as store:
-        assert store.instance == found.store.instance
+        assert store.instance == located.store.instance
 
 
-async def test_port_0_is_for_who_serves_alone(make_points: MakePoints) -> None:
-    """The port that was chosen is told; a mere client cannot know it."""
-    found = await make_points("localhost:0").find(is_first=True)
-    assert found.is_host
-    host, _, port = found.endpoint.rpartition(":")
+async def test_port_0_is_for_the_node_that_serves(make_locator: MakeLocator) -> None:
+    located = await make_locator("localhost:0").locate(is_first=True)
+    assert located.is_host
+    host, _, port = located.endpoint.rpartition(":")
     assert host == "localhost"
     async with connect(f"127.0.0.1:{port}", timeout=5) as store:
-        assert store.instance == found.store.instance
-    with pytest.raises(PointsError, match="localhost:0: port 0 is known only to the node"):
-        await make_points("localhost:0", is_host=False, read_timeout=0.2).find(is_first=True)
+        assert store.instance == located.store.instance
+    with pytest.raises(DiscoveryError, match="localhost:0: port 0 is known only to the node"):
+        await make_locator("localhost:0", is_host=False, read_timeout=0.2).locate(is_first=True)
 
 
-async def test_fifty_races(make_points: MakePoints, start_node: StartNode) -> None:
-    """Of two that begin at once, one serves and the other joins, at all times."""
+async def test_fifty_races_in_one_process(make_locator: MakeLocator, start_node: StartNode) -> None:
     hosts = set()
     for turn in range(50):
         endpoint = f"localhost:{free_port()}"
-        pair = [make_points(endpoint), make_points(endpoint)]
-        searches = [points.find(is_first=True) for points in pair[:: -1 if turn % 2 else 1]]
-        found = await asyncio.gather(*searches)
-        assert sorted(one.is_host for one in found) == [False, True]
-        assert await are_together(*found)
-        hosts.add(found[0].is_host)
-        for points in pair:
-            await points.abandon()
+        pair = [make_locator(endpoint), make_locator(endpoint)]
+        searches = [locator.locate(is_first=True) for locator in pair[:: -1 if turn % 2 else 1]]
+        located = await asyncio.gather(*searches)
+        assert sorted(one.is_host for one in located) == [False, True]
+        assert await are_together(*located)
+        hosts.add(located[0].is_host)
+        for locator in pair:
+            await locator.aclose()
 
 
+@pytest.mark.slow
 async def test_races_of_processes(start_node: StartNode) -> None:
-    """The same with processes of their own, in either order."""
     for _ in range(3):
         endpoint = f"localhost:{free_port()}"
         nodes = await asyncio.gather(*(start_node(endpoint=endpoint) for _ in range(3)))
-        said = [await node.says("endpoint") for node in nodes]
+        said = [await node.wait_printed("endpoint") for node in nodes]
         assert sorted(one["is_host"] for one in said) == [False, False, True]
         for node in nodes:
             await node.end()
 
 
-async def test_it_never_serves_when_told_so(make_points: MakePoints) -> None:
-    """It waits for another, for as long as was allowed, and says why it gave up."""
+async def test_a_node_that_may_not_serve_waits(make_locator: MakeLocator) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     begin = time.monotonic()
-    message = f"no store to meet at within 0.5 s: {endpoint}: refused, nobody listens there$"
-    with pytest.raises(PointsError, match=message):
-        await make_points(endpoint, is_host=False, read_timeout=0.5).find(is_first=True)
+    message = f"no store could be reached within 0.5 s: {endpoint}: connection refused$"
+    with pytest.raises(DiscoveryError, match=message):
+        await make_locator(endpoint, is_host=False, read_timeout=0.5).locate(is_first=True)
     assert 0.5 <= time.monotonic() - begin < 5
-    client = asyncio.ensure_future(make_points(endpoint, is_host=False).find(is_first=True))
+    client = asyncio.ensure_future(make_locator(endpoint, is_host=False).locate(is_first=True))
     await asyncio.sleep(0.1)  # let it fail a few times
-    host = await make_points(endpoint).find(is_first=True)
+    host = await make_locator(endpoint).locate(is_first=True)
     assert host.is_host
     assert not (await client).is_host
 
 
-async def test_a_host_behind_a_translated_address(make_points: MakePoints) -> None:
-    """Told to serve, it does so on every interface, though the address is not its own."""
+async def test_a_host_behind_a_translated_address(make_locator: MakeLocator) -> None:
+    """It serves on all interfaces, though the address is not its own."""
     port = free_port()
-    # Nobody's address, and there is no way to it but by dropping packets.
-    found = await make_points(f"203.0.113.9:{port}", is_host=True).find(is_first=True)
-    assert found.is_host
-    assert found.endpoint == f"203.0.113.9:{port}"
+    # An unassigned address (RFC 5737): packets to it are dropped.
+    located = await make_locator(f"203.0.113.9:{port}", is_host=True).locate(is_first=True)
+    assert located.is_host
+    assert located.endpoint == f"203.0.113.9:{port}"
     async with connect(f"127.0.0.2:{port}", timeout=5) as store:
-        assert store.instance == found.store.instance
-    # Another one of the same machine, told the same, finds the port taken by ours.
-    neighbour = await make_points(f"203.0.113.9:{port}", is_host=True).find(is_first=True)
+        assert store.instance == located.store.instance
+    # Another process of this host finds the port in use.
+    neighbour = await make_locator(f"203.0.113.9:{port}", is_host=True).locate(is_first=True)
     assert not neighbour.is_host
-    assert await are_together(found, neighbour)
+    assert await are_together(located, neighbour)
 
 
-@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad\r\n\r\n\x1b[2J"])
-async def test_a_port_that_somebody_else_has(make_points: MakePoints, answer: bytes | None) -> None:
-    """Who has to serve fails at once; who need not tries on; both say who has the port."""
+@pytest.mark.parametrize(
+    "answer", [pytest.param(None, marks=pytest.mark.slow), b"HTTP/1.1 400 Bad\r\n\r\n\x1b[2J"]
+)
+async def test_a_port_of_another_program(make_locator: MakeLocator, answer: bytes | None) -> None:
+    """A node that must serve fails at once; another one keeps trying."""
     port = free_port()
     begin = time.monotonic()
     async with listening(port, answer=answer):
-        with pytest.raises(PointsError) as told:
-            await make_points(f"127.0.0.1:{port}", is_host=True).find(is_first=True)
-        assert f"port {port} is in use by " in str(told.value)
-        assert f"(pid {os.getpid()}), which is no store of this job: " in str(told.value)
-        with pytest.raises(PointsError) as tried:
-            await make_points(f"127.0.0.1:{port}", read_timeout=2.5).find(is_first=True)
+        with pytest.raises(DiscoveryError) as published:
+            await make_locator(f"127.0.0.1:{port}", is_host=True).locate(is_first=True)
+        assert f"port {port} is in use by " in str(published.value)
+        assert f"(pid {os.getpid()}), which is not a store of this job: " in str(published.value)
+        with pytest.raises(DiscoveryError) as tried:
+            await make_locator(f"127.0.0.1:{port}", read_timeout=2.5).locate(is_first=True)
         assert f"(pid {os.getpid()})" in str(tried.value)
         assert "cannot listen there: Address already in use" in str(tried.value)
-        for error in (told, tried):
+        for error in (published, tried):
             assert str(error.value).isprintable()
             why = "does not answer" if answer is None else "does not answer like a TCPStore server"
             assert why in str(error.value)
     assert time.monotonic() - begin < 20
 
 
-async def test_tokens_must_agree(make_points: MakePoints) -> None:
-    """A store with another token is none of ours, and the message says so."""
+async def test_tokens_must_agree(make_locator: MakeLocator) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    await make_points(endpoint, token="right").find(is_first=True)
-    joined = await make_points(endpoint, token="right").find(is_first=True)
+    await make_locator(endpoint, token="right").locate(is_first=True)
+    joined = await make_locator(endpoint, token="right").locate(is_first=True)
     assert not joined.is_host
     for token, why in (("wrong", "the token is wrong"), (None, "the store asks for a token")):
-        with pytest.raises(PointsError, match=why):
-            await make_points(endpoint, token=token, read_timeout=0.5).find(is_first=True)
-    with pytest.raises(PointsError, match="no store of this job: the token is wrong"):
-        await make_points(endpoint, token="wrong", is_host=True).find(is_first=True)
+        with pytest.raises(DiscoveryError, match=why):
+            await make_locator(endpoint, token=token, read_timeout=0.5).locate(is_first=True)
+    with pytest.raises(DiscoveryError, match="not a store of this job: the token is wrong"):
+        await make_locator(endpoint, token="wrong", is_host=True).locate(is_first=True)
 
 
-async def test_a_silent_endpoint_holds_up_nobody(make_points: MakePoints) -> None:
-    """One that takes connections and says nothing is passed over."""
+async def test_an_endpoint_that_does_not_answer_is_passed_over(make_locator: MakeLocator) -> None:
     silent, port = free_port(), free_port()
     async with listening(silent):
         endpoints = f"127.0.0.1:{silent},127.0.0.1:{port}"
         async with StoreServer("127.0.0.1", port):
             begin = time.monotonic()
-            found = await make_points(endpoints).find(is_first=False)
-            assert (found.index, found.is_host) == (1, False)
+            located = await make_locator(endpoints).locate(is_first=False)
+            assert (located.index, located.is_host) == (1, False)
             assert time.monotonic() - begin < 1.5
         begin = time.monotonic()
-        found = await make_points(endpoints).find(is_first=False)
-        assert (found.index, found.is_host) == (1, True)
+        located = await make_locator(endpoints).locate(is_first=False)
+        assert (located.index, located.is_host) == (1, True)
         assert time.monotonic() - begin < 1.5
 
 
-async def test_a_name_that_is_looked_up_for_ever(
-    make_points: MakePoints, monkeypatch: pytest.MonkeyPatch
+async def test_a_resolver_that_does_not_answer(
+    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resolver that does not answer holds up neither the others nor the end."""
+    """It delays neither other endpoints nor the exit."""
     lookup, answered = socket.getaddrinfo, threading.Event()
 
     def resolve(host: str, *args: object, **options: object) -> object:
@@ -230,24 +228,23 @@ async def test_a_name_that_is_looked_up_for_ever(
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     try:
         port = free_port()
-        found = await make_points(f"slow.example:{port},127.0.0.1:{port}").find(is_first=False)
-        assert (found.index, found.is_host) == (1, True)
-        points = make_points(f"slow.example:{port}", read_timeout=1.2)
-        with pytest.raises(PointsError, match=f"slow.example:{port}: its name is still being"):
-            await points.find(is_first=True)
+        located = await make_locator(f"slow.example:{port},127.0.0.1:{port}").locate(is_first=False)
+        assert (located.index, located.is_host) == (1, True)
+        locator = make_locator(f"slow.example:{port}", read_timeout=1.2)
+        with pytest.raises(DiscoveryError, match=f"slow.example:{port}: its name is still being"):
+            await locator.locate(is_first=True)
     finally:
         answered.set()
         for thread in threading.enumerate():
             if thread.name == "resolver":
                 thread.join()
-    with pytest.raises(PointsError, match="its name is unknown: Temporary failure"):
-        await make_points(f"slow.example:{port}", read_timeout=0.2).find(is_first=True)
+    with pytest.raises(DiscoveryError, match="its name is unknown: Temporary failure"):
+        await make_locator(f"slow.example:{port}", read_timeout=0.2).locate(is_first=True)
 
 
 async def test_localhost_needs_no_resolver(
-    make_points: MakePoints, monkeypatch: pytest.MonkeyPatch
+    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without /etc/hosts has a loopback address all the same."""
     lookup = socket.getaddrinfo
 
     def resolve(host: str, *args: object, **options: object) -> object:
@@ -256,100 +253,99 @@ async def test_localhost_needs_no_resolver(
         return lookup(host, *args, **options)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert (await make_points(f"localhost:{free_port()}").find(is_first=True)).is_host
+    assert (await make_locator(f"localhost:{free_port()}").locate(is_first=True)).is_host
 
 
-async def test_the_run_goes_on_where_it_is(make_points: MakePoints) -> None:
-    """The first store is taken, unless the run is under way at a later one."""
+async def test_the_active_run_is_preferred(make_locator: MakeLocator) -> None:
     ports = free_port(), free_port()
     endpoints = ",".join(f"127.0.0.1:{port}" for port in ports)
     async with StoreServer("127.0.0.1", ports[0]), StoreServer("127.0.0.1", ports[1]) as later:
-        assert (await make_points(endpoints).find(is_first=True)).index == 0
+        assert (await make_locator(endpoints).locate(is_first=True)).index == 0
         async with connect(later.endpoint, timeout=5) as store, store.lease(2) as lease:
-            await lease.set(f"elastic_aio/{RUN}/coordinator", "somebody")
-            assert (await make_points(endpoints).find(is_first=True)).index == 1
-            other = await make_points(endpoints, run_id="other").find(is_first=True)
+            await lease.set(f"elastic_aio/{RUN}/coordinator", "x")
+            assert (await make_locator(endpoints).locate(is_first=True)).index == 1
+            other = await make_locator(endpoints, run_id="other").locate(is_first=True)
             assert other.index == 0
-        assert (await make_points(endpoints).find(is_first=True)).index == 0
+        assert (await make_locator(endpoints).locate(is_first=True)).index == 0
 
 
-async def test_the_first_machine_may_come_up_later(
-    make_points: MakePoints, only_local: Callable[[str], None]
+async def test_a_later_endpoint_waits_for_the_first_host(
+    make_locator: MakeLocator, only_local: Callable[[str], None]
 ) -> None:
-    """At the start the node of a later endpoint waits for the earlier one."""
+    """At the start, for 4 s."""
     port = free_port()
     only_local("127.0.0.2")
     endpoints = f"127.0.0.1:{port},127.0.0.2:{port}"
-    second = asyncio.ensure_future(make_points(endpoints).find(is_first=True))
-    await asyncio.sleep(0.5)  # the first machine's delay
+    second = asyncio.ensure_future(make_locator(endpoints).locate(is_first=True))
+    await asyncio.sleep(0.5)  # the delay of the first node
     async with StoreServer("127.0.0.1", port):
-        found = await second
-        assert (found.index, found.is_host) == (0, False)
+        located = await second
+        assert (located.index, located.is_host) == (0, False)
 
 
-async def test_the_first_machine_may_never_come(
-    make_points: MakePoints, only_local: Callable[[str], None]
+async def test_a_later_endpoint_is_served_in_the_end(
+    make_locator: MakeLocator, only_local: Callable[[str], None]
 ) -> None:
-    """The node of a later endpoint serves in the end; earlier if there is less time."""
+    """Earlier if `read_timeout` is short."""
     port = free_port()
     only_local("127.0.0.2")
-    points = make_points(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=2.0)
+    locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=2.0)
     begin = time.monotonic()
-    found = await points.find(is_first=True)
-    assert (found.index, found.is_host) == (1, True)
+    located = await locator.locate(is_first=True)
+    assert (located.index, located.is_host) == (1, True)
     assert 1.0 <= time.monotonic() - begin < 5
 
 
+@pytest.mark.slow
 async def test_a_later_host_yields_to_an_earlier_one(
-    make_points: MakePoints, only_local: Callable[[str], None]
+    make_locator: MakeLocator, only_local: Callable[[str], None]
 ) -> None:
-    """It does when the run is under way there, not because of a store alone."""
+    """Only when the run is active there."""
     port = free_port()
     only_local("127.0.0.2")
     endpoints = f"127.0.0.1:{port},127.0.0.2:{port}"
-    points = make_points(endpoints, heartbeat_timeout=2.0)
-    found = await points.find(is_first=False)
-    assert (found.index, found.is_host) == (1, True)
-    waiting = asyncio.ensure_future(points.superseded(found))
+    locator = make_locator(endpoints, heartbeat_timeout=2.0)
+    located = await locator.locate(is_first=False)
+    assert (located.index, located.is_host) == (1, True)
+    waiting = asyncio.ensure_future(locator.wait_superseded(located))
     async with StoreServer("127.0.0.1", port) as earlier:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.5):  # longer than it takes to look there
                 await asyncio.shield(waiting)
         async with connect(earlier.endpoint, timeout=5) as store, store.lease(2) as lease:
-            await lease.set(f"elastic_aio/{RUN}/coordinator", "somebody")
+            await lease.set(f"elastic_aio/{RUN}/coordinator", "x")
             async with asyncio.timeout(20):
                 assert await waiting == f"127.0.0.1:{port}"
-            found = await points.find(is_first=False)
-            assert (found.index, found.is_host) == (0, False)
+            located = await locator.locate(is_first=False)
+            assert (located.index, located.is_host) == (0, False)
 
 
-async def test_it_does_not_yield_to_itself(
-    make_points: MakePoints, only_local: Callable[[str], None]
+async def test_a_host_does_not_yield_to_itself(
+    make_locator: MakeLocator, only_local: Callable[[str], None]
 ) -> None:
     """Two endpoints may lead to one store."""
     only_local("127.0.0.2")
     port = free_port()
-    points = make_points(f"127.0.0.1:{port},127.0.0.2:{port}", heartbeat_timeout=2.0)
-    found = await points.find(is_first=False)
-    assert points._server is not None
-    await found.store.set(f"elastic_aio/{RUN}/coordinator", "we")
-    alias = MeetingPoints(RendezvousSpec(endpoint=f"127.0.0.2:{port},127.0.0.2:{port}"), RUN)
-    alias._server = points._server
-    assert not await alias._has_run(alias._points[0])
+    locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", heartbeat_timeout=2.0)
+    located = await locator.locate(is_first=False)
+    assert locator._server is not None
+    await located.store.set(f"elastic_aio/{RUN}/coordinator", "we")
+    alias = StoreLocator(RendezvousSpec(endpoint=f"127.0.0.2:{port},127.0.0.2:{port}"), RUN)
+    alias._server = locator._server
+    assert not await alias._has_active_run(alias._endpoints[0])
     alias._server = None
-    assert await alias._has_run(alias._points[0])
+    assert await alias._has_active_run(alias._endpoints[0])
 
 
-async def test_an_address_that_is_ours_only_by_name(
-    make_points: MakePoints, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+async def test_an_own_address_that_leads_elsewhere_is_not_served(
+    make_locator: MakeLocator, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the kernel lets us listen but connections lead elsewhere, we are no host."""
     port = free_port()
-    monkeypatch.setattr("elastic_aio.rendezvous.scouts.is_local", lambda _: True)
+    monkeypatch.setattr("elastic_aio.discovery.monitor.is_local", lambda _: True)
     bound: list[object] = []
 
     def bind(addresses: object, *_: object, **__: object) -> list[socket.socket]:
-        # What ip_nonlocal_bind does: it succeeds, and nobody ever comes.
+        # As with ip_nonlocal_bind, ip(7): bind succeeds, and no connection arrives.
         bound.append(addresses)
         sock = socket.socket()
         sock.bind(("127.0.0.9", port))
@@ -357,28 +353,27 @@ async def test_an_address_that_is_ours_only_by_name(
         sock.setblocking(False)
         return [sock]
 
-    monkeypatch.setattr("elastic_aio.rendezvous.points.bind_addresses", bind)
-    points = make_points(f"127.0.0.1:{port}", read_timeout=0.5)
-    with pytest.raises(PointsError, match="this node does not reach itself"):
-        await points.find(is_first=True)
+    monkeypatch.setattr("elastic_aio.discovery.locator.bind_addresses", bind)
+    locator = make_locator(f"127.0.0.1:{port}", read_timeout=0.5)
+    with pytest.raises(DiscoveryError, match="this node does not reach itself"):
+        await locator.locate(is_first=True)
     assert bound
     async with StoreServer("127.0.0.1", port):
-        assert not (await make_points(f"127.0.0.1:{port}").find(is_first=True)).is_host
+        assert not (await make_locator(f"127.0.0.1:{port}").locate(is_first=True)).is_host
 
 
-async def test_abandoning_leaves_nothing(make_points: MakePoints) -> None:
-    """The connection and the port are free; it may be done again, and found again."""
+async def test_closing_leaves_nothing_open(make_locator: MakeLocator) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    points = make_points(endpoint)
+    locator = make_locator(endpoint)
     for _ in range(3):
-        found = await points.find(is_first=True)
-        assert found.is_host
-        await points.abandon()
-        await points.abandon()
+        located = await locator.locate(is_first=True)
+        assert located.is_host
+        await locator.aclose()
+        await locator.aclose()
         with pytest.raises(StoreClosed):
-            await found.store.num_keys()
-    found = await points.find(is_first=True)
-    task = asyncio.ensure_future(points.abandon())
+            await located.store.num_keys()
+    located = await locator.locate(is_first=True)
+    task = asyncio.ensure_future(locator.aclose())
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -388,23 +383,22 @@ async def test_abandoning_leaves_nothing(make_points: MakePoints) -> None:
 
 
 @pytest.mark.parametrize("role", ["host", "client", "neighbour"])
-async def test_cancelling_leaves_nothing(make_points: MakePoints, role: str) -> None:
-    """Whichever turn of the loop it comes in."""
+async def test_cancelling_leaves_nothing_open(make_locator: MakeLocator, role: str) -> None:
     port = free_port()
     endpoint = f"127.0.0.1:{port}"
     if role == "host":
-        points, server = make_points(endpoint), None
+        locator, server = make_locator(endpoint), None
     else:
         server = StoreServer("127.0.0.1", port)
         await server.start()
         is_host = True if role == "neighbour" else None
-        points = make_points(endpoint, is_host=is_host)
+        locator = make_locator(endpoint, is_host=is_host)
     # libuv opens a spare file with the first server, and keeps it.
-    await points.find(is_first=True)
-    await points.abandon()
+    await locator.locate(is_first=True)
+    await locator.aclose()
     before = open_descriptors()
     for turns in itertools.count():
-        task = asyncio.ensure_future(points.find(is_first=True))
+        task = asyncio.ensure_future(locator.locate(is_first=True))
         for _ in range(turns):
             await asyncio.sleep(0)
         if task.done():
@@ -412,26 +406,24 @@ async def test_cancelling_leaves_nothing(make_points: MakePoints, role: str) -> 
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-            await points.abandon()  # it was faster
-        assert points._store is None
-        assert points._server is None
+            await locator.aclose()  # it was faster
+        assert locator._store is None
+        assert locator._server is None
         # Transports close in a later turn.
         await until(lambda: open_descriptors().keys() == before.keys(), f"turn {turns}")
     assert turns > 10
-    await points.abandon()
+    await locator.aclose()
     if server is not None:
         await server.aclose()
 
 
 @pytest.mark.parametrize("endpoint", ["host:x", "host:65536", ":29400", "a:1,b c"])
-def test_bad_endpoints_are_one_line(endpoint: str) -> None:
-    """Refused before anything is tried."""
+def test_invalid_endpoints(endpoint: str) -> None:
     with pytest.raises(SpecError, match=r"^rendezvous.endpoint: must"):
-        MeetingPoints(RendezvousSpec(endpoint=endpoint), RUN)
+        StoreLocator(RendezvousSpec(endpoint=endpoint), RUN)
 
 
-async def test_a_port_that_dials_itself(make_points: MakePoints) -> None:
-    """The kernel may connect a client to its own port, where nobody listens."""
+async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 0))
@@ -446,5 +438,5 @@ async def test_a_port_that_dials_itself(make_points: MakePoints) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
-        with pytest.raises(scouts.Absent, match="refused"):
-            await scouts._dial((socket.AF_INET, ("127.0.0.1", port)))
+        with pytest.raises(monitor.StoreNotFound, match="refused"):
+            await monitor._dial((socket.AF_INET, ("127.0.0.1", port)))

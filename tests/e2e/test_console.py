@@ -1,4 +1,4 @@
-"""The console: pipes, terminals, readers that stop or go away, disks that are full."""
+"""The console: pipes, terminals, readers that stop or exit, full disks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from elastic_aio import AttemptFailed, WorkerExited, event_from_json
 from tests.support.children import python, shell
 from tests.support.cli import CLI, run_cli, run_program, running_cli
 
+pytestmark = pytest.mark.e2e
+
 BASH = ["--no-python", "bash", "-c"]
 ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
 
 def in_pipeline(reader: str, *args: object, redirect: str = "") -> list[str]:
-    """Return a shell that pipes a job into `reader` and then tells the job's exit code."""
+    """Return a shell that pipes a job into `reader` and then prints the job's exit code."""
     script = f'"$@" {redirect} | {reader}; echo "code ${{PIPESTATUS[0]}}"'
     return [*shell(script), "bash", *CLI, "run", *map(str, args)]
 
 
 @pytest.mark.parametrize("option", ["-t1", "-t3"])
 def test_a_console_that_is_closed_early(option: str, tmp_path: Path) -> None:
-    """With `| head -1` the workers write on, their files are complete, the code is theirs."""
+    """With `| head -1` the log files are complete and the exit code is the worker's."""
     worker = "for ((i = 0; i < 20000; i++)); do echo $i; done; exit 6"
     ended = run_program(in_pipeline("head -1", option, "--log-dir", tmp_path, *BASH, worker))
     assert ended.out == "[default0]:0\ncode 6\n"
     (log,) = tmp_path.rglob("stdout.log")
     assert log.read_text().splitlines() == [str(i) for i in range(20000)]
-    assert "stdout takes no more output (broken pipe)" in ended.err
+    assert "stdout accepts no more output (broken pipe)" in ended.err
     assert "Traceback" not in ended.err
 
 
 def test_both_streams_are_closed_early(tmp_path: Path) -> None:
-    """A launcher whose every stream is closed ends with the job's code, and quietly."""
+    """The launcher exits with the job's code and prints nothing else."""
     worker = "for ((i = 0; i < 20000; i++)); do echo $i; done; exit 6"
     ended = run_program(
         in_pipeline("head -1", "-t3", "--log-dir", tmp_path, *BASH, worker, redirect="2>&1")
@@ -53,7 +55,7 @@ def test_both_streams_are_closed_early(tmp_path: Path) -> None:
 
 @contextmanager
 def stalled_pipe() -> Iterator[tuple[int, int]]:
-    """Give a pipe that nobody reads."""
+    """Give a pipe without a reading process."""
     reading, writing = os.pipe()
     try:
         yield reading, writing
@@ -64,13 +66,13 @@ def stalled_pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Leave what a test enters, in reverse order."""
+    """Give an exit stack that is closed after the test."""
     with ExitStack() as entered:
         yield entered
 
 
-def test_a_stalled_console_holds_back_no_worker(tmp_path: Path, stack: ExitStack) -> None:
-    """A reader that stops neither stalls a tee'd worker nor delays the handling of a failure."""
+def test_a_stalled_console_does_not_block_workers(tmp_path: Path, stack: ExitStack) -> None:
+    """A reader that stops neither blocks a tee'd worker nor delays the handling of a failure."""
     worker = python(
         """
 import os, sys, time
@@ -86,31 +88,31 @@ while not os.path.exists(notes + "/written"):
 sys.exit(4)
 """
     )
-    story = tmp_path / "story"
+    path = tmp_path / "events"
     with stalled_pipe() as (reading, writing):
         job = stack.enter_context(
             running_cli(
                 "--nproc-per-node", 2, "-t1", "--log-dir", tmp_path / "logs",
-                "--events", story, "--no-python", *worker,
+                "--events", path, "--no-python", *worker,
                 env={"NOTES": str(tmp_path)}, stdout=writing,
             )
         )  # fmt: skip
         job.wait_err("attempt 0 failed: rank 1 .* exit code 4")
-        os.dup2(reading, writing)  # the launcher alone holds the other end now
+        os.dup2(reading, writing)  # only the launcher has the writing end now
         content = bytearray()
         while chunk := os.read(reading, 65536):
             content += chunk
         assert job.wait() == 4
     assert content.count(b"\n") == 20001
     assert set(bytes(content).splitlines()) == {b"[default0]:" + b"x" * 99}
-    events = [event_from_json(line) for line in story.read_bytes().splitlines()]
+    events = [event_from_json(line) for line in path.read_bytes().splitlines()]
     exited = next(e for e in events if isinstance(e, WorkerExited) and e.rank == 1)
     failed = next(e for e in events if isinstance(e, AttemptFailed))
     assert failed.time - exited.time < 3
 
 
 def test_a_console_that_is_never_read(tmp_path: Path) -> None:
-    """A launcher gives up a blocked console after a while, and ends with the job's code."""
+    """The launcher abandons a console blocked for 5 s, and exits with the job's code."""
     worker = python(
         "import os, sys; os.write(1, (b'x' * 99 + b'\\n') * 5000);"
         " os.write(2, (b'y' * 99 + b'\\n') * 5000); sys.exit(4)"
@@ -125,14 +127,14 @@ def test_a_console_that_is_never_read(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert both.wait(60) == 4
         assert only_stdout.wait(60) == 4
-        assert "stdout takes no more output" in only_stdout.err
+        assert "stdout accepts no more output" in only_stdout.err
         assert "FAILED" in only_stdout.err
     for log in tmp_path.rglob("stdout.log"):
         assert log.stat().st_size == 500_000
 
 
-def test_last_words_come_before_the_report(tmp_path: Path) -> None:
-    """On a console of one stream the final lines of a crashing worker precede the report."""
+def test_final_output_precedes_the_report(tmp_path: Path) -> None:
+    """With stdout and stderr on one pipe, the last lines of a crashing worker come first."""
     worker = 'echo "last words" >&2; kill -SEGV $$'
     ended = run_program(in_pipeline("cat", "-t3", *BASH, worker, redirect="2>&1"))
     assert ended.out.index("[default0]:last words") < ended.out.index("bash FAILED")
@@ -142,7 +144,7 @@ def test_last_words_come_before_the_report(tmp_path: Path) -> None:
 
 
 def test_output_arrives_at_once(tmp_path: Path) -> None:
-    """A line into a pipe is there while its worker still runs."""
+    """A line reaches a pipe while its worker is still running."""
     worker = 'echo first; until [ -e "$NOTES/go" ]; do sleep 0.01; done'
     reading, writing = os.pipe()
     try:
@@ -160,7 +162,7 @@ def test_output_arrives_at_once(tmp_path: Path) -> None:
 
 
 def test_progress_bars_into_a_pipe() -> None:
-    """A pipe gets few states of a progress bar, whole lines, and always the last one."""
+    """A pipe gets a few states of a progress bar as whole lines, including the last."""
     worker = python(
         "import os, time\n"
         "for n in range(200): os.write(1, b'\\r%d/200' % n); time.sleep(0.002)\n"
@@ -176,7 +178,7 @@ def test_progress_bars_into_a_pipe() -> None:
 
 
 def test_progress_bars_on_a_terminal(tmp_path: Path) -> None:
-    """A terminal shows the states in place, under the prefix, and other lines above."""
+    """A terminal shows the states in place with the prefix, then the following line."""
     worker = python(
         """
 import os, time
@@ -194,8 +196,8 @@ os.write(1, b"\\r5/5\\nnext\\n")
     assert ended.out.count("\n") == 3
 
 
-def test_a_terminal_of_the_workers_own() -> None:
-    """Without redirects a worker sees the terminal itself."""
+def test_workers_inherit_the_terminal() -> None:
+    """Without redirects a worker's streams are the terminal."""
     ended = run_program(
         [sys.executable, "-c", ON_TERMINAL, *CLI, "run", *BASH, "test -t 1 -a -t 2"]
     )
@@ -203,7 +205,7 @@ def test_a_terminal_of_the_workers_own() -> None:
 
 
 def test_log_prefix_options() -> None:
-    """The prefix comes from the option or from torch's variable."""
+    """The option overrides torch's variable."""
     variable = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> "}
     assert run_cli("-t1", *BASH, "echo x", env=variable).out == "<default 0> x\n"
     option = ["--log-prefix", "${local_rank}/${attempt}/${stream} "]
@@ -211,14 +213,14 @@ def test_log_prefix_options() -> None:
 
 
 def test_log_dir_dev_null_inherits_everything() -> None:
-    """`--log-dir /dev/null` leaves every stream alone, whatever else was asked for."""
+    """`--log-dir /dev/null` overrides --tee and --redirects."""
     ended = run_cli("--log-dir", "/dev/null", "-t3", "-r3", *BASH, "echo x; echo y >&2")
     assert (ended.code, ended.out) == (0, "x\n")
     assert "y" in ended.errors
     assert "no log files" in ended.err
 
 
-def test_no_temporary_folder_is_left(tmp_path: Path) -> None:
+def test_no_temporary_directory_is_left(tmp_path: Path) -> None:
     """A run without logs leaves TMPDIR as it was, after success and after failure."""
     for script in ("exit 0", "exit 1", "kill -KILL $$"):
         run_cli("--max-restarts", 1, *BASH, script, env={"TMPDIR": str(tmp_path)})
@@ -228,20 +230,20 @@ def test_no_temporary_folder_is_left(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 128 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=128k", "none", str(place)]
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=128k", "none", str(mount_point)]
     mounted = subprocess.run(["mount", *options], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("needs the right to mount a disk")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
 
 
 def test_a_full_log_disk(small_disk: Path) -> None:
-    """The worker gets the error, the report names disk and file, and what fitted is shown."""
+    """The worker gets ENOSPC, the report names disk and file, and all written lines are shown."""
     worker = python(
         """
 import os, sys
@@ -263,7 +265,7 @@ except OSError as error:
 
 
 def test_a_log_disk_that_is_full_from_the_start(small_disk: Path) -> None:
-    """A disk without room ends the job with one line that names it, or does not matter."""
+    """The job succeeds, or ends with one line that names the disk."""
     filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
     try:
         while os.write(filler, b"x" * 512):
@@ -283,26 +285,26 @@ def test_a_log_disk_that_is_full_from_the_start(small_disk: Path) -> None:
 
 
 def test_the_layout_of_logs(tmp_path: Path) -> None:
-    """Folders and names are torchrun's, one per attempt and worker."""
+    """Directories and names are torchrun's, one directory per attempt and worker."""
     ended = run_cli("--nproc-per-node", 2, "--max-restarts", 1, "-r3", "--log-dir", tmp_path,
                     "--rdzv-id", "run/7", *BASH,
                     "test $RANK = 0 && exec sleep 99; echo $TORCHELASTIC_RESTART_COUNT; exit 1",
                     )  # fmt: skip
     assert ended.code == 1
-    (folder,) = tmp_path.iterdir()
-    assert re.fullmatch(r"run_7_\w+", folder.name)
-    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+    (directory,) = tmp_path.iterdir()
+    assert re.fullmatch(r"run_7_\w+", directory.name)
+    assert sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()) == [
         f"attempt_{attempt}/{rank}/{name}.log"
         for attempt in range(2)
         for rank in range(2)
         for name in ("stderr", "stdout")
     ]
-    assert (folder / "attempt_1/1/stdout.log").read_text() == "1\n"
-    assert f"Logs: {folder}" in ended.err
+    assert (directory / "attempt_1/1/stdout.log").read_text() == "1\n"
+    assert f"Logs: {directory}" in ended.err
 
 
 def test_a_busy_console_is_shared_fairly(tmp_path: Path) -> None:
-    """A worker that never stops writing does not keep another one's line from the console."""
+    """A worker that writes all the time does not delay the lines of another worker."""
     worker = """
     if [ $RANK = 0 ]; then
         trap 'exit 0' TERM
@@ -317,8 +319,8 @@ def test_a_busy_console_is_shared_fairly(tmp_path: Path) -> None:
         assert job.wait() == 3
 
 
-def test_the_console_of_a_long_run_is_drained_in_time(tmp_path: Path) -> None:
-    """Many workers that all end at once are shown completely, without a wait for nothing."""
+def test_many_workers_that_exit_at_once_are_drained(tmp_path: Path) -> None:
+    """48 workers are shown completely within 5 s."""
     began = time.monotonic()
     ended = run_cli("--nproc-per-node", 48, "-t3", *BASH, "echo $RANK; echo $RANK >&2")
     assert time.monotonic() - began < 5

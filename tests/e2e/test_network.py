@@ -1,4 +1,4 @@
-"""The hosts and cables of the tests themselves: they must cut what they say, and all of it."""
+"""The network namespaces of the tests: links that are cut lose exactly their packets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.netns import Host, Network, needs_network_namespaces, remove_stale
+from tests.support.netns import Host, Network, remove_stale
 
-pytestmark = needs_network_namespaces
+pytestmark = [pytest.mark.e2e, pytest.mark.netns]
 
 _NAMESPACES = Path("/run/netns")
-# Says each datagram that it gets.
+# Prints each datagram that it receives.
 _LISTEN = """
 import socket, sys
 receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -44,7 +44,7 @@ except OSError:
 
 
 def run_on(host: Host, *argv: str) -> str:
-    """Run a program on a host; return what it says."""
+    """Run a program on a host; return its stdout."""
     return subprocess.run(
         host.argv(argv), capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
@@ -52,17 +52,17 @@ def run_on(host: Host, *argv: str) -> str:
 
 @contextmanager
 def listening(host: Host) -> Iterator[subprocess.Popen[str]]:
-    """Listen for datagrams on a host while the block is open."""
+    """Receive datagrams on a host while the block is open."""
     argv = host.argv([sys.executable, "-I", "-S", "-c", _LISTEN])
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        assert said_by(process) == "ready"
+        assert read_line(process) == "ready"
         try:
             yield process
         finally:
             process.kill()
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -72,35 +72,35 @@ def send(source: Host, target: Host, text: str) -> None:
     run_on(source, sys.executable, "-I", "-S", "-c", _SEND, target.address, text)
 
 
-def test_a_cut_cable_loses_one_direction(tmp_path: Path) -> None:
-    """What is cut does not arrive, what is not does, and healing brings all back."""
+def test_a_cut_link_loses_one_direction(tmp_path: Path) -> None:
+    """Datagrams in the cut direction are lost, the others arrive, until the link is healed."""
     with Network(tmp_path, "a", "b", "c") as network:
         a, b, c = network.hosts.values()
         with listening(a) as at_a, listening(b) as at_b:
             send(a, b, "1")
-            assert said_by(at_b) == "1"
+            assert read_line(at_b) == "1"
             network.cut("a", "b")
             send(a, b, "lost")
-            send(c, b, "2")  # so the lost one was not merely late
-            assert said_by(at_b) == "2"
+            send(c, b, "2")  # so the lost datagram is not merely late
+            assert read_line(at_b) == "2"
             send(b, a, "3")
-            assert said_by(at_a) == "3"
+            assert read_line(at_a) == "3"
             network.heal()
             network.partition("a", "b", "c")
             send(b, a, "lost")
             send(a, b, "lost")
             send(c, b, "4")
-            assert said_by(at_b) == "4"
+            assert read_line(at_b) == "4"
             network.heal()
             send(b, a, "5")
             send(a, b, "6")
-            assert said_by(at_a) == "5"
-            assert said_by(at_b) == "6"
+            assert read_line(at_a) == "5"
+            assert read_line(at_b) == "6"
 
 
-def test_a_host_is_of_its_own(tmp_path: Path) -> None:
-    """A host has its own name and cannot look up any; ours is what it was."""
-    ours = socket.gethostname()
+def test_a_host_is_isolated(tmp_path: Path) -> None:
+    """A host has its own name, resolver and addresses; those of the tests are unchanged."""
+    name = socket.gethostname()
     with Network(tmp_path, "lonely") as network:
         host = network["lonely"]
         assert run_on(host, "hostname") == "lonely"
@@ -111,14 +111,14 @@ def test_a_host_is_of_its_own(tmp_path: Path) -> None:
             "127.0.0.1/8",
             "10.77.0.1/24",
         ]
-    assert socket.gethostname() == ours
+    assert socket.gethostname() == name
     assert "10.77.0.250" not in Path("/etc/resolv.conf").read_text()
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
-    """Neither a namespace nor a process on it is left, though the block failed."""
+    """Neither a namespace nor a process in it is left after an exception in the block."""
     before = set(os.listdir(_NAMESPACES)) if _NAMESPACES.exists() else set()
-    with pytest.raises(ZeroDivisionError), Network(tmp_path, "a", "b") as network:  # noqa: PT012  # what stands in the block is the point
+    with pytest.raises(ZeroDivisionError), Network(tmp_path, "a", "b") as network:  # noqa: PT012  # the block raises after a start
         process = subprocess.Popen(network["a"].argv(["sleep", "99"]))
         while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
             time.sleep(0.003)
@@ -127,8 +127,8 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert set(os.listdir(_NAMESPACES)) <= before
 
 
-def test_what_a_dead_run_has_left_is_removed(tmp_path: Path) -> None:
-    """A run that was killed leaves its hosts to the next one, which removes them and no others."""
+def test_namespaces_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    """`remove_stale` removes the namespaces of killed runs and no others."""
     code = f"""
 import os, pathlib, signal, subprocess
 from tests.support.netns import Network
@@ -137,9 +137,9 @@ with Network(pathlib.Path({str(tmp_path / "other")!r}), "a") as network:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     with Network(tmp_path, "mine"):
-        here = set(os.listdir(_NAMESPACES))
+        before = set(os.listdir(_NAMESPACES))
         subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
-        assert len(set(os.listdir(_NAMESPACES)) - here) == 2
+        assert len(set(os.listdir(_NAMESPACES)) - before) == 2
         remove_stale()
-        assert set(os.listdir(_NAMESPACES)) <= here
+        assert set(os.listdir(_NAMESPACES)) <= before
         assert any(name.endswith("-mine") for name in os.listdir(_NAMESPACES))

@@ -1,4 +1,4 @@
-"""How nodes come together: who gets which place, when, and what is said when they do not."""
+"""How nodes form a group: ranks, timeouts, refusals, and the errors when they cannot."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from elastic_aio import (
     RoundForming,
     WorkerStarted,
 )
-from tests.support.nodes import AT_ONCE_S, Node, Nodes, free_port
-from tests.support.worlds import Note
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.sockets import free_port
+from tests.support.worker_notes import Note
 
 pytestmark = pytest.mark.black_box
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line that is not empty."""
     return [line for line in text.splitlines() if line.strip()][-1]
 
 
-def of_node(workers: list[Note], node: Node) -> list[Note]:
-    """Return those of the workers that run on a node."""
-    return [one for one in workers if one in node.notes.entries]
+def of_node(workers: list[Note], node: AgentProcess) -> list[Note]:
+    """Return the workers of a node."""
+    return [worker for worker in workers if worker in node.notes.entries]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 async def test_all_nodes_form_at_once(count: int, tmp_path: Path) -> None:
-    """When the last one has come, all start with ranks that fit, and meet at one port."""
-    async with Nodes(tmp_path, count) as nodes:
+    """When the last node has joined, all start, with matching ranks and one master port."""
+    async with Cluster(tmp_path, count) as cluster:
         began = time.monotonic()
-        agents = [nodes.start(nproc=2) for _ in range(count)]
-        workers = await nodes.up(*agents)
+        agents = [cluster.start(nproc=2) for _ in range(count)]
+        workers = await cluster.workers(*agents)
         assert time.monotonic() - began < AT_ONCE_S
         for agent in agents:
             for worker in of_node(workers, agent):
                 assert await agent.ask(worker, "connect") == "connected"
-            formed = await agent.formed()
+            formed = await agent.round_formed()
             (first, second) = of_node(workers, agent)
             assert (first.group_rank, first.group_world_size) == (formed.group_rank, count)
             assert (first.master_addr, first.master_port) == (
@@ -53,202 +54,211 @@ async def test_all_nodes_form_at_once(count: int, tmp_path: Path) -> None:
                 formed.master_port,
             )
             assert second.rank == first.rank + 1
-        assert {one.world_size for one in workers} == {2 * count}
-        assert {one.restart_count for one in workers} == {0}
-        assert {one.role_name for one in workers} == {"default"}
-        assert {ended.code for ended in await nodes.finish(*agents)} == {0}
+        assert {worker.world_size for worker in workers} == {2 * count}
+        assert {worker.restart_count for worker in workers} == {0}
+        assert {worker.role_name for worker in workers} == {"default"}
+        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
 
 
-async def test_the_node_that_serves_the_others_is_first(tmp_path: Path) -> None:
-    """Without wishes the node that serves the store has group rank 0."""
-    async with Nodes(tmp_path, 3) as nodes:
-        host = nodes.start("host")
+async def test_the_store_host_has_group_rank_0(tmp_path: Path) -> None:
+    """Without preferred ranks the node that serves the store has group rank 0."""
+    async with Cluster(tmp_path, 3) as cluster:
+        host = cluster.start("host")
         await host.event(RoundForming)
-        others = [nodes.start(), nodes.start()]
-        await nodes.up(host, *others)
-        assert (await host.formed()).group_rank == 0
+        others = [cluster.start(), cluster.start()]
+        await cluster.workers(host, *others)
+        assert (await host.round_formed()).group_rank == 0
 
 
 async def test_uneven_nodes(tmp_path: Path) -> None:
     """Nodes of 1 and 3 workers make a world of 4."""
-    async with Nodes(tmp_path, 2) as nodes:
-        small, large = nodes.start(nproc=1), nodes.start(nproc=3)
-        workers = await nodes.up(small, large)
-        assert {one.world_size for one in workers} == {4}
+    async with Cluster(tmp_path, 2) as cluster:
+        small, large = cluster.start(nproc=1), cluster.start(nproc=3)
+        workers = await cluster.workers(small, large)
+        assert {worker.world_size for worker in workers} == {4}
         assert [one.local_world_size for one in of_node(workers, small)] == [1]
         assert [one.local_world_size for one in of_node(workers, large)] == [3, 3, 3]
 
 
 async def test_two_roles(tmp_path: Path) -> None:
     """Ranks within a role count the workers of that role only."""
-    async with Nodes(tmp_path, 3) as nodes:
-        readers = [nodes.start(nproc=2, role="reader") for _ in range(2)]
-        trainer = nodes.start(nproc=3, role="trainer")
-        workers = await nodes.up(*readers, trainer)
-        assert {one.world_size for one in workers} == {7}
-        assert [one.role_rank for one in workers if one.role_name == "reader"] == [0, 1, 2, 3]
-        assert [one.role_rank for one in workers if one.role_name == "trainer"] == [0, 1, 2]
+    async with Cluster(tmp_path, 3) as cluster:
+        readers = [cluster.start(nproc=2, role="reader") for _ in range(2)]
+        trainer = cluster.start(nproc=3, role="trainer")
+        workers = await cluster.workers(*readers, trainer)
+        assert {worker.world_size for worker in workers} == {7}
+        assert [worker.role_rank for worker in workers if worker.role_name == "reader"] == [
+            0,
+            1,
+            2,
+            3,
+        ]
+        assert [worker.role_rank for worker in workers if worker.role_name == "trainer"] == [
+            0,
+            1,
+            2,
+        ]
 
 
-async def test_the_last_call_is_waited_for(tmp_path: Path) -> None:
-    """A node that is enough by itself waits for others as long as it was told."""
-    async with Nodes(tmp_path, "1:2", conf={"last_call_timeout": 1}) as nodes:
-        node = nodes.start()
-        (worker,) = await node.up()
+async def test_the_last_call_passes(tmp_path: Path) -> None:
+    """A node that satisfies the minimum waits for others for `last_call_timeout`."""
+    async with Cluster(tmp_path, "1:2", conf={"last_call_timeout": 1}) as cluster:
+        node = cluster.start()
+        (worker,) = await node.workers()
         assert worker.world_size == 1
         began = await node.event(JobStarted)
-        assert 1.0 <= (await node.formed()).time - began.time < 1 + AT_ONCE_S
+        assert 1.0 <= (await node.round_formed()).time - began.time < 1 + AT_ONCE_S
 
 
-async def test_the_last_call_ends_when_all_have_come(tmp_path: Path) -> None:
-    """Nobody waits for more than the maximum."""
-    async with Nodes(tmp_path, "1:2") as nodes:
-        first = nodes.start()
+async def test_the_last_call_ends_at_the_maximum(tmp_path: Path) -> None:
+    """The round starts as soon as the maximum of nodes has joined."""
+    async with Cluster(tmp_path, "1:2") as cluster:
+        first = cluster.start()
         await first.event(RoundForming, joined=1)
-        second = nodes.start()
-        assert len(await nodes.up(first, second)) == 2
-        assert (await first.formed()).changes == 0
+        second = cluster.start()
+        assert len(await cluster.workers(first, second)) == 2
+        assert (await first.round_formed()).changes == 0
 
 
 async def test_too_few_nodes(tmp_path: Path) -> None:
-    """After the join timeout the job ends with code 75 and says who was there."""
-    async with Nodes(tmp_path, 3, conf={"join_timeout": 2}) as nodes:
+    """After the join timeout the job ends with code 75 and names the nodes that had joined."""
+    async with Cluster(tmp_path, 3, conf={"join_timeout": 2}) as cluster:
         began = time.monotonic()
-        agents = [nodes.start() for _ in range(2)]
+        agents = [cluster.start() for _ in range(2)]
         ended = [await agent.ended() for agent in agents]
         took = time.monotonic() - began
     assert 2.0 <= took < 2 + AT_ONCE_S
-    for agent, one in zip(agents, ended, strict=True):
-        assert one.code == 75
-        assert "2 of 3" in last_line(one.err)
-        assert socket.gethostname() in last_line(one.err)
-        assert "2 s" in last_line(one.err)
-        assert not agent.told(WorkerStarted)
+    for agent, end in zip(agents, ended, strict=True):
+        assert end.code == 75
+        assert "2 of 3" in last_line(end.err)
+        assert socket.gethostname() in last_line(end.err)
+        assert "2 s" in last_line(end.err)
+        assert not agent.events_of(WorkerStarted)
         finished = await agent.event(JobFinished)
         assert finished.exit_code == 75
 
 
-async def test_no_worlds_of_one(tmp_path: Path) -> None:
-    """Nodes that each wait at a meeting point of their own never start anything."""
-    async with Nodes(tmp_path, 2, conf={"join_timeout": 2}) as nodes:
-        agents = [nodes.start(rdzv_endpoint=f"127.0.0.1:{free_port()}") for _ in range(3)]
+async def test_nodes_with_different_endpoints_start_nothing(tmp_path: Path) -> None:
+    """Each waits at an endpoint of its own, and no world of one node is formed."""
+    async with Cluster(tmp_path, 2, conf={"join_timeout": 2}) as cluster:
+        agents = [cluster.start(rdzv_endpoint=f"127.0.0.1:{free_port()}") for _ in range(3)]
         for agent in agents:
             ended = await agent.ended()
             assert ended.code == 75
             assert "1 of 2" in last_line(ended.err)
-            assert not agent.told(WorkerStarted)
+            assert not agent.events_of(WorkerStarted)
 
 
 @pytest.mark.parametrize("by", ["option", "SLURM_PROCID"])
-async def test_wishes_for_a_rank(by: str, tmp_path: Path) -> None:
-    """A node gets the group rank that it wishes for, whoever came first."""
+async def test_preferred_ranks(by: str, tmp_path: Path) -> None:
+    """A node gets its preferred group rank, whatever the order of joining."""
 
     def wish(rank: int) -> dict[str, Any]:
         return {"node_rank": rank} if by == "option" else {"env": {"SLURM_PROCID": str(rank)}}
 
-    async with Nodes(tmp_path, 3) as nodes:
-        agents = [nodes.start(**wish(2))]
+    async with Cluster(tmp_path, 3) as cluster:
+        agents = [cluster.start(**wish(2))]
         await agents[0].event(RoundForming)
-        agents += [nodes.start(**wish(rank)) for rank in (1, 0)]
-        await nodes.up(*agents)
-        assert [(await agent.formed()).group_rank for agent in agents] == [2, 1, 0]
+        agents += [cluster.start(**wish(rank)) for rank in (1, 0)]
+        await cluster.workers(*agents)
+        assert [(await agent.round_formed()).group_rank for agent in agents] == [2, 1, 0]
 
 
-async def test_the_same_wish_twice(tmp_path: Path) -> None:
-    """A wish that somebody else has had fulfilled hinders nobody."""
-    async with Nodes(tmp_path, 2) as nodes:
-        agents = [nodes.start(node_rank=1) for _ in range(2)]
-        await nodes.up(*agents)
+async def test_a_preferred_rank_twice(tmp_path: Path) -> None:
+    """The second node with a preferred rank gets another one."""
+    async with Cluster(tmp_path, 2) as cluster:
+        agents = [cluster.start(node_rank=1) for _ in range(2)]
+        await cluster.workers(*agents)
 
 
-async def test_nodes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """A node of another size of job is refused with the reason; the others go on."""
-    async with Nodes(tmp_path, 2) as nodes:
-        first = nodes.start()
+async def test_nodes_with_other_settings_are_refused(tmp_path: Path) -> None:
+    """A node with another `--nnodes` is refused with the reason; the others form a round."""
+    async with Cluster(tmp_path, 2) as cluster:
+        first = cluster.start()
         await first.event(RoundForming)
-        other = nodes.start("other", nnodes=3)
+        other = cluster.start("other", nnodes=3)
         ended = await other.ended()
         assert ended.code == 75
         assert "--nnodes 3" in last_line(ended.err)
-        second = nodes.start()
-        await nodes.up(first, second)
+        second = cluster.start()
+        await cluster.workers(first, second)
 
 
-async def test_other_run_ids_do_not_meet(tmp_path: Path) -> None:
-    """Two jobs at one store know nothing of each other."""
-    async with Nodes(tmp_path, 2, conf={"is_host": 0}) as nodes:
-        await nodes.serve(int(nodes.endpoint.rpartition(":")[2]))
-        one = [nodes.start("one", rdzv_id="one") for _ in range(2)]
-        other = [nodes.start("other", rdzv_id="other") for _ in range(2)]
-        assert {note.run_id for note in await nodes.up(*one)} == {"one"}
-        assert {note.run_id for note in await nodes.up(*other)} == {"other"}
-        assert {ended.code for ended in await nodes.finish(*one)} == {0}
+async def test_run_ids_separate_jobs(tmp_path: Path) -> None:
+    """Two jobs at one store do not see each other."""
+    async with Cluster(tmp_path, 2, conf={"is_host": 0}) as cluster:
+        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        first = [cluster.start("one", rdzv_id="one") for _ in range(2)]
+        other = [cluster.start("other", rdzv_id="other") for _ in range(2)]
+        assert {note.run_id for note in await cluster.workers(*first)} == {"one"}
+        assert {note.run_id for note in await cluster.workers(*other)} == {"other"}
+        assert {ended.code for ended in await cluster.finish(*first)} == {0}
         assert all(agent.is_running for agent in other)
-        nodes.can_split = True  # these are the rounds of two jobs
+        cluster.can_split = True  # these are the rounds of two jobs
 
 
-async def test_a_run_id_is_used_again(tmp_path: Path) -> None:
-    """At a store that remembers a job, one of the same name starts anew."""
-    async with Nodes(tmp_path, 2, conf={"is_host": 0}, max_restarts=1) as nodes:
-        await nodes.serve(int(nodes.endpoint.rpartition(":")[2]))
+async def test_a_run_id_can_be_reused(tmp_path: Path) -> None:
+    """At a store that has the state of an ended job, a job of the same name starts anew."""
+    async with Cluster(tmp_path, 2, conf={"is_host": 0}, max_restarts=1) as cluster:
+        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
         for turn in range(3):
-            agents = [nodes.start() for _ in range(2)]
-            workers = await nodes.up(*agents)
-            assert {one.attempt for one in workers} == {0}
-            assert {one.restart_count for one in workers} == {0}
+            agents = [cluster.start() for _ in range(2)]
+            workers = await cluster.workers(*agents)
+            assert {worker.attempt for worker in workers} == {0}
+            assert {worker.restart_count for worker in workers} == {0}
             if turn == 1:
-                agents[0].tell(of_node(workers, agents[0])[0], "exit 7")
-                await nodes.up(*agents, attempt=1)
-            codes = {ended.code for ended in await nodes.finish(*agents, attempt=turn % 2)}
+                agents[0].order(of_node(workers, agents[0])[0], "exit 7")
+                await cluster.workers(*agents, attempt=1)
+            codes = {ended.code for ended in await cluster.finish(*agents, attempt=turn % 2)}
             assert codes == {0}
-        nodes.can_split = True  # every job counts its rounds from the start
+        cluster.can_split = True  # every job counts its rounds from 0
 
 
 @pytest.mark.parametrize("who", ["host", "other"])
 async def test_one_leaves_and_rejoins_again_and_again(who: str, tmp_path: Path) -> None:
-    """Leaving closes nothing: a node that was stopped is replaced any number of times."""
-    async with Nodes(tmp_path, 2) as nodes:
-        pair = {"host": nodes.start("host")}
+    """A node that was stopped can be replaced any number of times."""
+    async with Cluster(tmp_path, 2) as cluster:
+        pair = {"host": cluster.start("host")}
         await pair["host"].event(RoundForming)
-        pair["other"] = nodes.start("other")
-        await nodes.up(*pair.values())
-        ranks = {name: (await node.formed()).group_rank for name, node in pair.items()}
+        pair["other"] = cluster.start("other")
+        await cluster.workers(*pair.values())
+        ranks = {name: (await node.round_formed()).group_rank for name, node in pair.items()}
         for _ in range(20):
-            since = nodes.marks()
+            since = cluster.note_counts()
             pair[who].send(signal.SIGTERM)
             assert (await pair[who].ended()).code == 143
-            pair[who] = nodes.start(who)
-            workers = await nodes.up(*pair.values(), since=since)
-            assert {one.restart_count for one in workers} == {0}
+            pair[who] = cluster.start(who)
+            workers = await cluster.workers(*pair.values(), since=since)
+            assert {worker.restart_count for worker in workers} == {0}
             for name, node in pair.items():
                 assert of_node(workers, node)[0].group_rank == ranks[name]
-        assert {ended.code for ended in await nodes.finish(*pair.values(), attempt=20)} == {0}
+        assert {ended.code for ended in await cluster.finish(*pair.values(), attempt=20)} == {0}
 
 
-async def test_the_story_of_a_job_can_be_followed(tmp_path: Path) -> None:
-    """`aio-elastic events` tells from anywhere what becomes of the whole job."""
-    async with Nodes(tmp_path, "1:2", conf={"last_call_timeout": 0}) as nodes:
-        first = nodes.start("first")
-        await first.up()
-        story = nodes.follow()
-        second = nodes.start("second")
-        (await second.up())
+async def test_the_events_of_a_job_can_be_followed(tmp_path: Path) -> None:
+    """`aio-elastic events` prints the events of the whole job."""
+    async with Cluster(tmp_path, "1:2", conf={"last_call_timeout": 0}) as cluster:
+        first = cluster.start("first")
+        await first.workers()
+        story = cluster.follow_events()
+        second = cluster.start("second")
+        (await second.workers())
         await story.wait_for(
             lambda one: isinstance(one, RoundFormed) and one.world_size == 2, "the round of two"
         )
         await story.wait_for(lambda one: isinstance(one, MembershipChanged), "why it came about")
-        await nodes.finish(first, second, attempt=1)
+        await cluster.finish(first, second, attempt=1)
         finished = await story.wait_for(lambda one: isinstance(one, JobFinished), "the end")
         assert isinstance(finished, JobFinished)
         assert finished.exit_code == 0
 
 
-# --------------------------------------------------------------- told who is who
+# ------------------------------------------------------------------ static ranks
 
 
-def ranked(nodes: Nodes, rank: int, port: int, **options: Any) -> Node:
-    """Start a node that is told its rank, and where all meet."""
-    return nodes.start(
+def start_static(cluster: Cluster, rank: int, port: int, **options: Any) -> AgentProcess:
+    """Start a node with a fixed rank and a fixed master address."""
+    return cluster.start(
         rdzv_backend="static",
         rdzv_endpoint=None,
         master_addr="127.0.0.1",
@@ -259,27 +269,31 @@ def ranked(nodes: Nodes, rank: int, port: int, **options: Any) -> Node:
 
 
 async def test_static_ranks(tmp_path: Path) -> None:
-    """With `static` the ranks are those that were told, and so is where workers meet."""
+    """With `static`, `--node-rank` and `--master-addr` decide, also after a restart."""
     port = free_port()
-    async with Nodes(tmp_path, 2, max_restarts=1) as nodes:
-        agents = [ranked(nodes, rank, port, nproc=2) for rank in (1, 0)]
-        workers = await nodes.up(*agents)
+    async with Cluster(tmp_path, 2, max_restarts=1) as cluster:
+        agents = [start_static(cluster, rank, port, nproc=2) for rank in (1, 0)]
+        workers = await cluster.workers(*agents)
         assert {one.group_rank for one in of_node(workers, agents[0])} == {1}
-        assert {(one.master_addr, one.master_port) for one in workers} == {("127.0.0.1", port)}
+        assert {(worker.master_addr, worker.master_port) for worker in workers} == {
+            ("127.0.0.1", port)
+        }
         assert await agents[0].ask(of_node(workers, agents[0])[0], "connect") == "connected"
-        agents[1].tell(of_node(workers, agents[1])[0], "exit 3")
-        again = await nodes.up(*agents, attempt=1)
-        assert {one.restart_count for one in again} == {1}
+        agents[1].order(of_node(workers, agents[1])[0], "exit 3")
+        again = await cluster.workers(*agents, attempt=1)
+        assert {worker.restart_count for worker in again} == {1}
         assert {one.group_rank for one in of_node(again, agents[0])} == {1}
-        assert {(one.master_addr, one.master_port) for one in again} == {("127.0.0.1", port)}
-        assert {ended.code for ended in await nodes.finish(*agents, attempt=1)} == {0}
+        assert {(worker.master_addr, worker.master_port) for worker in again} == {
+            ("127.0.0.1", port)
+        }
+        assert {ended.code for ended in await cluster.finish(*agents, attempt=1)} == {0}
 
 
 async def test_a_missing_static_node_is_named(tmp_path: Path) -> None:
-    """Whoever waits in vain says which rank did not come."""
+    """The error names the rank that did not join."""
     port = free_port()
-    async with Nodes(tmp_path, 3, conf={"join_timeout": 2}) as nodes:
-        agents = [ranked(nodes, rank, port) for rank in (0, 2)]
+    async with Cluster(tmp_path, 3, conf={"join_timeout": 2}) as cluster:
+        agents = [start_static(cluster, rank, port) for rank in (0, 2)]
         for agent in agents:
             ended = await agent.ended()
             assert ended.code == 75
@@ -287,13 +301,13 @@ async def test_a_missing_static_node_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_static_rank_twice(tmp_path: Path) -> None:
-    """The second node with a rank is refused; the first ones are not disturbed."""
+    """The second node with a rank is refused; the first ones keep their workers."""
     port = free_port()
-    async with Nodes(tmp_path, 2) as nodes:
-        zero = ranked(nodes, 0, port)
+    async with Cluster(tmp_path, 2) as cluster:
+        zero = start_static(cluster, 0, port)
         await zero.event(RoundForming)
-        twin = ranked(nodes, 0, port)
+        twin = start_static(cluster, 0, port)
         ended = await twin.ended()
         assert ended.code == 75
         assert "rank 0" in last_line(ended.err)
-        await nodes.up(zero, ranked(nodes, 1, port))
+        await cluster.workers(zero, start_static(cluster, 1, port))

@@ -1,4 +1,4 @@
-"""The harness of the tests with many nodes, proved with one."""
+"""The cluster harness, tested with single nodes."""
 
 from __future__ import annotations
 
@@ -11,89 +11,88 @@ import msgspec
 import pytest
 
 from elastic_aio import JobFinished, JobStarted, Restarting, RoundFormed, WorkerExited
-from tests.support.nodes import Nodes
-from tests.support.traces import alive
-from tests.support.worlds import check_rounds, check_world
+from tests.support.cluster import Cluster
+from tests.support.leaks import alive
+from tests.support.worker_notes import check_rounds, check_world
 
 pytestmark = pytest.mark.black_box
 
 
-def alone(folder: Path, **options: Any) -> Nodes:
-    """Return a job of one node, which meets nobody."""
-    return Nodes(folder, 1, rdzv_conf=None, rdzv_endpoint="localhost:0", **options)
+def single_nodes(directory: Path, **options: Any) -> Cluster:
+    """Return a cluster whose nodes are jobs of their own, without a rendezvous."""
+    return Cluster(directory, 1, rdzv_conf=None, rdzv_endpoint="localhost:0", **options)
 
 
-async def test_workers_tell_who_they_are_and_obey(tmp_path: Path) -> None:
-    """A trainee notes its place, its signals and its answers, and ends as it is told."""
-    async with alone(tmp_path, max_restarts=1) as nodes:
-        node = nodes.start(nproc=2)
-        first, second = await nodes.up(node)
+async def test_workers_write_notes_and_obey_orders(tmp_path: Path) -> None:
+    """A worker notes its environment, its signals and its answers, and ends as it is ordered."""
+    async with single_nodes(tmp_path, max_restarts=1) as cluster:
+        node = cluster.start(nproc=2)
+        first, second = await cluster.workers(node)
         assert (first.rank, second.rank, first.world_size) == (0, 1, 2)
         assert await node.ask(first, "connect") == "connected"
-        node.tell(second, "exit 3")
+        node.order(second, "exit 3")
         assert (await node.note("signal", pid=first.pid)).text == "SIGTERM"
         assert (await node.event(Restarting)).restarts == 1
-        again = await nodes.up(node, attempt=1)
-        assert {one.restart_count for one in again} == {1}
-        node.tell(again[0], "raise no data")
+        again = await cluster.workers(node, attempt=1)
+        assert {worker.restart_count for worker in again} == {1}
+        node.order(again[0], "raise no data")
         ended = await node.ended()
     assert ended.code == 1
     assert "ValueError: no data" in ended.err
-    assert node.told(JobFinished)[-1].exit_code == 1
+    assert node.events_of(JobFinished)[-1].exit_code == 1
 
 
-async def test_success_is_an_end_too(tmp_path: Path) -> None:
-    """All workers are told to succeed."""
-    async with alone(tmp_path) as nodes:
-        node = nodes.start(nproc=2)
-        (ended,) = await nodes.finish(node)
+async def test_finish_lets_the_workers_succeed(tmp_path: Path) -> None:
+    async with single_nodes(tmp_path) as cluster:
+        node = cluster.start(nproc=2)
+        (ended,) = await cluster.finish(node)
     assert ended.code == 0
-    assert len(node.told(WorkerExited)) == 2
+    assert len(node.events_of(WorkerExited)) == 2
 
 
 async def test_nothing_outlives_the_block(tmp_path: Path) -> None:
-    """Agents, stopped ones and deaf workers are gone when the block is left by an error."""
-    with pytest.raises(ZeroDivisionError) as caught:  # noqa: PT012  # what stands in the block is the point
-        async with alone(tmp_path) as nodes:
-            node, held = nodes.start("node"), nodes.start("held")
-            workers = [*await node.up(), *await held.up()]
-            assert await node.ask(workers[0], "deaf") == "deaf"
+    """Agents, suspended agents and workers that ignore SIGTERM end if the block raises."""
+    with pytest.raises(ZeroDivisionError) as caught:  # noqa: PT012  # the block raises after the starts
+        async with single_nodes(tmp_path) as cluster:
+            node, held = cluster.start("node"), cluster.start("held")
+            workers = [*await node.workers(), *await held.workers()]
+            assert await node.ask(workers[0], "ignore_sigterm") == "ignore_sigterm"
             held.send(signal.SIGSTOP)
             raise ZeroDivisionError
-    assert not any(alive(one.pid) for one in workers)
+    assert not any(alive(worker.pid) for worker in workers)
     assert not node.is_running
-    (story,) = caught.value.__notes__
-    assert "node: JobStarted(" in story
+    (timeline,) = caught.value.__notes__
+    assert "node: JobStarted(" in timeline
 
 
-async def test_what_does_not_come_is_an_error(tmp_path: Path) -> None:
-    """A wait ends when its time is over, and at once when nothing can come any more."""
-    async with alone(tmp_path) as nodes:
-        node = nodes.start()
-        (worker,) = await node.up()
-        with pytest.raises(AssertionError, match=r"did not say within 0.1 s: Restarting"):
+async def test_waits_end_with_an_error(tmp_path: Path) -> None:
+    """A wait ends after its time, and at once when the writers are gone."""
+    async with single_nodes(tmp_path) as cluster:
+        node = cluster.start()
+        (worker,) = await node.workers()
+        with pytest.raises(AssertionError, match=r"not within 0.1 s: Restarting"):
             await node.event(Restarting, seconds=0.1)
         waiting = asyncio.ensure_future(node.event(Restarting))
-        node.tell(worker, "exit 0")
-        with pytest.raises(AssertionError, match="is over, and never said"):
+        node.order(worker, "exit 0")
+        with pytest.raises(AssertionError, match="ended without Restarting"):
             await waiting
         assert (await node.event(JobStarted)).nproc_per_node == 1
-        with pytest.raises(AssertionError, match="over"):
+        with pytest.raises(AssertionError, match="ended without"):
             await node.event(JobStarted, nproc_per_node=lambda count: count > 1)
 
 
-async def test_worlds_that_do_not_fit_are_seen(tmp_path: Path) -> None:
-    """Two jobs are not one world; a worker alone is."""
-    async with alone(tmp_path) as nodes:
-        one, other = nodes.start("one"), nodes.start("other")
-        notes = [*await one.up(), *await other.up()]
+async def test_check_world_sees_two_worlds(tmp_path: Path) -> None:
+    """Workers of two jobs are not one world; a single worker is."""
+    async with single_nodes(tmp_path) as cluster:
+        first, other = cluster.start("first"), cluster.start("other")
+        notes = [*await first.workers(), *await other.workers()]
         with pytest.raises(AssertionError):
             check_world(notes)
         check_world(notes[:1])
 
 
-def test_rounds_that_do_not_fit_are_seen() -> None:
-    """A place given twice is seen, and a round that is not the same for all."""
+def test_check_rounds_sees_contradictions() -> None:
+    """A group rank given twice, and a round that differs between nodes."""
     first = RoundFormed(round=1, group_rank=0, group_world_size=2, world_size=2,
                         master_addr="a", master_port=1)  # fmt: skip
     second = msgspec.structs.replace(first, group_rank=1)
@@ -104,11 +103,11 @@ def test_rounds_that_do_not_fit_are_seen() -> None:
         check_rounds({"a": [first], "b": [msgspec.structs.replace(second, master_port=2)]})
 
 
-async def test_a_store_of_its_own(tmp_path: Path) -> None:
-    """A store is there when `serve` returns, and can be replaced at the same port."""
-    async with alone(tmp_path) as nodes:
-        port = int(nodes.endpoint.rpartition(":")[2])
-        store = await nodes.serve(port)
+async def test_a_separate_store(tmp_path: Path) -> None:
+    """A store listens when `start_store` returns, and can be replaced at the same port."""
+    async with single_nodes(tmp_path) as cluster:
+        port = int(cluster.endpoint.rpartition(":")[2])
+        store = await cluster.start_store(port)
         await store.kill()
-        again = await nodes.serve(port)
+        again = await cluster.start_store(port)
         assert again.is_running

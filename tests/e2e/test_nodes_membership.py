@@ -15,15 +15,15 @@ from elastic_aio import (
     MembershipChanged,
     NodeJoined,
     NodeLost,
-    Promoted,
+    NodeStandby,
     RoundFormed,
     RoundForming,
-    StandingBy,
+    StandbyPromoted,
     WorkerExited,
 )
-from tests.support.nodes import AT_ONCE_S, Node, Nodes
-from tests.support.traces import alive
-from tests.support.worlds import Note
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.leaks import alive
+from tests.support.worker_notes import Note
 
 pytestmark = pytest.mark.black_box
 
@@ -31,249 +31,251 @@ pytestmark = pytest.mark.black_box
 AT_ONCE = {"last_call_timeout": 0}
 
 
-async def hosted(nodes: Nodes, count: int, **options: Any) -> tuple[Node, ...]:
+async def hosted(cluster: Cluster, count: int, **options: Any) -> tuple[AgentProcess, ...]:
     """Start a node that serves the store, and others."""
-    host = nodes.start("host", **options)
+    host = cluster.start("host", **options)
     await host.event(RoundForming)
-    return host, *(nodes.start(**options) for _ in range(count - 1))
+    return host, *(cluster.start(**options) for _ in range(count - 1))
 
 
 async def test_scaling_up(tmp_path: Path) -> None:
-    """A newcomer makes the world larger: no restart is counted, places are kept."""
-    async with Nodes(tmp_path, "1:2", conf=AT_ONCE) as nodes:
-        first = nodes.start("first", nproc=2)
-        before = await nodes.up(first)
-        second = nodes.start("second")
+    """A newcomer makes the world larger: no restart is counted, and ranks are kept."""
+    async with Cluster(tmp_path, "1:2", conf=AT_ONCE) as cluster:
+        first = cluster.start("first", nproc=2)
+        before = await cluster.workers(first)
+        second = cluster.start("second")
         began = time.monotonic()
-        workers = await nodes.up(first, second, attempt=1)
+        workers = await cluster.workers(first, second, attempt=1)
         assert time.monotonic() - began < AT_ONCE_S
-        assert {one.world_size for one in workers} == {3}
-        assert {one.restart_count for one in workers} == {0}
-        assert [one.rank for one in await first.up(attempt=1)] == [0, 1]
-        for one in before:
-            assert (await first.note("signal", pid=one.pid)).text == "SIGTERM"
+        assert {worker.world_size for worker in workers} == {3}
+        assert {worker.restart_count for worker in workers} == {0}
+        assert [one.rank for one in await first.workers(attempt=1)] == [0, 1]
+        for worker in before:
+            assert (await first.note("signal", pid=worker.pid)).text == "SIGTERM"
         changed = await first.event(MembershipChanged)
         assert (changed.attempt, changed.nodes) == (1, 2)
-        assert (await first.formed(world_size=3)).changes == 1
-        assert {one.error_file for one in workers}.isdisjoint(one.error_file for one in before)
+        assert (await first.round_formed(world_size=3)).changes == 1
+        assert {worker.error_file for worker in workers}.isdisjoint(
+            worker.error_file for worker in before
+        )
         for node in (first, second):
-            assert await node.ask((await node.up(attempt=1))[0], "connect") == "connected"
-        assert {ended.code for ended in await nodes.finish(first, second, attempt=1)} == {0}
+            assert await node.ask((await node.workers(attempt=1))[0], "connect") == "connected"
+        assert {ended.code for ended in await cluster.finish(first, second, attempt=1)} == {0}
 
 
 async def test_several_newcomers_at_once(tmp_path: Path) -> None:
-    """Four that come together end in one world with the first, in few rounds."""
-    async with Nodes(tmp_path, "1:5", conf=AT_ONCE) as nodes:
-        first = nodes.start("first")
-        await first.up()
-        others = [nodes.start() for _ in range(4)]
+    """Four nodes that join together form one world with the first one, in few rounds."""
+    async with Cluster(tmp_path, "1:5", conf=AT_ONCE) as cluster:
+        first = cluster.start("first")
+        await first.workers()
+        others = [cluster.start() for _ in range(4)]
         for node in others:
-            await node.up(world_size=5)
-        await nodes.up(first, *others, world_size=5)
-        assert (await first.formed(world_size=5)).group_rank == 0
+            await node.workers(world_size=5)
+        await cluster.workers(first, *others, world_size=5)
+        assert (await first.round_formed(world_size=5)).group_rank == 0
 
 
-async def test_newcomers_that_die_half_way(tmp_path: Path) -> None:
-    """One that dies before it has a place changes nothing; one that had it is a loss like any."""
+async def test_newcomers_that_are_killed_while_they_join(tmp_path: Path) -> None:
+    """A kill before it has a rank changes nothing; after that it is a loss like any other."""
     dice = random.Random(time.time_ns())
-    async with Nodes(tmp_path, "1:2", conf=AT_ONCE) as nodes:
-        node = nodes.start("node")
-        await node.up()
+    async with Cluster(tmp_path, "1:2", conf=AT_ONCE) as cluster:
+        node = cluster.start("node")
+        await node.workers()
         for turn in range(20):
             since = len(node.events)
-            newcomer = nodes.start("newcomer")
+            newcomer = cluster.start("newcomer")
             if turn % 2:
                 await node.event(NodeJoined, since=since)
             else:
-                await asyncio.sleep(dice.uniform(0, 0.6))  # the moment is the point
+                await asyncio.sleep(dice.uniform(0, 0.6))  # a random moment
             await newcomer.kill()
-        last = nodes.start("last")
-        # The first round of the last one may be its only one, or the second of two.
-        attempt = (await last.up())[0].attempt
-        await nodes.up(node, last, attempt=attempt)
-        rounds = node.told(RoundFormed)
-        # The next newcomer may be there before the loss of the former one is noticed.
+        last = cluster.start("last")
+        # The last newcomer may be in one round or in two.
+        attempt = (await last.workers())[0].attempt
+        await cluster.workers(node, last, attempt=attempt)
+        rounds = node.events_of(RoundFormed)
+        # The next newcomer may join before the loss of the former one is noticed.
         assert {one.world_size for one in rounds} == {1, 2}
-        assert len(node.told(MembershipChanged)) == len(rounds) - 1
+        assert len(node.events_of(MembershipChanged)) == len(rounds) - 1
         started = [one for one in node.notes.entries if one.what == "started"]
         assert len(started) <= len(rounds)
         assert {one.restart_count for one in started} == {0}
-        assert {ended.code for ended in await nodes.finish(node, last, attempt=attempt)} == {0}
+        assert {ended.code for ended in await cluster.finish(node, last, attempt=attempt)} == {0}
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-async def test_a_killed_node_is_left_out_at_once(victim: int, tmp_path: Path) -> None:
-    """The others go on without it, whichever it was, and no timeout has to pass."""
-    async with Nodes(tmp_path, "1:3", conf={"last_call_timeout": 60}) as nodes:
-        agents = await hosted(nodes, 3)
-        await nodes.up(*agents)
+async def test_a_killed_node_is_removed_at_once(victim: int, tmp_path: Path) -> None:
+    """The others re-form without it, whichever it was, and no timeout has to pass."""
+    async with Cluster(tmp_path, "1:3", conf={"last_call_timeout": 60}) as cluster:
+        agents = await hosted(cluster, 3)
+        await cluster.workers(*agents)
         await agents[victim].kill()
         killed = time.monotonic()
         left = [agent for agent in agents if agent is not agents[victim]]
-        workers = await nodes.up(*left, attempt=1)
+        workers = await cluster.workers(*left, attempt=1)
         assert time.monotonic() - killed < AT_ONCE_S
-        assert {one.world_size for one in workers} == {2}
-        assert {one.restart_count for one in workers} == {0}
-        # Who was lost together with the store is only missed.
-        assert victim == 0 or any(agent.told(NodeLost) for agent in left)
-        assert {ended.code for ended in await nodes.finish(*left, attempt=1)} == {0}
+        assert {worker.world_size for worker in workers} == {2}
+        assert {worker.restart_count for worker in workers} == {0}
+        # If the store was lost too, the loss of the node is not reported.
+        assert victim == 0 or any(agent.events_of(NodeLost) for agent in left)
+        assert {ended.code for ended in await cluster.finish(*left, attempt=1)} == {0}
 
 
 async def test_too_few_are_left(tmp_path: Path) -> None:
-    """Below the minimum nothing runs, it is said, and a replacement has the vacated rank."""
-    async with Nodes(tmp_path, 2) as nodes:
-        (host,) = await hosted(nodes, 1, node_rank=1)
-        first = nodes.start("first", node_rank=0)
-        before = await nodes.up(host, first)
+    """Below the minimum no worker runs, the console says so; a replacement gets the rank."""
+    async with Cluster(tmp_path, 2) as cluster:
+        (host,) = await hosted(cluster, 1, node_rank=1)
+        first = cluster.start("first", node_rank=0)
+        before = await cluster.workers(host, first)
         since = len(host.events)
         await first.kill()
         await host.event(RoundForming, since=since, joined=1, minimum=2)
         assert (await host.note("signal")).text == "SIGTERM"
-        assert not any(alive(one.pid) for one in before)
+        assert not any(alive(worker.pid) for worker in before)
         waiting = [line for line in host.err.splitlines() if "1 of 2" in line or "1/2" in line]
         assert waiting
-        instead = nodes.start("instead")
-        workers = await nodes.up(host, instead, attempt=1)
-        assert (await instead.up())[0].group_rank == 0
-        assert {one.restart_count for one in workers} == {0}
+        instead = cluster.start("instead")
+        workers = await cluster.workers(host, instead, attempt=1)
+        assert (await instead.workers())[0].group_rank == 0
+        assert {worker.restart_count for worker in workers} == {0}
 
 
-async def test_one_stands_by(tmp_path: Path) -> None:
-    """A surplus node waits, takes the rank of one that was killed, and ends with the job."""
-    async with Nodes(tmp_path, 2) as nodes:
-        host, other = await hosted(nodes, 2)
-        await nodes.up(host, other)
-        rank = (await other.formed()).group_rank
-        spare, surplus = nodes.start("spare"), nodes.start("surplus")
-        assert (await spare.event(StandingBy)).maximum == 2
-        await surplus.event(StandingBy)
-        assert len(host.told(RoundFormed)) == 1
+async def test_a_surplus_node_stands_by(tmp_path: Path) -> None:
+    """It waits, takes the rank of a node that was killed, and ends with the job."""
+    async with Cluster(tmp_path, 2) as cluster:
+        host, other = await hosted(cluster, 2)
+        await cluster.workers(host, other)
+        rank = (await other.round_formed()).group_rank
+        spare, surplus = cluster.start("spare"), cluster.start("surplus")
+        assert (await spare.event(NodeStandby)).maximum == 2
+        await surplus.event(NodeStandby)
+        assert len(host.events_of(RoundFormed)) == 1
         await other.kill()
         promoted = asyncio.wait(
-            [asyncio.ensure_future(one.event(Promoted)) for one in (spare, surplus)],
+            [asyncio.ensure_future(one.event(StandbyPromoted)) for one in (spare, surplus)],
             return_when=asyncio.FIRST_COMPLETED,
         )
         (done,), (pending,) = await promoted
         pending.cancel()
         assert done.result().group_rank == rank
-        taker, waiter = (spare, surplus) if spare.told(Promoted) else (surplus, spare)
-        workers = await nodes.up(host, taker, attempt=1)
-        assert {one.restart_count for one in workers} == {0}
-        assert {ended.code for ended in await nodes.finish(host, taker, attempt=1)} == {0}
+        taker, waiter = (spare, surplus) if spare.events_of(StandbyPromoted) else (surplus, spare)
+        workers = await cluster.workers(host, taker, attempt=1)
+        assert {worker.restart_count for worker in workers} == {0}
+        assert {ended.code for ended in await cluster.finish(host, taker, attempt=1)} == {0}
         assert (await waiter.ended()).code == 0
-        assert not waiter.told(RoundFormed)
+        assert not waiter.events_of(RoundFormed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_the_end_of_a_standby_disturbs_nobody(number: signal.Signals, tmp_path: Path) -> None:
-    """However a node that stands by ends, the workers of the others run on."""
-    async with Nodes(tmp_path, 2) as nodes:
-        agents = await hosted(nodes, 2)
-        before = await nodes.up(*agents)
+async def test_the_end_of_a_standby_changes_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """However it ends, the workers of the others keep running."""
+    async with Cluster(tmp_path, 2) as cluster:
+        agents = await hosted(cluster, 2)
+        before = await cluster.workers(*agents)
         for _ in range(3):
-            spare = nodes.start("spare")
-            await spare.event(StandingBy)
+            spare = cluster.start("spare")
+            await spare.event(NodeStandby)
             spare.send(number)
             assert (await spare.ended()).code == 128 + number
-        assert all(alive(one.pid) for one in before)
-        assert {ended.code for ended in await nodes.finish(*agents)} == {0}
+        assert all(alive(worker.pid) for worker in before)
+        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
         for agent in agents:
-            assert len(agent.told(RoundFormed)) == 1
+            assert len(agent.events_of(RoundFormed)) == 1
 
 
 async def test_killed_and_replaced_again_and_again(tmp_path: Path) -> None:
-    """The world has its size after every loss, and nobody is ever one too many."""
+    """The world has its size after every loss, and no node is ever surplus."""
     dice = random.Random(time.time_ns())
-    async with Nodes(tmp_path, 3) as nodes:
-        host, *others = await hosted(nodes, 3)
-        workers = await nodes.up(host, *others)
+    async with Cluster(tmp_path, 3) as cluster:
+        host, *others = await hosted(cluster, 3)
+        workers = await cluster.workers(host, *others)
         for _ in range(20):
-            since = nodes.marks()
+            since = cluster.note_counts()
             victim = dice.randrange(2)
-            rank = (await others[victim].formed()).group_rank
+            rank = (await others[victim].round_formed()).group_rank
             await others[victim].kill()
-            others[victim] = nodes.start()
-            workers = await nodes.up(host, *others, since=since)
-            assert {one.world_size for one in workers} == {3}
-            assert (await others[victim].formed()).group_rank == rank
-        codes = {ended.code for ended in await nodes.finish(host, *others, attempt=20)}
+            others[victim] = cluster.start()
+            workers = await cluster.workers(host, *others, since=since)
+            assert {worker.world_size for worker in workers} == {3}
+            assert (await others[victim].round_formed()).group_rank == rank
+        codes = {ended.code for ended in await cluster.finish(host, *others, attempt=20)}
         assert codes == {0}
 
 
 async def test_killed_while_others_stand_by_again_and_again(tmp_path: Path) -> None:
     """With a spare the job never waits for a replacement."""
-    async with Nodes(tmp_path, 2) as nodes:
-        host, other = await hosted(nodes, 2)
-        await nodes.up(host, other)
+    async with Cluster(tmp_path, 2) as cluster:
+        host, other = await hosted(cluster, 2)
+        await cluster.workers(host, other)
         for attempt in range(1, 21):
-            spare = nodes.start("spare")
-            await spare.event(StandingBy)
+            spare = cluster.start("spare")
+            await spare.event(NodeStandby)
             await other.kill()
-            workers = await nodes.up(host, spare, attempt=attempt)
-            assert {one.world_size for one in workers} == {2}
+            workers = await cluster.workers(host, spare, attempt=attempt)
+            assert {worker.world_size for worker in workers} == {2}
             other = spare
 
 
-async def test_a_restart_while_another_node_is_done(tmp_path: Path) -> None:
+async def test_a_restart_after_another_node_has_succeeded(tmp_path: Path) -> None:
     """A node whose workers have succeeded takes part again when those of another fail."""
-    async with Nodes(tmp_path, 2, max_restarts=1) as nodes:
-        host, other = await hosted(nodes, 2)
-        await nodes.up(host, other)
-        host.tell((await host.up())[0], "exit 0")
+    async with Cluster(tmp_path, 2, max_restarts=1) as cluster:
+        host, other = await hosted(cluster, 2)
+        await cluster.workers(host, other)
+        host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)
-        other.tell((await other.up())[0], "exit 4")
-        workers = await nodes.up(host, other, attempt=1)
-        assert {one.restart_count for one in workers} == {1}
-        assert {ended.code for ended in await nodes.finish(host, other, attempt=1)} == {0}
+        other.order((await other.workers())[0], "exit 4")
+        workers = await cluster.workers(host, other, attempt=1)
+        assert {worker.restart_count for worker in workers} == {1}
+        assert {ended.code for ended in await cluster.finish(host, other, attempt=1)} == {0}
 
 
-async def test_a_loss_while_another_node_is_done(tmp_path: Path) -> None:
+async def test_a_loss_after_another_node_has_succeeded(tmp_path: Path) -> None:
     """A node whose workers have succeeded takes part again when another one is lost."""
-    async with Nodes(tmp_path, "1:2") as nodes:
-        host, other = await hosted(nodes, 2)
-        await nodes.up(host, other)
-        host.tell((await host.up())[0], "exit 0")
+    async with Cluster(tmp_path, "1:2") as cluster:
+        host, other = await hosted(cluster, 2)
+        await cluster.workers(host, other)
+        host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)
         await other.kill()
-        (worker,) = await nodes.up(host, attempt=1)
+        (worker,) = await cluster.workers(host, attempt=1)
         assert (worker.world_size, worker.restart_count) == (1, 0)
-        assert (await nodes.finish(host, attempt=1))[0].code == 0
+        assert (await cluster.finish(host, attempt=1))[0].code == 0
 
 
 async def test_ranks_are_kept(tmp_path: Path) -> None:
     """Every node has the same ranks in all of six attempts."""
-    async with Nodes(tmp_path, 3, max_restarts=5) as nodes:
-        agents = [nodes.start(nproc=2) for _ in range(3)]
-        workers = await nodes.up(*agents)
+    async with Cluster(tmp_path, 3, max_restarts=5) as cluster:
+        agents = [cluster.start(nproc=2) for _ in range(3)]
+        workers = await cluster.workers(*agents)
 
         async def ranks(attempt: int) -> list[list[int]]:
-            return [[one.rank for one in await agent.up(attempt=attempt)] for agent in agents]
+            return [[one.rank for one in await agent.workers(attempt=attempt)] for agent in agents]
 
         first = await ranks(0)
         for attempt in range(1, 6):
             fails = agents[attempt % 3]
-            fails.tell((await fails.up(attempt=attempt - 1))[0], "exit 1")
-            workers = await nodes.up(*agents, attempt=attempt)
+            fails.order((await fails.workers(attempt=attempt - 1))[0], "exit 1")
+            workers = await cluster.workers(*agents, attempt=attempt)
             assert await ranks(attempt) == first
-            assert {one.restart_count for one in workers} == {attempt}
+            assert {worker.restart_count for worker in workers} == {attempt}
 
 
-async def test_all_places_are_distinct_when_many_come_and_go(tmp_path: Path) -> None:
-    """Nodes that come and go at random moments end in one world of those that are left."""
+async def test_ranks_are_distinct_when_nodes_join_and_leave(tmp_path: Path) -> None:
+    """Nodes that join and end at random moments; those that are left form one world."""
     dice = random.Random(time.time_ns())
-    async with Nodes(tmp_path, "1:4", conf=AT_ONCE) as nodes:
-        host = nodes.start("host")
-        await host.up()
-        live: list[Node] = []
+    async with Cluster(tmp_path, "1:4", conf=AT_ONCE) as cluster:
+        host = cluster.start("host")
+        await host.workers()
+        live: list[AgentProcess] = []
         for _ in range(12):
             if len(live) == 3:
                 await live.pop(dice.randrange(3)).kill()
-            live.append(nodes.start())
-            await asyncio.sleep(dice.uniform(0, 0.5))  # the moment is the point
+            live.append(cluster.start())
+            await asyncio.sleep(dice.uniform(0, 0.5))  # a random moment
         workers: list[Note] = []
         for node in live:
-            workers += await node.up(group_world_size=4)
-        await host.up(group_world_size=4)
-        last = max(one.attempt for one in workers)
-        await nodes.up(host, *live, attempt=last)
-        assert {ended.code for ended in await nodes.finish(host, *live, attempt=last)} == {0}
+            workers += await node.workers(group_world_size=4)
+        await host.workers(group_world_size=4)
+        last = max(worker.attempt for worker in workers)
+        await cluster.workers(host, *live, attempt=last)
+        assert {ended.code for ended in await cluster.finish(host, *live, attempt=last)} == {0}

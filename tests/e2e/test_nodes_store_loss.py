@@ -1,4 +1,4 @@
-"""What becomes of a job when the store is lost at which its nodes meet."""
+"""Jobs that lose the store of their rendezvous."""
 
 from __future__ import annotations
 
@@ -11,208 +11,211 @@ import pytest
 
 from elastic_aio import (
     CoordinatorChanged,
-    Promoted,
+    NodeStandby,
     RendezvousStoreLost,
-    RendezvousStoreRegained,
+    RendezvousStoreRecovered,
     RoundFormed,
     RoundForming,
-    StandingBy,
+    StandbyPromoted,
 )
-from tests.support.nodes import AT_ONCE_S, Node, Nodes, free_port
-from tests.support.traces import alive
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.leaks import alive
+from tests.support.sockets import free_port
 
 pytestmark = pytest.mark.black_box
 
 
 def two_endpoints() -> str:
-    """Return two meeting points."""
+    """Return two endpoints of this host."""
     return f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
 
 
-def port_of(nodes: Nodes) -> int:
+def port_of(cluster: Cluster) -> int:
     """Return the port of the only endpoint."""
-    return int(nodes.endpoint.rpartition(":")[2])
+    return int(cluster.endpoint.rpartition(":")[2])
 
 
-async def hosted(nodes: Nodes, count: int) -> tuple[Node, ...]:
+async def hosted(cluster: Cluster, count: int) -> tuple[AgentProcess, ...]:
     """Start a node that serves the store, and others; all workers have started."""
-    host = nodes.start("host")
+    host = cluster.start("host")
     await host.event(RoundForming)
-    agents = host, *(nodes.start() for _ in range(count - 1))
-    await nodes.up(*agents)
+    agents = host, *(cluster.start() for _ in range(count - 1))
+    await cluster.workers(*agents)
     return agents
 
 
-async def test_the_host_is_killed(tmp_path: Path) -> None:
-    """The others meet at another place and go on in a smaller world, without a timeout."""
-    async with Nodes(tmp_path, "1:3", endpoint=two_endpoints()) as nodes:
-        host, *others = await hosted(nodes, 3)
+async def test_the_store_host_is_killed(tmp_path: Path) -> None:
+    """The others move to the second endpoint and re-form a smaller world, without a timeout."""
+    async with Cluster(tmp_path, "1:3", endpoint=two_endpoints()) as cluster:
+        host, *others = await hosted(cluster, 3)
         await host.kill()
         killed = time.monotonic()
-        workers = await nodes.up(*others, attempt=1)
+        workers = await cluster.workers(*others, attempt=1)
         assert time.monotonic() - killed < AT_ONCE_S
-        assert {one.world_size for one in workers} == {2}
-        assert {one.restart_count for one in workers} == {0}
+        assert {worker.world_size for worker in workers} == {2}
+        assert {worker.restart_count for worker in workers} == {0}
         for node in others:
             await node.event(RendezvousStoreLost)
-            await node.event(RendezvousStoreRegained)
-        assert [node.told(RendezvousStoreRegained)[-1].is_host for node in others].count(True) == 1
-        again = nodes.start("again")
-        await nodes.up(*others, again, attempt=2)
-        assert {ended.code for ended in await nodes.finish(*others, again, attempt=2)} == {0}
+            await node.event(RendezvousStoreRecovered)
+        assert [node.events_of(RendezvousStoreRecovered)[-1].is_host for node in others].count(
+            True
+        ) == 1
+        again = cluster.start("again")
+        await cluster.workers(*others, again, attempt=2)
+        assert {ended.code for ended in await cluster.finish(*others, again, attempt=2)} == {0}
 
 
-async def test_one_host_after_another(tmp_path: Path) -> None:
-    """Each time the serving node is killed and replaced, the job has its size again."""
-    async with Nodes(tmp_path, 3, endpoint=two_endpoints()) as nodes:
-        host, *others = await hosted(nodes, 3)
+async def test_one_store_host_after_another(tmp_path: Path) -> None:
+    """Each time the store host is killed and replaced, the world has its size again."""
+    async with Cluster(tmp_path, 3, endpoint=two_endpoints()) as cluster:
+        host, *others = await hosted(cluster, 3)
         for _ in range(5):
-            since = nodes.marks()
+            since = cluster.note_counts()
             positions = {node: len(node.events) for node in others}
             await host.kill()
-            others.append(nodes.start())
-            workers = await nodes.up(*others, since=since, world_size=3)
-            assert {one.world_size for one in workers} == {3}
+            others.append(cluster.start())
+            workers = await cluster.workers(*others, since=since, world_size=3)
+            assert {worker.world_size for worker in workers} == {3}
             hosts = [
                 node
                 for node in others
                 if any(
-                    isinstance(one, RendezvousStoreRegained) and one.is_host
-                    for one in node.events.entries[positions.get(node, 0) :]
+                    isinstance(entry, RendezvousStoreRecovered) and entry.is_host
+                    for entry in node.events.entries[positions.get(node, 0) :]
                 )
             ]
-            # A newcomer that serves the others from the start has regained nothing.
+            # A newcomer that serves from its start has no store to recover.
             host = hosts[0] if hosts else others[-1]
             others.remove(host)
 
 
-@pytest.mark.parametrize("keeps_workers", [1, 0])
-async def test_a_store_of_its_own_is_replaced(keeps_workers: int, tmp_path: Path) -> None:
-    """Workers run on when the store is back in time, or are restarted once if that is wanted."""
-    conf = {"is_host": 0, "store_grace": 30, "keeps_workers": keeps_workers}
-    async with Nodes(tmp_path, 3, conf=conf) as nodes:
-        store = await nodes.serve(port_of(nodes))
-        agents = [nodes.start() for _ in range(3)]
-        before = await nodes.up(*agents)
+@pytest.mark.parametrize("keep_workers", [1, 0])
+async def test_a_separate_store_is_replaced(keep_workers: int, tmp_path: Path) -> None:
+    """With `keep_workers` they continue if the store is back in time; else they restart once."""
+    conf = {"is_host": 0, "store_grace": 30, "keep_workers": keep_workers}
+    async with Cluster(tmp_path, 3, conf=conf) as cluster:
+        store = await cluster.start_store(port_of(cluster))
+        agents = [cluster.start() for _ in range(3)]
+        before = await cluster.workers(*agents)
         for turn in range(1, 4):
             since = {agent: len(agent.events) for agent in agents}
             await store.kill()
             for agent in agents:
                 await agent.event(RendezvousStoreLost, since=since[agent])
-            store = await nodes.serve(port_of(nodes))
+            store = await cluster.start_store(port_of(cluster))
             for agent in agents:
-                await agent.event(RendezvousStoreRegained, since=since[agent])
-            if not keeps_workers:
-                workers = await nodes.up(*agents, attempt=turn)
-                assert {one.restart_count for one in workers} == {0}
-        if keeps_workers:
-            assert all(alive(one.pid) for one in before)
-        attempt = 0 if keeps_workers else 3
-        assert {ended.code for ended in await nodes.finish(*agents, attempt=attempt)} == {0}
+                await agent.event(RendezvousStoreRecovered, since=since[agent])
+            if not keep_workers:
+                workers = await cluster.workers(*agents, attempt=turn)
+                assert {worker.restart_count for worker in workers} == {0}
+        if keep_workers:
+            assert all(alive(worker.pid) for worker in before)
+        attempt = 0 if keep_workers else 3
+        assert {ended.code for ended in await cluster.finish(*agents, attempt=attempt)} == {0}
         for agent in agents:
-            assert len(agent.told(RoundFormed)) == 1 + attempt
+            assert len(agent.events_of(RoundFormed)) == 1 + attempt
 
 
 async def test_workers_fail_while_there_is_no_store(tmp_path: Path) -> None:
-    """A failure that could not be told is judged when the nodes meet again."""
+    """A failure that could not be reported is decided on when the store is back."""
     conf = {"is_host": 0, "store_grace": 30}
-    async with Nodes(tmp_path, 2, conf=conf, max_restarts=1) as nodes:
-        store = await nodes.serve(port_of(nodes))
-        agents = [nodes.start() for _ in range(2)]
-        await nodes.up(*agents)
+    async with Cluster(tmp_path, 2, conf=conf, max_restarts=1) as cluster:
+        store = await cluster.start_store(port_of(cluster))
+        agents = [cluster.start() for _ in range(2)]
+        await cluster.workers(*agents)
         await store.kill()
         for agent in agents:
             await agent.event(RendezvousStoreLost)
-        agents[0].tell((await agents[0].up())[0], "exit 3")
-        await nodes.serve(port_of(nodes))
-        workers = await nodes.up(*agents, attempt=1)
-        assert {one.restart_count for one in workers} == {1}
+        agents[0].order((await agents[0].workers())[0], "exit 3")
+        await cluster.start_store(port_of(cluster))
+        workers = await cluster.workers(*agents, attempt=1)
+        assert {worker.restart_count for worker in workers} == {1}
 
 
-async def test_the_only_store_is_gone(tmp_path: Path) -> None:
-    """When no store can be found for long, the job ends with code 75 and one line."""
+async def test_the_only_store_does_not_come_back(tmp_path: Path) -> None:
+    """After `read_timeout` without a store the job ends with code 75 and one line."""
     conf = {"is_host": 0, "store_grace": 1, "read_timeout": 3}
-    async with Nodes(tmp_path, 2, conf=conf) as nodes:
-        store = await nodes.serve(port_of(nodes))
-        agents = [nodes.start() for _ in range(2)]
-        workers = await nodes.up(*agents)
+    async with Cluster(tmp_path, 2, conf=conf) as cluster:
+        store = await cluster.start_store(port_of(cluster))
+        agents = [cluster.start() for _ in range(2)]
+        workers = await cluster.workers(*agents)
         await store.kill()
         killed = time.monotonic()
         for agent in agents:
             ended = await agent.ended()
             assert ended.code == 75
-            said = [line for line in ended.err.splitlines() if line.strip()][-1]
-            assert nodes.endpoint in said
+            last_line = [line for line in ended.err.splitlines() if line.strip()][-1]
+            assert cluster.endpoint in last_line
         assert 1.5 < time.monotonic() - killed < 2 + AT_ONCE_S
-        assert not any(alive(one.pid) for one in workers)
+        assert not any(alive(worker.pid) for worker in workers)
 
 
 async def test_no_store_from_the_start(tmp_path: Path) -> None:
-    """A node that may not serve and finds nobody who does says where it looked."""
-    async with Nodes(tmp_path, 2, conf={"is_host": 0, "read_timeout": 2}) as nodes:
-        node = nodes.start()
+    """The error of a node with `is_host=0` names the endpoint that has no store."""
+    async with Cluster(tmp_path, 2, conf={"is_host": 0, "read_timeout": 2}) as cluster:
+        node = cluster.start()
         ended = await node.ended()
         assert ended.code == 75
-        assert nodes.endpoint in ended.err.splitlines()[-1]
+        assert cluster.endpoint in ended.err.splitlines()[-1]
 
 
-async def test_a_host_that_sleeps(tmp_path: Path) -> None:
-    """The others go on without it; when it wakes up it takes part again, in no place twice."""
+async def test_a_suspended_store_host(tmp_path: Path) -> None:
+    """The others re-form without it; it joins after it was resumed, and no rank is given twice."""
     conf = {"heartbeat_timeout": 2}
-    async with Nodes(tmp_path, "1:3", endpoint=two_endpoints(), conf=conf) as nodes:
-        host, *others = await hosted(nodes, 3)
+    async with Cluster(tmp_path, "1:3", endpoint=two_endpoints(), conf=conf) as cluster:
+        host, *others = await hosted(cluster, 3)
         host.send(signal.SIGSTOP)
         asleep = time.monotonic()
-        workers = await nodes.up(*others, attempt=1)
+        workers = await cluster.workers(*others, attempt=1)
         assert time.monotonic() - asleep < 2 + 3 * AT_ONCE_S
-        assert {one.world_size for one in workers} == {2}
+        assert {worker.world_size for worker in workers} == {2}
         host.send(signal.SIGCONT)
-        workers = await nodes.up(host, *others, world_size=3, since=nodes.marks())
-        assert {one.restart_count for one in workers} == {0}
+        workers = await cluster.workers(host, *others, world_size=3, since=cluster.note_counts())
+        assert {worker.restart_count for worker in workers} == {0}
 
 
-async def test_a_host_that_sleeps_while_it_has_been_replaced(tmp_path: Path) -> None:
-    """When its place is taken, the one that wakes up stands by."""
+async def test_a_suspended_store_host_is_replaced(tmp_path: Path) -> None:
+    """It stands by after it was resumed, because its rank is taken."""
     conf = {"heartbeat_timeout": 2}
-    async with Nodes(tmp_path, 3, endpoint=two_endpoints(), conf=conf) as nodes:
-        host, *others = await hosted(nodes, 3)
-        spare = nodes.start("spare")
-        await spare.event(StandingBy)
+    async with Cluster(tmp_path, 3, endpoint=two_endpoints(), conf=conf) as cluster:
+        host, *others = await hosted(cluster, 3)
+        spare = cluster.start("spare")
+        await spare.event(NodeStandby)
         host.send(signal.SIGSTOP)
-        await nodes.up(*others, spare, attempt=1)
+        await cluster.workers(*others, spare, attempt=1)
         since = len(host.events)
         host.send(signal.SIGCONT)
-        await host.event(StandingBy, since=since)
+        await host.event(NodeStandby, since=since)
         await others[0].kill()
-        promoted = await host.event(Promoted)
-        assert promoted.group_rank == (await others[0].formed(attempt=1)).group_rank
+        promoted = await host.event(StandbyPromoted)
+        assert promoted.group_rank == (await others[0].round_formed(attempt=1)).group_rank
 
 
-async def test_a_member_that_sleeps(tmp_path: Path) -> None:
-    """A node that stands still longer than the heartbeat timeout is replaced, and comes back."""
-    async with Nodes(tmp_path, "1:2", conf={"heartbeat_timeout": 2}) as nodes:
-        host, other = await hosted(nodes, 2)
+async def test_a_suspended_member(tmp_path: Path) -> None:
+    """A node that is suspended for longer than the heartbeat timeout is lost, and rejoins."""
+    async with Cluster(tmp_path, "1:2", conf={"heartbeat_timeout": 2}) as cluster:
+        host, other = await hosted(cluster, 2)
         for turn in range(3):
-            since = nodes.marks()
+            since = cluster.note_counts()
             other.send(signal.SIGSTOP)
-            await nodes.up(host, since=since, world_size=1)
-            since = nodes.marks()
+            await cluster.workers(host, since=since, world_size=1)
+            since = cluster.note_counts()
             other.send(signal.SIGCONT)
-            await nodes.up(host, other, since=since, world_size=2)
-            assert len(host.told(RoundFormed)) == 3 + 2 * turn
+            await cluster.workers(host, other, since=since, world_size=2)
+            assert len(host.events_of(RoundFormed)) == 3 + 2 * turn
 
 
-async def test_a_pause_that_is_short_changes_nothing(tmp_path: Path) -> None:
-    """A node that stands still for less than the heartbeat timeout keeps its workers."""
-    async with Nodes(tmp_path, "1:2") as nodes:
-        agents = await hosted(nodes, 2)
-        before = [one for agent in agents for one in await agent.up()]
+async def test_a_short_suspension_changes_nothing(tmp_path: Path) -> None:
+    """A node that is suspended for less than the heartbeat timeout keeps its workers."""
+    async with Cluster(tmp_path, "1:2") as cluster:
+        agents = await hosted(cluster, 2)
+        before = [worker for agent in agents for worker in await agent.workers()]
         for agent in agents:
             agent.send(signal.SIGSTOP)
-            await asyncio.sleep(1.0)  # the length is the point
+            await asyncio.sleep(1.0)  # shorter than the heartbeat timeout
             agent.send(signal.SIGCONT)
-        assert {ended.code for ended in await nodes.finish(*agents)} == {0}
-        assert not any(agent.told(CoordinatorChanged, epoch=2) for agent in agents)
+        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
+        assert not any(agent.events_of(CoordinatorChanged, term=2) for agent in agents)
         for agent in agents:
-            assert len(agent.told(RoundFormed)) == 1
+            assert len(agent.events_of(RoundFormed)) == 1
         assert len(before) == 2

@@ -1,4 +1,4 @@
-"""Why a job failed, as told by real workers."""
+"""Failure reports of real workers: recorded errors, signals, stderr, OOM kills."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import ExitStatus, JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent import evidence
-from elastic_aio.agent.evidence import EndedWorker, gather_failures
+from elastic_aio import ExitStatus, Failure, JobFailed, LaunchSpec, LogSpec, launch
+from elastic_aio.agent import failures
+from elastic_aio.agent.failures import WorkerRecord, collect_failures
 from elastic_aio.logs.paths import plan_logs
+from elastic_aio.process.base import ChildExit
+from elastic_aio.ranks import NodeSize, assign_node_ranks
 from tests.support.children import shell
 from tests.support.cli import run_cli
+
+pytestmark = pytest.mark.e2e
 
 BASH = ["--no-python", "bash", "-c"]
 RECORDED = """
@@ -35,14 +39,14 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Make a script whose rank 1 records an exception."""
+    """Write a script whose rank 1 records an exception."""
     script = tmp_path / "train.py"
     script.write_text(RECORDED)
     return script
 
 
 def test_a_recorded_exception_is_the_report(recorded: Path, tmp_path: Path) -> None:
-    """The traceback of the culprit is shown, victims are marked, the code is the culprit's."""
+    """The report has the root cause's traceback and marks the victims; the exit code is 1."""
     ended = run_cli("--nproc-per-node", 3, "--log-dir", tmp_path / "logs", recorded)
     assert ended.code == 1
     report = ended.err[ended.err.index("\n=====") :]
@@ -59,20 +63,20 @@ def test_a_recorded_exception_is_the_report(recorded: Path, tmp_path: Path) -> N
     assert "attempt 0 failed: rank 1" in ended.err
 
 
-def test_the_launcher_passes_the_error_on(recorded: Path, tmp_path: Path) -> None:
-    """TORCHELASTIC_ERROR_FILE of the launcher gets the root cause, exit code included."""
+def test_the_error_file_is_copied(recorded: Path, tmp_path: Path) -> None:
+    """TORCHELASTIC_ERROR_FILE of the launcher gets the root cause and its exit code."""
     target = tmp_path / "outer.json"
     target.write_text("from before")
     run_cli("--nproc-per-node", 2, recorded, env={"TORCHELASTIC_ERROR_FILE": str(target)})
-    said = json.loads(target.read_bytes())["message"]
-    assert said["message"] == "ValueError: no data"
-    assert said["errorCode"] == 1
-    assert "Traceback" in said["extraInfo"]["py_callstack"]
-    assert abs(int(said["extraInfo"]["timestamp"]) - time.time()) < 60
+    message = json.loads(target.read_bytes())["message"]
+    assert message["message"] == "ValueError: no data"
+    assert message["errorCode"] == 1
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 60
 
 
 def test_no_error_file_means_no_copy(tmp_path: Path) -> None:
-    """A culprit without an error file leaves the launcher's alone; workers never see it."""
+    """Without a recorded error the launcher's file is not written; workers do not inherit it."""
     target = tmp_path / "outer.json"
     script = 'test "$TORCHELASTIC_ERROR_FILE" != "$OUTER" || exit 9; exit 5'
     env = {"TORCHELASTIC_ERROR_FILE": str(target), "OUTER": str(target)}
@@ -80,16 +84,16 @@ def test_no_error_file_means_no_copy(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_an_error_file_that_cannot_be_passed_on(recorded: Path) -> None:
-    """A target that cannot be written is one more line, no traceback of ours."""
+def test_an_error_file_that_cannot_be_copied(recorded: Path) -> None:
+    """A target that cannot be written is one more line."""
     env = {"TORCHELASTIC_ERROR_FILE": "/nowhere/error.json"}
     ended = run_cli("--nproc-per-node", 2, recorded, env=env)
     assert ended.code == 1
-    assert "could not be passed on to /nowhere/error.json" in ended.err
+    assert "the error file cannot be copied to /nowhere/error.json" in ended.err
 
 
 def test_stderr_is_shown_without_a_record() -> None:
-    """Where stderr is captured its last lines are in the report."""
+    """If stderr is captured, the report has its last lines."""
     script = (
         "for i in {1..100}; do echo line $i >&2; done; printf '  10%%\\r 100%%\\nend' >&2; exit 3"
     )
@@ -106,7 +110,7 @@ def test_stderr_is_shown_without_a_record() -> None:
     ("number", "name", "code"), [(11, "SIGSEGV", 139), (9, "SIGKILL", 137), (6, "SIGABRT", 134)]
 )
 def test_signals_are_named(number: int, name: str, code: int) -> None:
-    """A worker killed by a signal is reported with its number and name."""
+    """The report has the number and the name of the signal that killed a worker."""
     ended = run_cli(*BASH, f"kill -{number} $$")
     assert ended.code == code
     assert f"exitcode  : -{number} (pid: " in ended.err
@@ -131,7 +135,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
 async def test_a_broken_error_file_breaks_nothing(content: str, tmp_path: Path) -> None:
-    """Whatever stands in the file, the worker has simply failed, and restarts go on."""
+    """An invalid error file is ignored: the worker has failed, and restarts continue."""
     (tmp_path / "content").write_text(content)
     script = 'cp "$NOTES/content" "$TORCHELASTIC_ERROR_FILE"; exit 7'
     spec = LaunchSpec(
@@ -145,8 +149,8 @@ async def test_a_broken_error_file_breaks_nothing(content: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make", ["mkdir", "mkfifo", "ln -s /nowhere", "ln -s /dev/zero"])
-async def test_an_error_file_that_is_no_file(make: str, tmp_path: Path) -> None:
-    """A folder, a pipe or a link in the file's place is read by nobody."""
+async def test_an_error_file_that_is_not_a_regular_file(make: str, tmp_path: Path) -> None:
+    """A directory, a pipe or a link in its place is not read."""
     spec = LaunchSpec(
         shell(f'{make} "$TORCHELASTIC_ERROR_FILE"; exit 7'),
         logs=LogSpec(log_dir=str(tmp_path / "logs")),
@@ -182,7 +186,7 @@ async def test_forms_of_the_error_file(tmp_path: Path) -> None:
 
 
 async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
-    """Who recorded an error first is the root cause, even if another one exited first."""
+    """The worker that recorded an error first is the root cause, even if another exited first."""
     script = """
     if [ $RANK = 1 ]; then
         echo '{"message": {"message": "boom", "extraInfo": {}}}' > $TORCHELASTIC_ERROR_FILE
@@ -204,11 +208,11 @@ async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
 
 
 async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) -> None:
-    """A victim that records an exception while it is being stopped stays a victim."""
-    (tmp_path / "said").write_text('{"message": "interrupted"}')
+    """A worker that records an exception while it is being stopped is a victim."""
+    (tmp_path / "content").write_text('{"message": "interrupted"}')
     script = """
     if [ $RANK = 1 ]; then
-        trap 'sleep 0.05; cp $NOTES/said $TORCHELASTIC_ERROR_FILE; exit 1' TERM
+        trap 'sleep 0.05; cp $NOTES/content $TORCHELASTIC_ERROR_FILE; exit 1' TERM
         : > $NOTES/ready; sleep 99 & wait
     fi
     until [ -e $NOTES/ready ]; do :; done; exit 3
@@ -226,29 +230,37 @@ async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) 
 
 
 async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the kernel counts an OOM kill, a worker killed by a stranger gets the note."""
-    monkeypatch.setattr(evidence, "oom_kills", lambda: 3)
+    """If the kernel's count of OOM kills rises, a worker killed by SIGKILL gets a note."""
+    monkeypatch.setattr(failures, "oom_kills", lambda: 3)
 
-    def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> EndedWorker:
+    def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> WorkerRecord:
         logs = plan_logs(LogSpec(), None, 0, rank)
-        return EndedWorker(rank, rank, 100 + rank, "h", status, time.time(), rank, is_victim, logs)
+        exit_ = ChildExit(status, at=0.0)
+        return WorkerRecord(ranks[rank], 100 + rank, logs, 0.0, exit_, time.time(), rank, is_victim)
+
+    async def collect(oom_kills_before: int | None) -> tuple[Failure, ...]:
+        return await collect_failures(
+            workers, {}, host="h", stopped_at=time.time(), oom_kills_before=oom_kills_before
+        )
+
+    ranks = assign_node_ranks([NodeSize("default", 3)])[0].worker_ranks(3)
 
     workers = [
         ended(0, ExitStatus(signal=9)),
         ended(1, ExitStatus(signal=9), is_victim=True),
         ended(2, ExitStatus(code=1)),
     ]
-    found = await gather_failures(workers, stopped_at=time.time(), oom_kills_before=2)
+    found = await collect(2)
     notes = {failure.rank: failure.notes for failure in found}
     assert "out of memory" in notes[0][0]
     assert notes[1] == notes[2] == ()
     for before in (3, None):
-        found = await gather_failures(workers, stopped_at=time.time(), oom_kills_before=before)
+        found = await collect(before)
         assert all(failure.notes == () for failure in found)
 
 
-def test_restarted_failures_are_told_as_well() -> None:
-    """Each failed attempt is one line with its rule; the report comes once, at the end."""
+def test_failures_before_a_restart() -> None:
+    """Each failed attempt is one line with the restart rule; the report comes once, at the end."""
     ended = run_cli("--max-restarts", 2, *BASH, "exit 4")
     assert ended.code == 4
     assert [line for line in ended.errors if "attempt" in line and "FAILED" not in line] == [
@@ -259,8 +271,8 @@ def test_restarted_failures_are_told_as_well() -> None:
     assert "all 2 restarts are used up (max_restarts)" in ended.err
 
 
-def test_a_worker_that_prints_nothing_and_a_python_that_raises(tmp_path: Path) -> None:
-    """An exception without `record` is seen in the tail of stderr, when that is captured."""
+def test_an_exception_without_record(tmp_path: Path) -> None:
+    """It is in the last lines of stderr, if stderr is captured."""
     script = tmp_path / "raises.py"
     script.write_text("raise KeyError('lost')\n")
     ended = run_cli("-r3", script)

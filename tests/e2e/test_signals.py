@@ -1,4 +1,4 @@
-"""What the command line does with the signals that it gets."""
+"""Signals sent to the command line: stop, forward, suspend, kill."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from elastic_aio import Event, StopEscalated, StopRequested, event_from_json
 from tests.support.children import (
     POLITE,
     SIGNAL_LOGGER,
-    deaf,
+    ignoring_signals,
     none_alive,
     noted,
     noting,
     until_sync,
 )
 from tests.support.cli import CLI, REPOSITORY, running, running_cli
-from tests.support.traces import alive, strays
+from tests.support.leaks import alive, leaked_processes
+
+pytestmark = pytest.mark.e2e
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 
 
-def notes(folder: Path, **more: str) -> dict[str, str]:
-    """Return the environment of workers that leave notes."""
-    return {"NOTES": str(folder), **more}
+def notes(directory: Path, **more: str) -> dict[str, str]:
+    """Return the environment of workers that write notes."""
+    return {"NOTES": str(directory), **more}
 
 
 def state(pid: int) -> str:
-    """Return the state of a process in one letter."""
+    """Return the state letter of a process (proc(5))."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -44,10 +46,8 @@ def in_state(letter: str, *pids: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_a_stop_signal_is_passed_on_and_becomes_the_exit_code(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    """Workers get the very signal, once, and the launcher exits with 128 + n and one line."""
+def test_a_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """Workers get the same signal once; the launcher prints one line and exits with 128 + n."""
     with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 0.2, "--no-python",
                      *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
         until_sync(noted(tmp_path, 2))
@@ -60,8 +60,8 @@ def test_a_stop_signal_is_passed_on_and_becomes_the_exit_code(
     assert "Traceback" not in ended.err
 
 
-def test_nohup_is_respected(tmp_path: Path) -> None:
-    """A SIGHUP that was ignored when we were started stops nothing."""
+def test_nohup(tmp_path: Path) -> None:
+    """A SIGHUP that was ignored at the start of the launcher does not stop the job."""
     script = 'trap "" HUP; exec "$@"'
     argv = ["bash", "-c", script, "bash", *CLI, "run", "--no-python", *POLITE]
     with running(argv, env=notes(tmp_path)) as job:
@@ -74,8 +74,8 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def test_user_signals_go_to_each_leader_once(tmp_path: Path) -> None:
-    """SIGUSR1 and SIGUSR2 reach every worker once, and the same workers go on."""
+def test_user_signals_are_forwarded(tmp_path: Path) -> None:
+    """SIGUSR1 and SIGUSR2 reach every worker once, and the workers continue."""
     with running_cli("--nproc-per-node", 3, "--shutdown-timeout", 0.1, "--no-python",
                      *SIGNAL_LOGGER, env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
         pids = until_sync(noted(tmp_path, 3))
@@ -86,14 +86,14 @@ def test_user_signals_go_to_each_leader_once(tmp_path: Path) -> None:
                        and len(log.read_text().split()) == 3 * count)  # fmt: skip
         assert log.read_text().split() == ["SIGUSR1"] * 3 + ["SIGUSR2"] * 3 + ["SIGUSR1"] * 3
         assert all(map(alive, pids))
-        assert job.err.count("SIGUSR1 was passed on to 3 workers") == 2
+        assert job.err.count("SIGUSR1 forwarded to 3 workers") == 2
         job.send(signal.SIGTERM)
         assert job.wait() == 143
 
 
-def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
-    """Whoever presses Ctrl-C twice does not wait for the grace."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *deaf(),
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    """A second SIGINT does not wait for the end of the grace period."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *ignoring_signals(),
                      env=notes(tmp_path)) as job:  # fmt: skip
         pids = until_sync(noted(tmp_path, 2))
         began = time.monotonic()
@@ -107,8 +107,8 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
 
 
 def test_many_signals_during_a_stop(tmp_path: Path) -> None:
-    """A third and a fourth signal break nothing."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *deaf(),
+    """Nine signals during one stop have no further effect."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *ignoring_signals(),
                      env=notes(tmp_path)) as job:  # fmt: skip
         pids = until_sync(noted(tmp_path, 2))
         for number in [*STOPS, signal.SIGUSR1, *STOPS]:
@@ -118,54 +118,54 @@ def test_many_signals_during_a_stop(tmp_path: Path) -> None:
     assert not any(map(alive, pids))
 
 
-def test_held_and_continued(tmp_path: Path) -> None:
-    """SIGTSTP holds the workers and then us; SIGCONT lets both go on."""
+def test_suspend_and_continue(tmp_path: Path) -> None:
+    """SIGTSTP suspends the workers, then the launcher; SIGCONT continues both."""
     script = noting("until [ -e $NOTES/go ]; do sleep 0.01; done")
     with running_cli("--nproc-per-node", 2, "--no-python", *script, env=notes(tmp_path)) as job:
         pids = until_sync(noted(tmp_path, 2))
         for _ in range(2):
             job.send(signal.SIGTSTP)
-            until_sync(in_state("T", *pids, job.pid), "all held")
+            until_sync(in_state("T", *pids, job.pid), "all suspended")
             job.send(signal.SIGCONT)
-            until_sync(in_state("SRD", *pids, job.pid), "all going on")
+            until_sync(in_state("SRD", *pids, job.pid), "all continued")
         (tmp_path / "go").touch()
         assert job.wait() == 0
 
 
-def test_no_deadline_passes_while_held(tmp_path: Path) -> None:
-    """The grace of a stop stands still while the job is held."""
-    story = tmp_path / "story"
-    grace, held = 0.6, 0.9
-    with running_cli("--shutdown-timeout", grace, "--events", story, "--no-python", *deaf(),
-                     env=notes(tmp_path)) as job:  # fmt: skip
+def test_no_deadline_expires_while_suspended(tmp_path: Path) -> None:
+    """The grace period of a stop does not elapse while the job is suspended."""
+    path = tmp_path / "events"
+    grace, suspended = 0.6, 0.9
+    with running_cli("--shutdown-timeout", grace, "--events", path,
+                     "--no-python", *ignoring_signals(), env=notes(tmp_path)) as job:  # fmt: skip
         (pid,) = until_sync(noted(tmp_path, 1))
         job.send(signal.SIGTERM)
         job.wait_err("SIGTERM was received")
         job.send(signal.SIGTSTP)
-        until_sync(in_state("T", pid, job.pid), "all held")
-        time.sleep(held)  # longer than the grace: it would have passed
+        until_sync(in_state("T", pid, job.pid), "all suspended")
+        time.sleep(suspended)  # longer than the grace period, which would expire
         job.send(signal.SIGCONT)
         assert job.wait() == 143
-    events: list[Event] = [event_from_json(line) for line in story.read_bytes().splitlines()]
+    events: list[Event] = [event_from_json(line) for line in path.read_bytes().splitlines()]
     asked = next(event for event in events if isinstance(event, StopRequested))
     escalated = next(event for event in events if isinstance(event, StopEscalated))
-    assert escalated.time - asked.time >= grace + held - 0.1
+    assert escalated.time - asked.time >= grace + suspended - 0.1
 
 
-def test_a_held_job_can_be_killed(tmp_path: Path) -> None:
-    """SIGKILL of a held launcher leaves no held worker behind."""
+def test_a_suspended_job_can_be_killed(tmp_path: Path) -> None:
+    """SIGKILL of a suspended launcher leaves no suspended worker behind."""
     with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
         pids = until_sync(noted(tmp_path, 2))
         job.send(signal.SIGTSTP)
-        until_sync(in_state("T", *pids, job.pid), "all held")
+        until_sync(in_state("T", *pids, job.pid), "all suspended")
         job.send(signal.SIGKILL)
         job.wait()
         until_sync(none_alive(pids), "the end of the workers")
-    until_sync(lambda: not strays())
+    until_sync(lambda: not leaked_processes())
 
 
 def test_job_control_of_a_shell(tmp_path: Path) -> None:
-    """On a terminal Ctrl-Z holds the job, `fg` continues it, Ctrl-C stops it."""
+    """On a terminal Ctrl-Z suspends the job, `fg` continues it, Ctrl-C stops it."""
     terminal = [sys.executable, "-c", "import pty; pty.spawn(['bash', '--norc', '-i'])"]
     env = notes(tmp_path, PS1="$ ", HISTFILE="/dev/null", PYTHONPATH=str(REPOSITORY))
     with running(terminal, env=env, stdin_pipe=True) as shell:
@@ -182,9 +182,9 @@ def test_job_control_of_a_shell(tmp_path: Path) -> None:
         pids = until_sync(noted(tmp_path, 2))
         type_in(b"\x1a")
         shell.wait_out("Stopped")
-        until_sync(in_state("T", *pids), "workers that are held")
+        until_sync(in_state("T", *pids), "suspended workers")
         type_in(b"fg\n")
-        until_sync(in_state("SRD", *pids), "all going on")
+        until_sync(in_state("SRD", *pids), "all continued")
         type_in(b"\x03")
         type_in(b"echo code=$((0 + $?)).\n")
         shell.wait_out(r"code=130\.")
@@ -194,7 +194,7 @@ def test_job_control_of_a_shell(tmp_path: Path) -> None:
 
 
 def test_listed_user_signal_is_forwarded(tmp_path: Path) -> None:
-    """`--signals-to-handle` with SIGUSR1 forwards it and goes on; SIGTERM stops."""
+    """SIGUSR1 in `--signals-to-handle` is forwarded and does not stop the job; SIGTERM does."""
     with running_cli("--signals-to-handle", "SIGTERM,SIGUSR1", "--shutdown-timeout", 0.1,
                      "--no-python", *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
         (pid,) = until_sync(noted(tmp_path, 1))
@@ -209,7 +209,7 @@ def test_listed_user_signal_is_forwarded(tmp_path: Path) -> None:
 def test_listed_other_signal_stops(tmp_path: Path) -> None:
     """Any other listed signal stops the job by the plan."""
     with running_cli("--signals-to-handle", "SIGALRM", "--shutdown-timeout", 0.2,
-                     "--no-python", *deaf(), env=notes(tmp_path)) as job:  # fmt: skip
+                     "--no-python", *ignoring_signals(), env=notes(tmp_path)) as job:  # fmt: skip
         (pid,) = until_sync(noted(tmp_path, 1))
         job.send(signal.SIGALRM)
         assert job.wait() == 128 + signal.SIGALRM
@@ -217,19 +217,19 @@ def test_listed_other_signal_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_unlisted_stop_signal_orphans_nobody(number: signal.Signals, tmp_path: Path) -> None:
-    """A signal that is not handled ends the launcher, and the workers with it."""
+def test_unlisted_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """A signal that is not handled ends the launcher and its workers."""
     with running_cli("--signals-to-handle", "SIGINT", "--nproc-per-node", 2, "--no-python",
                      *noting(), env=notes(tmp_path)) as job:  # fmt: skip
         pids = until_sync(noted(tmp_path, 2))
         job.send(number)
         assert job.wait() == 128 + number
         until_sync(none_alive(pids), "the end of the workers", 2)
-    until_sync(lambda: not strays())
+    until_sync(lambda: not leaked_processes())
 
 
-def test_handled_before_the_first_worker_runs(tmp_path: Path) -> None:
-    """A stop during the start of many workers has the code and the line of any other."""
+def test_stop_during_the_start(tmp_path: Path) -> None:
+    """A stop during the start of 64 workers has the usual exit code and line."""
     with running_cli("--nproc-per-node", 64, "--no-python", *noting(),
                      env=notes(tmp_path)) as job:  # fmt: skip
         job.wait_err("64 workers of bash")
@@ -239,8 +239,8 @@ def test_handled_before_the_first_worker_runs(tmp_path: Path) -> None:
     assert "SIGTERM was received" in ended.err
 
 
-def test_the_former_shell_process_group_is_untouched(tmp_path: Path) -> None:
-    """Workers are stopped by us, not by the terminal: their groups are their own."""
+def test_workers_have_their_own_sessions(tmp_path: Path) -> None:
+    """Signals of the terminal reach the launcher only, which stops the workers."""
     with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
         pids = until_sync(noted(tmp_path, 2))
         assert [os.getpgid(pid) for pid in pids] == pids

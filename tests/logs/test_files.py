@@ -1,4 +1,4 @@
-"""Folders and files of a run."""
+"""RunDirectory: directories and files of a run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.errors import SpecError, SurroundingsError
-from elastic_aio.logs.files import RunFolder
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.paths import WorkerLogs, plan_logs
-from elastic_aio.spec import LogSpec
-from elastic_aio.std import Std, StdMap
+from elastic_aio.spec.logs import LogSpec, Std, StdMap
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that stands for /tmp."""
-    place = tmp_path / "tmp"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    return place
+    """The directory for temporary files."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
 
 
 @pytest.fixture
-def nothing() -> Iterator[int]:
+def devnull() -> Iterator[int]:
     """A descriptor of /dev/null."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     yield descriptor
@@ -37,99 +36,94 @@ def nothing() -> Iterator[int]:
 ALL = LogSpec(redirects=StdMap(Std.ALL))
 
 
-def test_a_chosen_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    """Each run has a new folder in it, named after the run."""
+def test_log_dir_is_created_with_its_parents(tmp_path: Path) -> None:
     spec = LogSpec(log_dir=str(tmp_path / "a" / "b"))
-    folders = [RunFolder.make(spec, "my/run") for _ in range(2)]
-    paths = [Path(str(one.path)) for one in folders]
+    directories = [RunDirectory.make(spec, "my/run") for _ in range(2)]
+    paths = [Path(str(directory.path)) for directory in directories]
     assert paths[0] != paths[1]
     assert all(path.parent == tmp_path / "a" / "b" for path in paths)
     assert all(path.name.startswith("my_run_") for path in paths)
     assert all(path.is_dir() for path in paths)
-    assert folders[0].announced == str(paths[0])
-    assert repr(folders[0]) == f"<RunFolder {paths[0]}>"
-    assert folders[0].tidy()
+    assert directories[0].log_dir == str(paths[0])
+    assert repr(directories[0]) == f"<RunDirectory {paths[0]}>"
+    assert directories[0].remove_empty()
     assert paths[0].is_dir()
 
 
-def test_a_relative_folder_becomes_absolute(
+def test_a_relative_log_dir_becomes_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers in another directory need the whole path."""
     monkeypatch.chdir(tmp_path)
-    folder = RunFolder.make(LogSpec(log_dir="logs"), "r")
-    assert str(folder.path).startswith(str(tmp_path / "logs" / "r_"))
+    directory = RunDirectory.make(LogSpec(log_dir="logs"), "r")
+    assert str(directory.path).startswith(str(tmp_path / "logs" / "r_"))
 
 
 @pytest.mark.parametrize("tail", ["", "/deeper"])
-def test_a_folder_that_cannot_be_made_is_a_spec_error(tmp_path: Path, tail: str) -> None:
-    """A file in the way is named in one line with the system's reason."""
+def test_a_log_dir_that_cannot_be_created_is_a_spec_error(tmp_path: Path, tail: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match=r"^logs\.log_dir: must be a folder that can be .* \("):
-        RunFolder.make(LogSpec(log_dir=f"{tmp_path}/file{tail}"), "r")
+    with pytest.raises(
+        SpecError, match=r"^logs\.log_dir: cannot create a directory there: .* \(got "
+    ):
+        RunDirectory.make(LogSpec(log_dir=f"{tmp_path}/file{tail}"), "r")
 
 
 def test_dev_null_keeps_nothing(temporary: Path) -> None:
-    """No folder is made at all."""
-    folder = RunFolder.make(LogSpec(log_dir="/dev/null"), "r")
-    folder.make_attempt(0)
-    assert (folder.path, folder.announced) == (None, None)
-    assert not folder.tidy()
+    directory = RunDirectory.make(LogSpec(log_dir="/dev/null"), "r")
+    directory.make_attempt(0)
+    assert (directory.path, directory.log_dir) == (None, None)
+    assert not directory.remove_empty()
     assert os.listdir(temporary) == []
 
 
-def test_without_logs_the_temporary_folder_is_not_announced(temporary: Path) -> None:
-    """Error files need a place; when nothing came it goes without a trace."""
-    folder = RunFolder.make(LogSpec(), "r")
-    assert folder.announced is None
-    assert Path(str(folder.path)).parent == temporary
-    assert repr(folder) == f"<RunFolder {folder.path}, temporary>"
-    folder.make_attempt(0)
-    folder.make_attempt(1)
-    assert not folder.tidy()
+def test_without_logs_the_temporary_directory_is_not_reported(temporary: Path) -> None:
+    """It is for error files only, and removed if there are none."""
+    directory = RunDirectory.make(LogSpec(), "r")
+    assert directory.log_dir is None
+    assert Path(str(directory.path)).parent == temporary
+    assert repr(directory) == f"<RunDirectory {directory.path}, temporary>"
+    directory.make_attempt(0)
+    directory.make_attempt(1)
+    assert not directory.remove_empty()
     assert os.listdir(temporary) == []
 
 
-def test_a_temporary_folder_with_something_in_it_stays(temporary: Path, nothing: int) -> None:
-    """Empty logs, empty attempts go; what says something stays where it is."""
-    folder = RunFolder.make(ALL, "r")
-    assert folder.announced == folder.path
+def test_a_temporary_directory_with_output_stays(temporary: Path, devnull: int) -> None:
+    """Empty files and the directories of other attempts are removed."""
+    directory = RunDirectory.make(ALL, "r")
+    assert directory.log_dir == directory.path
     for attempt in range(2):
-        folder.make_attempt(attempt)
+        directory.make_attempt(attempt)
         for rank in range(2):
-            plan = plan_logs(ALL, folder.path, attempt, rank)
-            with folder.open_streams(plan, (1, 2), nothing) as (out, _):
+            plan = plan_logs(ALL, directory.path, attempt, rank)
+            with directory.open_streams(plan, (1, 2), devnull) as (out, _):
                 if (attempt, rank) == (1, 0):
                     os.write(out, b"something\n")
-    assert folder.tidy()
-    left = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-    assert left == [f"{Path(str(folder.path)).name}/attempt_1/0/stdout.log"]
-    assert not (Path(str(folder.path)) / "attempt_0").exists()
+    assert directory.remove_empty()
+    files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
+    assert files == [f"{Path(str(directory.path)).name}/attempt_1/0/stdout.log"]
+    assert not (Path(str(directory.path)) / "attempt_0").exists()
 
 
-def test_a_folder_that_somebody_removed_is_tidy(temporary: Path) -> None:
-    """Tidying up what is gone is no error."""
-    folder = RunFolder.make(LogSpec(), "r")
-    os.rmdir(str(folder.path))
-    assert not folder.tidy()
+def test_a_missing_directory_is_removed_already(temporary: Path) -> None:
+    directory = RunDirectory.make(LogSpec(), "r")
+    os.rmdir(str(directory.path))
+    assert not directory.remove_empty()
 
 
-def test_no_temporary_folder_is_an_error_only_for_logs(
+def test_a_missing_temporary_directory_is_an_error_only_for_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing to log the job goes on; with logs the way out is named."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    assert RunFolder.make(LogSpec(), "r").path is None
-    with pytest.raises(SurroundingsError, match=r"choose one with log_dir$"):
-        RunFolder.make(ALL, "r")
+    assert RunDirectory.make(LogSpec(), "r").path is None
+    with pytest.raises(HostError, match=r"set log_dir$"):
+        RunDirectory.make(ALL, "r")
 
 
-def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, nothing: int) -> None:
-    """A worker's files are new, private to their opener, and only append."""
-    folder = RunFolder.make(LogSpec(log_dir=str(tmp_path)), "r")
-    folder.make_attempt(0)
-    plan = plan_logs(ALL, folder.path, 0, 0)
-    with folder.open_streams(plan, (1, 2), nothing) as (out, err):
+def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, devnull: int) -> None:
+    directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r")
+    directory.make_attempt(0)
+    plan = plan_logs(ALL, directory.path, 0, 0)
+    with directory.open_streams(plan, (1, 2), devnull) as (out, err):
         assert os.readlink(f"/proc/self/fd/{out}") == plan.stdout.path
         assert os.readlink(f"/proc/self/fd/{err}") == plan.stderr.path
         assert not os.get_inheritable(out)
@@ -142,30 +136,30 @@ def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, nothing: in
         os.fstat(out)
 
 
-def test_streams_without_files_are_ours_or_nothing(tmp_path: Path, nothing: int) -> None:
-    """Inherited streams are handed on as they are, muted ones are /dev/null."""
-    folder = RunFolder.make(LogSpec(log_dir=str(tmp_path)), "r")
-    folder.make_attempt(0)
+def test_streams_without_files_are_inherited_or_dev_null(tmp_path: Path, devnull: int) -> None:
+    directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r")
+    directory.make_attempt(0)
     spec = LogSpec(redirects=StdMap(Std.ERR), local_ranks_filter=frozenset({0}))
-    with folder.open_streams(plan_logs(spec, folder.path, 0, 0), (7, 8), nothing) as (out, err):
+    plans = [plan_logs(spec, directory.path, 0, rank) for rank in range(2)]
+    with directory.open_streams(plans[0], (7, 8), devnull) as (out, err):
         assert out == 7
-        assert err not in (7, 8, nothing)
-    with folder.open_streams(plan_logs(spec, folder.path, 0, 1), (7, 8), nothing) as (out, _):
-        assert out == nothing
+        assert err not in (7, 8, devnull)
+    with directory.open_streams(plans[1], (7, 8), devnull) as (out, _):
+        assert out == devnull
 
 
-def test_nothing_is_overwritten(tmp_path: Path, nothing: int) -> None:
-    """A folder or file that is there already is an error, and nothing stays open."""
-    folder = RunFolder.make(LogSpec(log_dir=str(tmp_path)), "r")
-    folder.make_attempt(0)
+def test_existing_files_are_not_overwritten(tmp_path: Path, devnull: int) -> None:
+    """And the failed call leaves no descriptor open."""
+    directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r")
+    directory.make_attempt(0)
     with pytest.raises(FileExistsError):
-        folder.make_attempt(0)
-    plan = plan_logs(ALL, folder.path, 0, 0)
-    with folder.open_streams(plan, (1, 2), nothing):
+        directory.make_attempt(0)
+    plan = plan_logs(ALL, directory.path, 0, 0)
+    with directory.open_streams(plan, (1, 2), devnull):
         pass
-    with pytest.raises(FileExistsError), folder.open_streams(plan, (1, 2), nothing):
+    with pytest.raises(FileExistsError), directory.open_streams(plan, (1, 2), devnull):
         pass
-    unfoldered = WorkerLogs(plan.stdout, plan.stderr, None, "")
+    no_directory = WorkerLogs(plan.stdout, plan.stderr, None, "")
     os.unlink(str(plan.stdout.path))
-    with pytest.raises(FileExistsError), folder.open_streams(unfoldered, (1, 2), nothing):
+    with pytest.raises(FileExistsError), directory.open_streams(no_directory, (1, 2), devnull):
         pass

@@ -1,8 +1,9 @@
-"""Whole lines out of bytes that are cut anywhere."""
+"""LineSplitter and prefixes."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,10 @@ from elastic_aio.logs.lines import (
     Frame,
     Lines,
     LineSplitter,
+    LongLine,
     Piece,
-    Span,
+    PrefixFields,
+    make_prefix,
     with_prefix,
 )
 
@@ -26,14 +29,14 @@ def last_frame(line: bytes) -> bytes:
 
 
 def reference(content: bytes) -> list[bytes]:
-    """Return the lines that are to be shown, in order; a last one without newline too."""
+    """Return the expected lines in order, a last one without a newline too."""
     *whole, rest = content.split(b"\n")
     shown = [last_frame(line) for line in whole]
     return [*shown, last_frame(rest)] if last_frame(rest) else shown
 
 
-def shown_of(pieces: list[Piece], content: bytes) -> list[bytes]:
-    """Return the lines that pieces give, spans looked up in the content."""
+def lines_of(pieces: list[Piece], content: bytes) -> list[bytes]:
+    """Return the lines of the pieces; long lines are taken from the content."""
     lines: list[bytes] = []
     for piece in pieces:
         match piece:
@@ -41,7 +44,7 @@ def shown_of(pieces: list[Piece], content: bytes) -> list[bytes]:
                 assert block.endswith(b"\n")
                 assert b"\r" not in block
                 lines += block[:-1].split(b"\n")
-            case Span(start, end):
+            case LongLine(start, end):
                 text = content[start:end]
                 assert b"\n" not in text
                 assert b"\r" not in text
@@ -66,37 +69,35 @@ def pieces_of(chunks: list[bytes]) -> list[Piece]:
 
 
 def cut_up(content: bytes, cuts: list[int]) -> list[bytes]:
-    places = sorted({0, len(content), *(cut % (len(content) + 1) for cut in cuts)})
-    return [content[start:end] for start, end in pairwise(places)]
+    offsets = sorted({0, len(content), *(cut % (len(content) + 1) for cut in cuts)})
+    return [content[start:end] for start, end in pairwise(offsets)]
 
 
-# Mostly what matters (ends of lines and frames), with bytes that are no UTF-8.
+# Mostly ends of lines and frames, and bytes that are not UTF-8.
 tricky = st.lists(
     st.sampled_from(
         [b"\n", b"\r", b"\r\n", b"a", b"bc", b"\xc3\xa4", b"\xff", b"\0", b" ", b"\n\n"]
     ),
     max_size=40,
 ).map(b"".join)
-cuttings = st.lists(st.integers(0, 10**6), max_size=10)
+cut_lists = st.lists(st.integers(0, 10**6), max_size=10)
 
 
-@given(tricky | st.binary(max_size=100), cuttings)
+@given(tricky | st.binary(max_size=100), cut_lists)
 @example(b"", [])
 @example(b"\r", [])
 @example(b"a\r", [1])
 @example(b"a\r\nb", [2])
 @example(b"a\rb\r\r\n", [1, 2, 3])
-def test_every_cutting_shows_the_same_lines(content: bytes, cuts: list[int]) -> None:
-    """Each line is shown once, in order, whatever the reads were."""
+def test_chunks_do_not_change_the_lines(content: bytes, cuts: list[int]) -> None:
     pieces = pieces_of(cut_up(content, cuts))
-    assert shown_of(pieces, content) == reference(content)
+    assert lines_of(pieces, content) == reference(content)
 
 
 @given(tricky)
-def test_byte_by_byte_is_a_cutting_too(content: bytes) -> None:
-    """The smallest reads give the same lines."""
+def test_chunks_of_one_byte_do_not_change_the_lines(content: bytes) -> None:
     pieces = pieces_of([content[place : place + 1] for place in range(len(content))])
-    assert shown_of(pieces, content) == reference(content)
+    assert lines_of(pieces, content) == reference(content)
 
 
 long_parts = st.lists(
@@ -115,38 +116,36 @@ long_parts = st.lists(
 ).map(b"".join)
 
 
-@given(long_parts, cuttings)
+@given(long_parts, cut_lists)
 @example(b"x" * (HELD_MAX + 1) + b"\rab\n" + b"y" * (HELD_MAX + 1), [5, HELD_MAX + 5])
 def test_long_lines_are_shown_from_the_file(content: bytes, cuts: list[int]) -> None:
-    """Spans point at exactly the bytes of their line or frame."""
     pieces = pieces_of(cut_up(content, cuts))
-    assert shown_of(pieces, content) == reference(content)
+    assert lines_of(pieces, content) == reference(content)
 
 
 def test_a_line_is_held_up_to_the_limit() -> None:
-    """A line of HELD_MAX bytes is given as it is, one byte more as a span."""
+    """HELD_MAX bytes are `Lines`, one byte more is a `LongLine`."""
     short, long = b"s" * HELD_MAX, b"l" * (HELD_MAX + 1)
     splitter = LineSplitter()
     assert splitter.feed(short) == []
     assert splitter.feed(b"\n") == [Lines(short + b"\n")]
     assert splitter.feed(long) == []
     assert splitter.feed(b"\nnext\n") == [
-        Span(HELD_MAX + 1, 2 * HELD_MAX + 2),
+        LongLine(HELD_MAX + 1, 2 * HELD_MAX + 2),
         Lines(b"next\n"),
     ]
 
 
-def test_a_long_line_at_the_end_of_the_file_is_a_span() -> None:
-    """Without a newline too."""
+def test_a_long_last_line_is_a_range_of_the_file() -> None:
     splitter = LineSplitter()
     splitter.feed(b"a\n" + b"x" * HELD_MAX)
     assert splitter.feed(b"x") == []
-    assert splitter.finish() == [Span(2, 2 + HELD_MAX + 1)]
+    assert splitter.finish() == [LongLine(2, 2 + HELD_MAX + 1)]
     assert splitter.finish() == []
 
 
 def test_memory_stays_bounded() -> None:
-    """64 MiB without a newline, fed in small reads, cost about what is held."""
+    """64 MiB without a newline, in chunks of 64 KiB."""
     splitter = LineSplitter()
     chunk = b"x" * 65_521
     tracemalloc.start()
@@ -158,11 +157,10 @@ def test_memory_stays_bounded() -> None:
         tracemalloc.stop()
     assert splitter.offset == 1024 * 65_521
     assert peak < 6 * HELD_MAX
-    assert splitter.finish() == [Span(0, 1024 * 65_521)]
+    assert splitter.finish() == [LongLine(0, 1024 * 65_521)]
 
 
-def test_frames_show_what_is_current() -> None:
-    """A progress bar that is not over shows its last frame that says something."""
+def test_a_frame_is_the_last_that_is_not_empty() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b"10%\r") == [Frame(b"10%")]
     assert splitter.feed(b"20%") == []
@@ -173,23 +171,21 @@ def test_frames_show_what_is_current() -> None:
     assert splitter.finish() == []
 
 
-def test_a_windows_line_is_no_frame() -> None:
-    """The carriage return before a newline takes nothing away, even cut in two."""
+def test_crlf_ends_a_line() -> None:
+    """Also when a chunk ends between the two."""
     splitter = LineSplitter()
     assert splitter.feed(b"one\r\ntwo\r") == [Lines(b"one\n"), Frame(b"two")]
     assert splitter.feed(b"\nthree\r\n") == [Lines(b"two\n"), Lines(b"three\n")]
 
 
 def test_whole_lines_come_as_one_block() -> None:
-    """Plain output is not taken apart line by line."""
     splitter = LineSplitter()
     assert splitter.feed(b"a\nb\nc") == [Lines(b"a\nb\n")]
     assert splitter.feed(b"d\ne\n") == [Lines(b"cd\ne\n")]
     assert splitter.finish() == []
 
 
-def test_a_splitter_tells_where_it_is() -> None:
-    """The repr names the offset and the begin of the current frame."""
+def test_the_repr_has_the_offsets() -> None:
     splitter = LineSplitter()
     splitter.feed(b"ab\ncd\ref")
     assert repr(splitter) == "<LineSplitter at 8, current frame from 6>"
@@ -206,15 +202,60 @@ def test_a_splitter_tells_where_it_is() -> None:
         (b"\xff\n", b"[0]:", b"[0]:\xff\n"),
     ],
 )
-def test_a_prefix_stands_before_every_line(block: bytes, prefix: bytes, text: bytes) -> None:
-    """And nowhere else."""
+def test_every_line_gets_the_prefix(block: bytes, prefix: bytes, text: bytes) -> None:
     assert with_prefix(block, prefix) == text
 
 
 @given(st.lists(st.binary(max_size=5).filter(lambda line: b"\n" not in line), min_size=1))
 def test_a_prefixed_block_has_its_lines(lines: list[bytes]) -> None:
-    """Taking the prefix away gives the block back."""
     block = b"".join(line + b"\n" for line in lines)
     prefixed = with_prefix(block, b"P:")
     assert prefixed.endswith(b"\n")
     assert prefixed[:-1].split(b"\n") == [b"P:" + line for line in lines]
+
+
+FIELDS = PrefixFields(
+    role="trainer", rank=5, local_rank=1, attempt=2, host="node-a", stream="stderr"
+)
+
+
+def never() -> str:
+    raise AssertionError("the time is not wanted")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (None, b"[trainer1]:"),
+        ("", b"[trainer1]:"),
+        ("[${role_name}${local_rank}]:", b"[trainer1]:"),
+        ("${rank}/${local_rank} ", b"5/1 "),
+        ("${host} ${attempt} ${stream}|", b"node-a 2 stderr|"),
+        ("$rank:", b"5:"),
+        ("$$ $$rank ", b"$ $rank "),
+        ("${unknown} ${rank}", b"${unknown} 5"),
+        ("100% {rank} $", b"100% {rank} $"),
+        ("${ }|", b"${ }|"),
+        ("ä ", "ä ".encode()),
+        ("\udcff ", b"? "),
+    ],
+)
+def test_variables_are_replaced(template: str | None, text: bytes) -> None:
+    """Known variables are replaced, everything else stays, and the clock is not asked."""
+    prefix = make_prefix(template, FIELDS, never)
+    assert prefix() == text
+    assert prefix() == text
+
+
+def test_the_time_is_that_of_the_lines() -> None:
+    """With a time in it, the prefix is made anew for each chunk."""
+    times: Iterator[str] = iter(["12:00", "12:01"])
+    prefix = make_prefix("${timestamp} [${rank}]", FIELDS, lambda: next(times))
+    assert prefix() == b"12:00 [5]"
+    assert prefix() == b"12:01 [5]"
+
+
+def test_a_value_is_no_template() -> None:
+    """A role that looks like a variable is text."""
+    fields = PrefixFields("${rank}", 5, 1, 0, "h", "stdout")
+    assert make_prefix(None, fields, never)() == b"[${rank}1]:"

@@ -12,12 +12,11 @@ from elastic_aio.logs.paths import (
     StreamPlan,
     StreamTarget,
     WorkerLogs,
-    attempt_folder,
+    attempt_directory,
     plan_logs,
     run_prefix,
 )
-from elastic_aio.spec import LogSpec
-from elastic_aio.std import Std, StdMap
+from elastic_aio.spec.logs import LogSpec, Std, StdMap
 
 CONSOLE = StreamPlan(StreamTarget.CONSOLE)
 NOWHERE = StreamPlan(StreamTarget.NOWHERE)
@@ -45,10 +44,9 @@ def file(name: str, *, is_shown: bool = False) -> StreamPlan:
         (0, 3, [1], file("stdout", is_shown=True), file("stderr", is_shown=True)),
     ],
 )
-def test_each_choice_has_its_place(
+def test_redirects_tee_and_filter_decide(
     redirects: int, tee: int, only: list[int], stdout: StreamPlan, stderr: StreamPlan
 ) -> None:
-    """Redirects, tee and the filter of ranks decide for each stream."""
     spec = LogSpec(
         redirects=StdMap(Std(redirects)),
         tee=StdMap(Std(tee)),
@@ -59,33 +57,31 @@ def test_each_choice_has_its_place(
     )
 
 
-def test_each_rank_has_its_own_choice() -> None:
-    """A map of ranks redirects those it names."""
+def test_redirects_can_differ_by_rank() -> None:
     spec = LogSpec(redirects=StdMap(by_rank=((0, Std.OUT),)))
     assert plan_logs(spec, "/run", 0, 0).stdout.path == "/run/attempt_0/0/stdout.log"
     assert plan_logs(spec, "/run", 0, 1).stdout == CONSOLE
 
 
 @pytest.mark.parametrize(
-    ("spec", "folder"),
+    ("spec", "directory"),
     [
         (LogSpec(log_dir="/dev/null", tee=StdMap(Std.ALL)), "/run"),
         (LogSpec(tee=StdMap(Std.ALL)), None),
     ],
 )
-def test_where_nothing_is_kept_streams_are_inherited(spec: LogSpec, folder: str | None) -> None:
-    """Without a folder, or with /dev/null, a worker has no file at all."""
-    assert plan_logs(spec, folder, 0, 0) == WorkerLogs(CONSOLE, CONSOLE, None, "")
+def test_without_files_streams_are_inherited(spec: LogSpec, directory: str | None) -> None:
+    """Without a run directory, or with log_dir /dev/null."""
+    assert plan_logs(spec, directory, 0, 0) == WorkerLogs(CONSOLE, CONSOLE, None, "")
 
 
 def test_dev_null_leaves_filtered_streams_alone() -> None:
-    """`/dev/null` leaves every stream as it is, the filter included (as in torchrun)."""
+    """As in torchrun."""
     spec = LogSpec(log_dir="/dev/null", local_ranks_filter=frozenset({0}))
     assert plan_logs(spec, None, 0, 1).stdout == CONSOLE
 
 
-def test_a_filter_works_without_a_folder() -> None:
-    """Muting needs no files."""
+def test_a_filter_works_without_a_directory() -> None:
     spec = LogSpec(local_ranks_filter=frozenset({0}))
     assert plan_logs(spec, None, 0, 1).stdout == NOWHERE
     assert plan_logs(spec, None, 0, 0).stdout == CONSOLE
@@ -103,24 +99,21 @@ def test_a_filter_works_without_a_folder() -> None:
         ("...", "_"),
     ],
 )
-def test_a_run_id_makes_a_folder_name(run_id: str, prefix: str) -> None:
-    """What a path cannot hold becomes an underscore, and nothing is hidden."""
+def test_a_run_id_becomes_a_directory_name(run_id: str, prefix: str) -> None:
     assert run_prefix(run_id) == prefix
 
 
 @given(st.text(max_size=300))
 @example("字" * 100)
 @example("𐐷" * 100)
-def test_no_run_id_leaves_its_folder(run_id: str) -> None:
-    """Any text gives one harmless part of a path."""
+def test_any_run_id_is_a_safe_path_component(run_id: str) -> None:
     prefix = run_prefix(run_id)
     assert not re.search(r"[/\s\0]", prefix)
     assert not prefix.startswith(".")
     assert len(prefix) <= 101
-    # The random part takes 8 bytes; a name may have 255.
+    # The random suffix takes 8 bytes; a name may have 255.
     assert len(prefix.encode("utf-8", "surrogatepass")) <= 240
 
 
-def test_attempts_have_folders() -> None:
-    """torch's layout."""
-    assert attempt_folder("/logs/run_x", 2) == "/logs/run_x/attempt_2"
+def test_attempts_have_directories() -> None:
+    assert attempt_directory("/logs/run_x", 2) == "/logs/run_x/attempt_2"

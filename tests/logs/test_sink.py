@@ -1,4 +1,4 @@
-"""The console: pipes, sockets, files and terminals, written to without blocking the loop."""
+"""Sinks of pipes, sockets, files and terminals never block the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.logs.sink import Sink, SinkLost, open_console, open_sink
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 20.0
 BIG = bytes(range(256)) * 4096  # 1 MiB: more than any pipe or socket takes at once
@@ -45,19 +48,14 @@ async def write(sink: Sink, data: bytes) -> None:
         await sink.write(data)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 async def read_exactly(descriptor: int, size: int) -> bytes:
-    """Read from a descriptor while the loop goes on."""
+    """Read from a descriptor without blocking the loop."""
     loop = asyncio.get_running_loop()
     content = b""
     async with asyncio.timeout(GUARD):
         while len(content) < size:
             readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(descriptor, _set, readable)
+            loop.add_reader(descriptor, set_result_if_pending, readable, None)
             try:
                 await readable
             finally:
@@ -71,7 +69,7 @@ def is_nonblocking(descriptor: int) -> bool:
 
 
 async def blocked(task: asyncio.Task[None], sink: Sink) -> None:
-    """Return when a write has filled what there was to fill."""
+    """Wait until a write is blocked by a full pipe or socket."""
     async with asyncio.timeout(GUARD):
         while True:
             before = sink.written
@@ -82,8 +80,7 @@ async def blocked(task: asyncio.Task[None], sink: Sink) -> None:
     assert not task.done()
 
 
-async def test_a_full_pipe_is_waited_for(pipe: tuple[int, int]) -> None:
-    """A write that does not fit waits for the reader, and everything comes in order."""
+async def test_a_write_waits_for_a_full_pipe(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     with opened(writer) as sink:
         task = asyncio.create_task(write(sink, BIG))
@@ -96,8 +93,7 @@ async def test_a_full_pipe_is_waited_for(pipe: tuple[int, int]) -> None:
     assert not is_nonblocking(writer)
 
 
-async def test_others_who_share_the_pipe_keep_blocking(pipe: tuple[int, int]) -> None:
-    """O_NONBLOCK is never set on the descriptor that was given, nor on its copies."""
+async def test_the_pipe_stays_blocking_for_other_processes(pipe: tuple[int, int]) -> None:
     _, writer = pipe
     shared = os.dup(writer)
     with opened(writer) as sink:
@@ -107,8 +103,7 @@ async def test_others_who_share_the_pipe_keep_blocking(pipe: tuple[int, int]) ->
     os.close(shared)
 
 
-async def test_a_cancelled_write_is_finished_by_the_next(pipe: tuple[int, int]) -> None:
-    """A line that was cut by a cancellation goes on where it stopped."""
+async def test_a_cancelled_write_is_completed_by_the_next(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     with opened(writer) as sink:
         task = asyncio.create_task(write(sink, BIG))
@@ -122,7 +117,7 @@ async def test_a_cancelled_write_is_finished_by_the_next(pipe: tuple[int, int]) 
 
 
 async def test_a_closed_reader_loses_the_sink(pipe: tuple[int, int]) -> None:
-    """The first write fails with the reason, and so do all later ones."""
+    """The first write fails, and so do all later ones."""
     reader, writer = pipe
     with opened(writer) as sink:
         os.close(reader)
@@ -135,7 +130,6 @@ async def test_a_closed_reader_loses_the_sink(pipe: tuple[int, int]) -> None:
 
 
 async def test_a_reader_that_closes_during_a_write_loses_the_sink(pipe: tuple[int, int]) -> None:
-    """A waiting write learns at once that nobody will ever read."""
     reader, writer = pipe
     with opened(writer) as sink:
         task = asyncio.create_task(write(sink, BIG))
@@ -146,50 +140,47 @@ async def test_a_reader_that_closes_during_a_write_loses_the_sink(pipe: tuple[in
 
 
 async def test_a_pipe_without_reader_is_lost_at_the_first_write(pipe: tuple[int, int]) -> None:
-    """A reader that was gone before the sink was opened is no different."""
+    """The reader was closed before the sink was opened."""
     reader, writer = pipe
     os.close(reader)
     with opened(writer) as sink, pytest.raises(SinkLost, match="broken pipe"):
         await write(sink, b"x\n")
 
 
-async def test_a_file_takes_everything(tmp_path: Path) -> None:
-    """A regular file shares its offset with whoever else writes there."""
+async def test_a_file_is_written_at_its_shared_offset(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with path.open("wb", buffering=0) as file:
         with opened(file.fileno()) as sink:
-            await write(sink, b"ours\n")
-            file.write(b"theirs\n")
-            await write(sink, b"ours again\n")
+            await write(sink, b"first\n")
+            file.write(b"other\n")
+            await write(sink, b"second\n")
         assert not is_nonblocking(file.fileno())
         file.write(b"still open\n")
-    assert path.read_bytes() == b"ours\ntheirs\nours again\nstill open\n"
+    assert path.read_bytes() == b"first\nother\nsecond\nstill open\n"
 
 
 async def test_a_full_disk_loses_the_sink() -> None:
-    """ENOSPC is told as the reason."""
     full = os.open("/dev/full", os.O_WRONLY)
     with opened(full) as sink, pytest.raises(SinkLost, match="no space left on device"):
         await write(sink, b"x\n")
     os.close(full)
 
 
-async def test_a_socket_is_waited_for() -> None:
-    """A socket as standard output blocks nobody and keeps its mode."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, opened(ours.fileno()) as sink:
+async def test_a_write_waits_for_a_full_socket() -> None:
+    """And its open file description stays blocking."""
+    own_end, peer = socket.socketpair()
+    with own_end, peer, opened(own_end.fileno()) as sink:
         task = asyncio.create_task(write(sink, BIG))
         await blocked(task, sink)
-        assert await read_exactly(theirs.fileno(), len(BIG)) == BIG
+        assert await read_exactly(peer.fileno(), len(BIG)) == BIG
         await task
-        assert not is_nonblocking(ours.fileno())
-        theirs.close()
+        assert not is_nonblocking(own_end.fileno())
+        peer.close()
         with pytest.raises(SinkLost, match=r"broken pipe|connection reset"):
             await write(sink, b"x\n")
 
 
 async def test_a_closed_descriptor_is_a_lost_sink() -> None:
-    """A process without standard output still gets a sink, one that takes nothing."""
     reader, writer = os.pipe()
     os.close(reader)
     os.close(writer)
@@ -201,8 +192,8 @@ async def test_a_closed_descriptor_is_a_lost_sink() -> None:
     sink.close()
 
 
-async def test_a_closed_sink_takes_nothing(pipe: tuple[int, int]) -> None:
-    """After `close` the original stream is still open."""
+async def test_a_closed_sink_is_lost(pipe: tuple[int, int]) -> None:
+    """And the original stream is still open."""
     reader, writer = pipe
     sink = open_sink("stdout", writer)
     sink.close()
@@ -213,8 +204,8 @@ async def test_a_closed_sink_takes_nothing(pipe: tuple[int, int]) -> None:
     assert os.read(reader, 100) == b"still\n"
 
 
-async def test_the_console_is_our_own_output() -> None:
-    """Descriptors 1 and 2 are opened by name, and left open."""
+async def test_the_console_is_descriptors_1_and_2() -> None:
+    """They stay open when the console is closed."""
     console = open_console()
     assert (console.out.name, console.err.name) == ("stdout", "stderr")
     assert (console.out.lost, console.err.lost) == (None, None)
@@ -245,8 +236,7 @@ def terminal() -> Iterator[tuple[int, int]]:
             os.close(descriptor)
 
 
-async def test_a_frame_is_erased_by_what_follows(terminal: tuple[int, int]) -> None:
-    """Each frame takes the place of the last one; a line takes the place of the frame."""
+async def test_a_frame_is_erased_by_the_next_output(terminal: tuple[int, int]) -> None:
     master, slave = terminal
     with opened(slave) as sink:
         assert sink.is_terminal
@@ -264,7 +254,7 @@ async def test_a_frame_is_erased_by_what_follows(terminal: tuple[int, int]) -> N
 
 
 async def test_a_frame_never_wraps(terminal: tuple[int, int]) -> None:
-    """What does not fit into the line is cut, between characters."""
+    """Longer text is cut between characters."""
     master, slave = terminal
     with opened(slave) as sink:
         async with sink.lock:
@@ -274,7 +264,7 @@ async def test_a_frame_never_wraps(terminal: tuple[int, int]) -> None:
 
 
 async def test_a_terminal_of_unknown_width_shows_frames(terminal: tuple[int, int]) -> None:
-    """A pseudo terminal that nobody has sized (0 columns) counts as one of 80."""
+    """A pseudo terminal without a size (0 columns) counts as one of 80."""
     master, slave = terminal
     resize(slave, 0)
     with opened(slave) as sink:
@@ -285,7 +275,6 @@ async def test_a_terminal_of_unknown_width_shows_frames(terminal: tuple[int, int
 
 
 async def test_a_terminal_that_hangs_up_is_a_lost_sink(terminal: tuple[int, int]) -> None:
-    """After a hang-up frames and lines fail alike, with a reason."""
     master, slave = terminal
     with opened(slave) as sink:
         os.close(master)

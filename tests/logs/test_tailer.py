@@ -1,4 +1,4 @@
-"""One growing file, copied line by line."""
+"""LogTailer copies one growing file by whole lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.logs.follower import Follower
 from elastic_aio.logs.sink import Sink, SinkLost
+from elastic_aio.logs.tailer import LogTailer
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 20.0
 
 
 class Bench:
-    """A log file, a follower of it, and what the follower has shown so far."""
+    """A log file, its tailer, and the output so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,12 +27,12 @@ class Bench:
         self.longest_write = 0
         self.is_blocked = False
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # The descriptor is only there to be waited on: an end of a pipe that is full.
+        # The sink polls this descriptor: the write end of a pipe, which may be full.
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
-        self.sink = Sink("stdout", os.dup(self._writer), self._take)
-        self.follower = Follower(os.open(path, os.O_RDONLY), self.sink, lambda: b"P:")
+        self.sink = Sink("stdout", os.dup(self._writer), self._write)
+        self.tailer = LogTailer(os.open(path, os.O_RDONLY), self.sink, lambda: b"P:")
 
-    def _take(self, data: bytes | memoryview) -> int:
+    def _write(self, data: bytes | memoryview) -> int:
         if self.is_blocked:
             self._fill()
             raise BlockingIOError
@@ -60,11 +62,11 @@ class Bench:
 
     async def copy_all(self) -> None:
         async with asyncio.timeout(GUARD):
-            while await self.follower.copy():
+            while await self.tailer.copy():
                 pass
 
     def close(self) -> None:
-        self.follower.close()
+        self.tailer.close()
         self.sink.close()
         for descriptor in (self.file, self._reader, self._writer):
             os.close(descriptor)
@@ -72,51 +74,48 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    """A bench that is cleared afterwards."""
-    one = Bench(tmp_path / "stdout.log")
-    yield one
-    one.close()
+    """A bench that is closed afterwards."""
+    bench = Bench(tmp_path / "stdout.log")
+    yield bench
+    bench.close()
 
 
 async def test_only_whole_lines_are_shown(bench: Bench) -> None:
-    """A line is shown when its newline has come, with its prefix."""
     bench.append(b"one\ntwo\nthr")
     await bench.copy_all()
     assert bench.shown == b"P:one\nP:two\n"
     bench.append(b"ee\n")
     await bench.copy_all()
     assert bench.shown == b"P:one\nP:two\nP:three\n"
-    assert not bench.follower.finished.done()
+    assert not bench.tailer.finished.done()
 
 
-async def test_the_last_line_needs_no_newline(bench: Bench) -> None:
-    """When the file is over, its last line gets one, and the file is let go."""
+async def test_a_last_line_without_newline_is_shown(bench: Bench) -> None:
+    """At the end of the file, which is closed then."""
     bench.append(b"one\nlast")
-    bench.follower.is_ending = True
+    bench.tailer.is_ending = True
     await bench.copy_all()
     assert bench.shown == b"P:one\nP:last\n"
-    assert bench.follower.finished.done()
-    assert repr(bench.follower).startswith("<Follower finished, ")
+    assert bench.tailer.finished.done()
+    assert repr(bench.tailer).startswith("<LogTailer finished, ")
 
 
 async def test_bytes_are_copied_as_they_are(bench: Bench) -> None:
-    """NUL, broken UTF-8 and empty lines pass unchanged."""
+    """NUL, invalid UTF-8 and empty lines too."""
     content = b"\0\xff\xc3\n\n\n\xe2\x82\n"
     bench.append(content)
     await bench.copy_all()
     assert bench.shown == b"".join(b"P:" + line + b"\n" for line in content[:-1].split(b"\n"))
 
 
-async def test_many_chunks_are_one_stream(bench: Bench) -> None:
-    """Lines across the borders of reads are whole."""
+async def test_lines_across_chunks_are_whole(bench: Bench) -> None:
     lines = [b"%d %s" % (number, b"x" * (number % 97)) for number in range(30_000)]
     bench.append(b"\n".join(lines) + b"\n")
     await bench.copy_all()
     assert bench.shown == b"".join(b"P:" + line + b"\n" for line in lines)
 
 
-async def test_a_truncated_file_is_read_from_its_beginning(bench: Bench) -> None:
-    """A worker that empties its own log loses no further line."""
+async def test_a_truncated_file_is_read_from_its_start(bench: Bench) -> None:
     bench.append(b"before\nunfinished")
     await bench.copy_all()
     os.ftruncate(bench.file, 0)
@@ -127,7 +126,7 @@ async def test_a_truncated_file_is_read_from_its_beginning(bench: Bench) -> None
 
 
 async def test_a_line_of_64_mib_costs_no_memory(bench: Bench) -> None:
-    """It is copied from the file in pieces, unchanged, with one prefix and one newline."""
+    """It is copied from the file in chunks, with one prefix and one newline."""
     size = 64 << 20
     for _ in range(64):
         bench.append(b"y" * (1 << 20))
@@ -144,10 +143,10 @@ async def test_a_line_of_64_mib_costs_no_memory(bench: Bench) -> None:
         return len(data)
 
     sink = Sink("stdout", os.dup(bench.file), count)
-    follower = Follower(os.open(bench.path, os.O_RDONLY), sink, lambda: b"P:")
+    tailer = LogTailer(os.open(bench.path, os.O_RDONLY), sink, lambda: b"P:")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     async with asyncio.timeout(GUARD):
-        while await follower.copy():
+        while await tailer.copy():
             pass
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert total == len(b"P:") + size + len(b"\nP:short\n")
@@ -155,12 +154,12 @@ async def test_a_line_of_64_mib_costs_no_memory(bench: Bench) -> None:
     assert end == b"yyyyyyy\nP:short\n"
     assert bench.longest_write <= 1 << 20
     assert grown < 8 << 10  # kilobytes
-    follower.close()
+    tailer.close()
     sink.close()
 
 
 async def test_frames_into_a_pipe_come_once_a_second(bench: Bench) -> None:
-    """A progress bar is a line of a log now and then, and its last state always."""
+    """And the last state of a progress bar always."""
     bench.append(b"10%\r")
     await bench.copy_all()
     assert bench.shown == b"P:10%\n"
@@ -168,17 +167,16 @@ async def test_frames_into_a_pipe_come_once_a_second(bench: Bench) -> None:
         bench.append(b"%d%%\r" % percent)
         await bench.copy_all()
     assert bench.shown == b"P:10%\n"
-    due = bench.follower.frame_due_at
+    due = bench.tailer.frame_due_at
     assert due is not None
     assert 0 < due - asyncio.get_running_loop().time() <= 1
     bench.append(b"100%\n")
     await bench.copy_all()
     assert bench.shown == b"P:10%\nP:100%\n"
-    assert bench.follower.frame_due_at is None
+    assert bench.tailer.frame_due_at is None
 
 
 async def test_a_frame_that_was_shown_is_not_repeated_as_a_line(bench: Bench) -> None:
-    """The state that the pipe has already is not shown again by its newline."""
     bench.append(b"100%\r")
     await bench.copy_all()
     bench.append(b"\nnext\n")
@@ -187,7 +185,6 @@ async def test_a_frame_that_was_shown_is_not_repeated_as_a_line(bench: Bench) ->
 
 
 async def test_equal_lines_after_a_frame_are_all_shown(bench: Bench) -> None:
-    """Only the frame's own line counts as shown, not those that look like it."""
     bench.append(b"x\r")
     await bench.copy_all()
     bench.append(b"\nx\nx\n")
@@ -196,18 +193,17 @@ async def test_equal_lines_after_a_frame_are_all_shown(bench: Bench) -> None:
 
 
 async def test_the_last_frame_is_shown_at_the_end(bench: Bench) -> None:
-    """A worker that dies in the middle of its progress bar leaves its last state."""
+    """The file ends without a newline."""
     bench.append(b"10%\r")
     await bench.copy_all()
     bench.append(b"20%\r")
     await bench.copy_all()
-    bench.follower.is_ending = True
+    bench.tailer.is_ending = True
     await bench.copy_all()
     assert bench.shown == b"P:10%\nP:20%\n"
 
 
 async def test_a_blocked_console_loses_nothing(bench: Bench) -> None:
-    """What cannot be shown now is shown when the console goes on."""
     bench.append(b"one\n")
     await bench.copy_all()
     bench.is_blocked = True
@@ -222,10 +218,10 @@ async def test_a_blocked_console_loses_nothing(bench: Bench) -> None:
 
 
 async def test_a_cancelled_copy_loses_nothing(bench: Bench) -> None:
-    """Cancelled while the console is blocked, the copy is finished by the next one.
+    """Cancelled while the console is blocked; the next copy completes it.
 
-    The line with frames and the lines after it are shown one after the other, so a
-    cancellation can fall between them.
+    The line with frames and the lines after it are separate writes, so a cancellation can
+    fall between them.
     """
     bench.append(b"frame\r")
     await bench.copy_all()
@@ -242,8 +238,7 @@ async def test_a_cancelled_copy_loses_nothing(bench: Bench) -> None:
     assert bench.shown == b"P:frame\nP:one\nP:two\nP:three\nP:four\n"
 
 
-async def test_a_cancelled_long_line_is_not_cut(bench: Bench) -> None:
-    """A long line that was half shown when the copy was cancelled goes on and ends."""
+async def test_a_cancelled_long_line_is_completed(bench: Bench) -> None:
     long = b"z" * (300 << 10)
     bench.append(long)
     await bench.copy_all()
@@ -260,16 +255,14 @@ async def test_a_cancelled_long_line_is_not_cut(bench: Bench) -> None:
     assert bench.shown.count(b"z") == len(long)
 
 
-async def test_a_lost_console_is_told(bench: Bench) -> None:
-    """The copy raises what the sink raises."""
+async def test_a_lost_console_is_an_error(bench: Bench) -> None:
     bench.sink.lost = "broken pipe"
     bench.append(b"one\n")
     with pytest.raises(SinkLost, match="broken pipe"):
-        await bench.follower.copy()
+        await bench.tailer.copy()
 
 
-async def test_closing_twice_is_closing(bench: Bench) -> None:
-    """A closed follower has finished."""
-    bench.follower.close()
-    bench.follower.close()
-    assert bench.follower.finished.done()
+async def test_close_is_idempotent(bench: Bench) -> None:
+    bench.tailer.close()
+    bench.tailer.close()
+    assert bench.tailer.finished.done()

@@ -1,4 +1,4 @@
-"""Growing files on the console: woken by the kernel, whole lines, nothing lost."""
+"""Tee and InotifyWatcher: growing files on the console, by whole lines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.logs import inotify
-from elastic_aio.logs.inotify import GrowthWatch
+from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.sink import Sink, open_sink
 from elastic_aio.logs.tee import Tee
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 30.0
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 class Console:
-    """A pipe with a reader that reads when it is told to."""
+    """A pipe that is read only when a test asks for it."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -35,12 +33,12 @@ class Console:
         self.content = b""
 
     async def until(self, wanted: Callable[[bytes], bool]) -> bytes:
-        """Read until what was shown is what is wanted."""
+        """Read until the output is as wanted; return it."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(GUARD):
             while not wanted(self.content):
                 readable: asyncio.Future[None] = loop.create_future()
-                loop.add_reader(self.reader, _set, readable)
+                loop.add_reader(self.reader, set_result_if_pending, readable, None)
                 try:
                     await readable
                 finally:
@@ -52,7 +50,7 @@ class Console:
         return (await self.until(lambda text: text.count(b"\n") >= count)).split(b"\n")[:-1]
 
     def rest(self) -> bytes:
-        """Read what is there without waiting."""
+        """Read the rest without waiting."""
         with contextlib.suppress(BlockingIOError):
             while more := os.read(self.reader, 1 << 20):
                 self.content += more
@@ -68,15 +66,15 @@ class Console:
 class Bench:
     """A tee, its console, and files to write to."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.console = Console()
         self.lost: asyncio.Queue[tuple[Sink, str]] = asyncio.Queue()
         self.tee = Tee(lambda sink, why: self.lost.put_nowait((sink, why)))
         self.files: list[int] = []
 
     def follow(self, name: str, prefix: bytes = b"P:") -> tuple[int, int]:
-        path = self.folder / name
+        path = self.directory / name
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.files.append(file)
         return file, self.tee.follow(str(path), self.console.sink, lambda: prefix)
@@ -91,14 +89,13 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    """A bench that is cleared afterwards."""
-    one = Bench(tmp_path)
-    yield one
-    await one.aclose()
+    """A bench that is closed afterwards."""
+    bench = Bench(tmp_path)
+    yield bench
+    await bench.aclose()
 
 
 async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
-    """The kernel tells of each growth; nothing has to be asked for."""
     file, _ = bench.follow("a")
     for number in range(3):
         os.write(file, b"line %d\n" % number)
@@ -106,15 +103,14 @@ async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
     assert repr(bench.tee) == "<Tee of 1 files>"
 
 
-async def test_what_was_there_before_is_shown(bench: Bench) -> None:
-    """A file is followed from its beginning."""
-    (bench.folder / "a").write_bytes(b"old\n")
+async def test_a_file_is_followed_from_its_start(bench: Bench) -> None:
+    (bench.directory / "a").write_bytes(b"old\n")
     bench.follow("a")
     assert await bench.console.lines(1) == [b"P:old"]
 
 
 async def test_lines_of_many_files_stay_whole(bench: Bench) -> None:
-    """Eight files written to in small pieces: every line once, in order, with its prefix."""
+    """Eight files, written to in pieces of lines."""
     files = [bench.follow(str(number), b"[%d]:" % number)[0] for number in range(8)]
     for line in range(200):
         for number, file in enumerate(files):
@@ -125,12 +121,12 @@ async def test_lines_of_many_files_stay_whole(bench: Bench) -> None:
     shown = await bench.console.lines(1600)
     assert len(shown) == 1600
     for number in range(8):
-        mine = [text for text in shown if text.startswith(b"[%d]:" % number)]
-        assert mine == [b"[%d]:begin %d end %d" % (number, line, number) for line in range(200)]
+        lines = [text for text in shown if text.startswith(b"[%d]:" % number)]
+        assert lines == [b"[%d]:begin %d end %d" % (number, line, number) for line in range(200)]
 
 
-async def test_a_finished_file_is_shown_to_its_end(bench: Bench) -> None:
-    """Its last line gets its newline, and then it is forgotten."""
+async def test_a_complete_file_is_shown_to_its_end(bench: Bench) -> None:
+    """A last line without a newline too."""
     file, token = bench.follow("a")
     os.write(file, b"one\nlast words")
     bench.tee.finish([token])
@@ -140,14 +136,13 @@ async def test_a_finished_file_is_shown_to_its_end(bench: Bench) -> None:
     assert repr(bench.tee) == "<Tee of 0 files>"
 
 
-async def test_draining_nothing_takes_no_time(bench: Bench) -> None:
-    """Files that still grow are not waited for."""
+async def test_drain_does_not_wait_for_growing_files(bench: Bench) -> None:
     bench.follow("a")
     assert await bench.tee.drain(GUARD) == []
 
 
 async def test_output_of_several_chunks_is_drained(bench: Bench) -> None:
-    """A megabyte written right before the end is shown, all of it."""
+    """A megabyte that is written right before the end."""
     file, token = bench.follow("a")
     lines = b"".join(b"%07d\n" % number for number in range(130_000))
     os.write(file, lines)
@@ -159,8 +154,7 @@ async def test_output_of_several_chunks_is_drained(bench: Bench) -> None:
     )
 
 
-async def test_a_blocked_console_is_given_up(bench: Bench) -> None:
-    """A reader that has stopped is waited for only as long as patience goes."""
+async def test_drain_ends_if_the_console_is_blocked(bench: Bench) -> None:
     file, token = bench.follow("a")
     os.write(file, b"x" * 100 + b"\n")
     os.write(file, b"y\n" * 200_000)
@@ -168,8 +162,7 @@ async def test_a_blocked_console_is_given_up(bench: Bench) -> None:
     assert await bench.tee.drain(0.05) == [bench.console.sink]
 
 
-async def test_a_blocked_console_goes_on_where_it_stood(bench: Bench) -> None:
-    """After a pause of the reader every line is there, once and in order."""
+async def test_a_console_that_was_blocked_gets_all_lines(bench: Bench) -> None:
     file, token = bench.follow("a")
     os.write(file, b"".join(b"%06d\n" % number for number in range(60_000)))
     bench.tee.finish([token])
@@ -179,20 +172,19 @@ async def test_a_blocked_console_goes_on_where_it_stood(bench: Bench) -> None:
     assert await reading == [b"P:%06d" % number for number in range(60_000)]
 
 
-async def test_one_blocked_console_does_not_stop_the_other(bench: Bench) -> None:
-    """Standard error is shown while nobody reads standard output."""
+async def test_a_blocked_stdout_does_not_delay_stderr(bench: Bench) -> None:
     file, _ = bench.follow("a")
     os.write(file, b"x\n" * 200_000)
     other = Console()
-    path = bench.folder / "err"
+    path = bench.directory / "err"
     path.write_bytes(b"error\n")
     bench.tee.follow(str(path), other.sink, lambda: b"E:")
     assert await other.lines(1) == [b"E:error"]
     other.close()
 
 
-async def test_a_lost_console_is_told_and_the_rest_goes_on(bench: Bench) -> None:
-    """When the reader is gone the owner is told, and nothing waits for that file any more."""
+async def test_a_lost_console_is_reported_once(bench: Bench) -> None:
+    """And `drain` does not wait for it."""
     file, token = bench.follow("a")
     os.write(file, b"one\n")
     await bench.console.lines(1)
@@ -206,8 +198,8 @@ async def test_a_lost_console_is_told_and_the_rest_goes_on(bench: Bench) -> None
     assert bench.lost.empty()
 
 
-async def test_frames_are_shown_late_but_shown(bench: Bench) -> None:
-    """At most one frame a second comes through a pipe; the last one comes by itself."""
+async def test_a_pending_frame_is_shown_after_a_second(bench: Bench) -> None:
+    """A pipe gets at most one frame a second from a file."""
     file, _ = bench.follow("a")
     loop = asyncio.get_running_loop()
     os.write(file, b"10%\r")
@@ -220,8 +212,7 @@ async def test_frames_are_shown_late_but_shown(bench: Bench) -> None:
     assert 0.8 < loop.time() - began < 5
 
 
-async def test_a_truncated_file_is_shown_from_its_beginning(bench: Bench) -> None:
-    """A worker may empty its log and go on."""
+async def test_a_truncated_file_is_shown_from_its_start(bench: Bench) -> None:
     file, _ = bench.follow("a")
     os.write(file, b"before\n")
     await bench.console.lines(1)
@@ -230,8 +221,8 @@ async def test_a_truncated_file_is_shown_from_its_beginning(bench: Bench) -> Non
     assert await bench.console.lines(2) == [b"P:before", b"P:a"]
 
 
-async def test_a_cancelled_pump_goes_on(bench: Bench) -> None:
-    """A loop that shuts down cancels all tasks; the last lines are still shown."""
+async def test_a_cancelled_pump_restarts(bench: Bench) -> None:
+    """A loop that shuts down cancels all tasks."""
     file, token = bench.follow("a")
     os.write(file, b"one\n")
     await bench.console.lines(1)
@@ -246,18 +237,17 @@ async def test_a_cancelled_pump_goes_on(bench: Bench) -> None:
 
 
 async def test_a_missing_file_is_an_error(bench: Bench) -> None:
-    """A file that cannot be opened is told to the caller."""
     with pytest.raises(FileNotFoundError):
-        bench.tee.follow(str(bench.folder / "missing"), bench.console.sink, lambda: b"")
+        bench.tee.follow(str(bench.directory / "missing"), bench.console.sink, lambda: b"")
 
 
-async def test_where_the_kernel_refuses_a_timer_takes_over(
+async def test_files_are_polled_where_inotify_refuses_a_watch(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watch without an event to watch for is refused; the lines are shown all the same."""
+    """A watch without an event is refused (EINVAL)."""
     monkeypatch.setattr(inotify, "_IN_MODIFY", 0)
     file, token = bench.follow("a")
-    assert "1 polled" in repr(bench.tee._watch)
+    assert "1 polled" in repr(bench.tee._watcher)
     for number in range(2):
         os.write(file, b"line %d\n" % number)
         assert (await bench.console.lines(number + 1))[-1] == b"P:line %d" % number
@@ -267,57 +257,56 @@ async def test_where_the_kernel_refuses_a_timer_takes_over(
     assert bench.console.rest().endswith(b"P:end\n")
 
 
-async def test_a_watch_names_the_files_that_grew(tmp_path: Path) -> None:
-    """Each token comes with its own growth, not after its removal."""
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = GrowthWatch(heard.put_nowait)
+async def test_a_watcher_reports_the_files_that_grew(tmp_path: Path) -> None:
+    """And none after its removal."""
+    calls: asyncio.Queue[list[int]] = asyncio.Queue()
+    watch = InotifyWatcher(calls.put_nowait)
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.touch()
     for token, path in enumerate(paths, start=7):
         watch.add(str(path), token)
-    assert repr(watch) == "<GrowthWatch of 2 files, 0 polled>"
+    assert repr(watch) == "<InotifyWatcher of 2 files, 0 polled>"
     async with asyncio.timeout(GUARD):
         paths[0].write_bytes(b"x")
-        assert await heard.get() == [7]
+        assert await calls.get() == [7]
         watch.remove(7)
         paths[0].write_bytes(b"xy")
         paths[1].write_bytes(b"z")
         tokens: list[int] = []
         while not tokens:
-            tokens = await heard.get()
+            tokens = await calls.get()
         assert tokens == [8]
     watch.close()
 
 
 async def test_a_missing_path_is_polled(tmp_path: Path) -> None:
-    """What cannot be watched is asked for now and then, until it is removed."""
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = GrowthWatch(heard.put_nowait)
+    calls: asyncio.Queue[list[int]] = asyncio.Queue()
+    watch = InotifyWatcher(calls.put_nowait)
     watch.add(str(tmp_path / "missing"), 3)
     async with asyncio.timeout(GUARD):
-        assert await heard.get() == [3]
-        assert await heard.get() == [3]
+        assert await calls.get() == [3]
+        assert await calls.get() == [3]
     watch.remove(3)
     watch.close()
 
 
 MANY_INSTANCES = """
 import asyncio, ctypes, os, sys
-from elastic_aio.logs.inotify import GrowthWatch
+from elastic_aio.logs.inotify import InotifyWatcher
 
 class Refusing:
     def inotify_init1(self, flags):
         return -1
 
 async def main():
-    heard = asyncio.Queue()
+    calls = asyncio.Queue()
     real = ctypes.CDLL
     ctypes.CDLL = lambda *args, **options: Refusing()
-    watch = GrowthWatch(heard.put_nowait)
+    watch = InotifyWatcher(calls.put_nowait)
     ctypes.CDLL = real
     watch.add(sys.argv[1], 5)
-    print(await asyncio.wait_for(heard.get(), 10))
+    print(await asyncio.wait_for(calls.get(), 10))
     watch.remove(5)
     watch.close()
 
@@ -325,8 +314,7 @@ asyncio.run(main())
 """
 
 
-def test_without_any_inotify_all_files_are_polled(tmp_path: Path) -> None:
-    """A user who has no instance left still sees the output."""
+def test_files_are_polled_without_an_inotify_instance(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.touch()
     done = subprocess.run(

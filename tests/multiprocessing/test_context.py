@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.processes import (
+from elastic_aio.multiprocessing import (
     ProcessContext,
     ProcessException,
     ProcessExitedException,
@@ -23,7 +23,7 @@ from elastic_aio.processes import (
 )
 from tests.support import functions
 from tests.support.children import DEADLINE_S, until
-from tests.support.traces import alive
+from tests.support.leaks import alive
 
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -49,15 +49,15 @@ async def joined(context: ProcessContext, grace_period: float | None = None) -> 
 
 async def test_the_index_comes_first(method: Any, tmp_path: Path) -> None:
     """Each process gets its index and the arguments; nothing is returned."""
-    folder = str(tmp_path)
-    done = await start_context(functions.indexed, (folder, "x"), 3, start_method=method)
+    directory = str(tmp_path)
+    done = await start_context(functions.indexed, (directory, "x"), 3, start_method=method)
     assert done is None
     assert [(tmp_path / str(i)).read_text() for i in range(3)] == [
         f"({i}, ['x'])" for i in range(3)
     ]
 
 
-async def test_no_processes_are_no_work() -> None:
+async def test_zero_processes() -> None:
     """nprocs=0 is done at once, joined or not."""
     assert await spawn(functions.indexed, nprocs=0) is None
     assert await spawn(functions.indexed, nprocs=0, join=False) is None
@@ -90,7 +90,9 @@ async def test_an_exception_comes_with_its_traceback(
          "<Unknown signal 40>"),
     ],
 )  # fmt: skip
-async def test_other_ends(how: str, message: str, code: int, name: str | None, method: Any) -> None:
+async def test_exit_codes_and_signals(
+    how: str, message: str, code: int, name: str | None, method: Any
+) -> None:
     """ProcessExitedException has the code, negative for signals, and the signal's name."""
     with pytest.raises(ProcessExitedException) as caught:
         await start_context(functions.indexed_end, (how,), 2, start_method=method)
@@ -116,21 +118,21 @@ def test_exceptions_can_be_pickled(error: ProcessException) -> None:
     assert (str(again), again.pid) == ("m", 2)
 
 
-async def test_an_interrupt_is_a_good_end(method: Any) -> None:
+async def test_an_interrupt_is_a_success(method: Any) -> None:
     """KeyboardInterrupt in a process is no failure; values are dropped, whatever they are."""
     await start_context(functions.indexed_interrupt, (), 2, start_method=method)
     await start_context(functions.indexed_generator, (), 2, start_method=method)
 
 
-async def test_join_tells_what_remains(method: Any) -> None:
+async def test_join_returns_whether_all_have_exited(method: Any) -> None:
     """False after each exit but the last; True then, and ever after."""
     context = await context_of(functions.indexed_sleep, (0.3,), 3, start_method=method)
     assert len(context.pids()) == 3
-    told = [await context.join()]
-    while not told[-1]:
-        told.append(await context.join())
-    assert told[-1]
-    assert 1 <= len(told) <= 3
+    answers = [await context.join()]
+    while not answers[-1]:
+        answers.append(await context.join())
+    assert answers[-1]
+    assert 1 <= len(answers) <= 3
     assert await context.join()
 
 
@@ -157,7 +159,7 @@ async def test_a_cancelled_join_stops_nothing() -> None:
 
 async def test_the_grace_period(tmp_path: Path) -> None:
     """As long for ends of their own as between SIGTERM and SIGKILL."""
-    context = await context_of(functions.indexed_deaf, (str(tmp_path), 99.0), 2)
+    context = await context_of(functions.indexed_ignoring_sigterm, (str(tmp_path), 99.0), 2)
     await until((tmp_path / "ready").exists)
     began = time.monotonic()
     with pytest.raises(ProcessExitedException, match="exit code 2"):
@@ -168,7 +170,7 @@ async def test_the_grace_period(tmp_path: Path) -> None:
 
 async def test_a_grace_period_lets_others_finish(tmp_path: Path) -> None:
     """Who ends in time is not signalled."""
-    context = await context_of(functions.indexed_deaf, (str(tmp_path), 0.3), 2)
+    context = await context_of(functions.indexed_ignoring_sigterm, (str(tmp_path), 0.3), 2)
     with pytest.raises(ProcessExitedException, match="exit code 2"):
         await joined(context, DEADLINE_S)
     assert (tmp_path / "done").exists()
@@ -186,8 +188,8 @@ async def test_only_spawn_spawns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("daemon", [False, True])
 async def test_the_daemon_flag(daemon: bool, method: Any, tmp_path: Path) -> None:
     """It is multiprocessing's in the process."""
-    folder = (str(tmp_path),)
-    await start_context(functions.indexed_daemon, folder, 1, daemon=daemon, start_method=method)
+    directory = (str(tmp_path),)
+    await start_context(functions.indexed_daemon, directory, 1, daemon=daemon, start_method=method)
     assert (tmp_path / "0").read_text() == str(daemon)
 
 
@@ -201,7 +203,7 @@ async def test_no_files_are_left(
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_process_that_somebody_kills(method: Any) -> None:
+async def test_a_process_that_is_killed(method: Any) -> None:
     """The one that exited is blamed."""
     context = await context_of(functions.indexed_sleep, (99.0,), 3, start_method=method)
     assert not await context.join()  # the first does not sleep

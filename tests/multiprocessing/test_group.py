@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from elastic_aio import LogSpec, SpawnError, SpecError
-from elastic_aio.processes import ProcessFailure, RunProcsResult, start_processes
+from elastic_aio.multiprocessing import ProcessFailure, RunProcsResult, spawn, start_processes
 from tests.support import functions
 from tests.support.children import file_console, shell
-from tests.support.traces import alive
+from tests.support.leaks import alive
 
 METHODS = ["spawn", "fork", "forkserver"]
 NO_ENVS: dict[int, dict[str, str]] = {0: {}, 1: {}}
@@ -71,21 +71,20 @@ async def test_tee(tmp_path: Path) -> None:
         (
             {0: (), 2: ()},
             {0: {}, 1: {}},
-            "args: must name the local ranks 0 to 1 (it misses [1] and has [2] besides),"
-            " not [0, 2]",
+            "args: must name the local ranks 0 to 1; missing: [1]; unknown: [2] (got [0, 2])",
         ),
         (
             {0: (), 1: ()},
             {0: {}},
-            "envs: must name the local ranks 0 to 1 (it misses [1]), not [0]",
+            "envs: must name the local ranks 0 to 1; missing: [1] (got [0])",
         ),
         (
             {0: ()},
             {0: {}, "x": {}},
-            "envs: must name the local ranks 0 to 0 (it has ['x'] besides), not ['x', 0]",
+            "envs: must name the local ranks 0 to 0; unknown: ['x'] (got ['x', 0])",
         ),
-        ({}, {}, "args: must name the local ranks from 0, not []"),
-        ({0: ()}, {0: {"A": 1}}, "env['A']: must be text without NUL, not 1"),
+        ({}, {}, "args: must name the local ranks from 0 (got [])"),
+        ({0: ()}, {0: {"A": 1}}, "env['A']: must be text without NUL (got 1)"),
     ],
 )
 def test_key_sets_are_checked(args: Any, envs: Any, message: str) -> None:
@@ -98,15 +97,17 @@ def test_key_sets_are_checked(args: Any, envs: Any, message: str) -> None:
 async def test_one_failure_stops_the_group(method: Any, tmp_path: Path) -> None:
     """The result has the culprit with its error, and the others with their signal."""
     logs = LogSpec(log_dir=tmp_path)
-    args = {0: ("first",), 1: ("last",)}
-    result = await result_of("g", functions.raise_error, args, NO_ENVS, logs, start_method=method)
+    args = {0: ("first",), 1: ("",)}
+    work = functions.raise_error_or_sleep
+    result = await result_of("g", work, args, NO_ENVS, logs, start_method=method)
     assert result.is_failed()
     assert dict(result.return_values) == {}
     failure = next(iter(result.failures.values()))
     assert failure.exitcode == 1
-    assert failure.message in ("ValueError: first", "ValueError: last")
+    assert failure.message == "ValueError: first"
     assert Path(failure.error_file).name == "error.json"
     assert failure.signal_name() == "<N/A>"
+    assert result.failures[1].exitcode == -signal.SIGTERM
     assert failure.failure.error is not None
     assert "raise_error" in (failure.failure.error.traceback or "")
     assert failure.timestamp_isoformat()[:2] == "20"
@@ -144,7 +145,7 @@ async def test_waits_may_be_short(method: Any) -> None:
     assert {one.exitcode for one in result.failures.values()} == {-9}
 
 
-async def test_leaving_stops_what_runs() -> None:
+async def test_leaving_stops_running_processes() -> None:
     """With or without an error; a group is started once."""
     group = start_processes("g", ["sleep", "99"], {0: ()}, {0: {}})
     with pytest.raises(RuntimeError, match="not started"):
@@ -156,7 +157,7 @@ async def test_leaving_stops_what_runs() -> None:
         await group.__aenter__()
 
 
-async def test_a_start_that_fails_leaves_nothing() -> None:
+async def test_a_failed_start_leaves_no_process() -> None:
     """The first process may run when the second cannot be started."""
     with pytest.raises(SpawnError, match="command not found"):
         await start_processes("g", "/no/such/program", {0: (), 1: ()}, NO_ENVS).__aenter__()
@@ -165,5 +166,15 @@ async def test_a_start_that_fails_leaves_nothing() -> None:
 async def test_unpicklable_arguments_are_refused() -> None:
     """Before anything starts."""
     given: Iterator[int] = (one for one in [1])
-    with pytest.raises(SpecError, match=r"^args\[0\]: must be picklable"):
+    with pytest.raises(SpecError, match=r"^args\[0\]: cannot be pickled"):
         await start_processes("g", functions.give, {0: (given,)}, {0: {}}).__aenter__()
+
+
+async def test_wrong_arguments_are_refused() -> None:
+    text: Any = "ab"
+    with pytest.raises(SpecError, match=r"^args\[0\]: must be a list \(got 'ab'\)$"):
+        start_processes("g", "true", {0: text}, {0: {}})
+    with pytest.raises(SpecError, match=r"^args: must be a list \(got 'ab'\)$"):
+        await spawn(functions.give, args=text)
+    with pytest.raises(SpecError, match=r"^nprocs: must be a whole number of at least 0"):
+        await spawn(functions.give, nprocs=-1)

@@ -1,4 +1,4 @@
-"""Waiting for the end of a process by its pidfd."""
+"""PidfdWatch and has_ended: exits seen by pidfd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import asyncio
 import os
 import subprocess
 
-from elastic_aio.process.exits import ExitWatch, has_ended
+import pytest
+
+from elastic_aio.process.exits import PidfdWatch, has_ended
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 20.0
 
@@ -16,58 +20,55 @@ def waiting_child() -> subprocess.Popen[bytes]:
     return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
-def let_go(child: subprocess.Popen[bytes]) -> None:
+def release(child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None
     child.stdin.close()
 
 
-async def test_the_end_is_told_once() -> None:
-    """The callback runs when the process ends, with the descriptor still open."""
+async def test_the_callback_runs_once() -> None:
+    """The descriptor is still open meanwhile."""
     child = waiting_child()
-    told: asyncio.Queue[int] = asyncio.Queue()
+    ends: asyncio.Queue[int] = asyncio.Queue()
     descriptor = os.pidfd_open(child.pid)
-    watch = ExitWatch(descriptor, lambda: told.put_nowait(watch.descriptor))
-    assert repr(watch) == f"<ExitWatch on {descriptor}>"
-    assert told.empty()
-    let_go(child)
+    watch = PidfdWatch(descriptor, lambda: ends.put_nowait(watch.descriptor))
+    assert repr(watch) == f"<PidfdWatch on {descriptor}>"
+    assert ends.empty()
+    release(child)
     async with asyncio.timeout(GUARD):
-        assert await told.get() == descriptor
+        assert await ends.get() == descriptor
     for _ in range(5):
         await asyncio.sleep(0)
-    assert told.empty()
+    assert ends.empty()
     assert watch.descriptor == -1
-    assert repr(watch) == "<ExitWatch done>"
+    assert repr(watch) == "<PidfdWatch done>"
     assert child.wait() == 0
     watch.close()
 
 
-async def test_a_process_that_is_over_is_told_too() -> None:
-    """A zombie is an end like any other."""
+async def test_a_zombie_has_ended() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    told = asyncio.Event()
-    ExitWatch(os.pidfd_open(child.pid), told.set)
+    ended = asyncio.Event()
+    PidfdWatch(os.pidfd_open(child.pid), ended.set)
     async with asyncio.timeout(GUARD):
-        await told.wait()
+        await ended.wait()
     assert child.wait() == 0
 
 
-async def test_a_closed_watch_is_silent() -> None:
-    """After `close` nothing is told, and the descriptor is closed."""
+async def test_a_closed_watch_does_not_call_back() -> None:
     child = waiting_child()
-    told = asyncio.Event()
-    watch = ExitWatch(os.pidfd_open(child.pid), told.set)
+    ended = asyncio.Event()
+    watch = PidfdWatch(os.pidfd_open(child.pid), ended.set)
     watch.close()
     watch.close()
-    let_go(child)
+    release(child)
     child.wait()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert not told.is_set()
+    assert not ended.is_set()
 
 
-async def test_a_stranger_can_be_watched() -> None:
-    """The process need not be a child."""
+async def test_a_process_that_is_no_child_can_be_watched() -> None:
     shell = subprocess.Popen(
         ["sh", "-c", "exec 3<&0; cat <&3 >/dev/null & echo $!; exec 3<&-"],
         stdin=subprocess.PIPE,
@@ -75,22 +76,21 @@ async def test_a_stranger_can_be_watched() -> None:
     )
     assert shell.stdout is not None
     grandchild = int(shell.stdout.readline())
-    told = asyncio.Event()
-    ExitWatch(os.pidfd_open(grandchild), told.set)
-    assert not told.is_set()
-    let_go(shell)
+    ended = asyncio.Event()
+    PidfdWatch(os.pidfd_open(grandchild), ended.set)
+    assert not ended.is_set()
+    release(shell)
     async with asyncio.timeout(GUARD):
-        await told.wait()
+        await ended.wait()
     shell.stdout.close()
     assert shell.wait() == 0
 
 
-def test_an_end_is_seen_without_reaping() -> None:
-    """`has_ended` leaves the status to whoever reaps."""
+def test_has_ended_does_not_reap() -> None:
     child = waiting_child()
     descriptor = os.pidfd_open(child.pid)
     assert not has_ended(descriptor)
-    let_go(child)
+    release(child)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert has_ended(descriptor)
     assert has_ended(descriptor)

@@ -1,4 +1,4 @@
-"""The soft limit of descriptors: raised for us, unchanged for the workers."""
+"""The soft limit of descriptors: raised for the agent, unchanged for the workers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.errors import SpawnError
-from elastic_aio.process.base import ChildPlan
-from elastic_aio.process.limits import DescriptorLimit, with_descriptor_limit
+from elastic_aio.process.base import ChildSpec
+from elastic_aio.process.fd_limit import DescriptorLimit, with_descriptor_limit
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def raised_from(soft: int, hard: int, workers: int) -> list[str]:
-    """Acquire descriptors for a job in a process with other limits."""
+    """Acquire descriptors in a process with other limits; return `original` and the limits."""
     code = (
         "import resource, sys\n"
-        "from elastic_aio.errors import SurroundingsError\n"
-        "from elastic_aio.process.limits import limit\n"
+        "from elastic_aio.errors import HostError\n"
+        "from elastic_aio.process.fd_limit import limit\n"
         "soft, hard, workers = map(int, sys.argv[1:])\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "try:\n"
         "    limit.acquire(workers)\n"
         "    print(limit.original)\n"
-        "except SurroundingsError as error:\n"
+        "except HostError as error:\n"
         "    print(str(error).replace(' ', '_'))\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
@@ -45,41 +45,40 @@ def raised_from(soft: int, hard: int, workers: int) -> list[str]:
 
 
 def test_a_limit_that_suffices_is_left_alone() -> None:
-    """A few workers need no change."""
     assert raised_from(1024, 4096, 8) == ["None", "1024", "4096"]
 
 
 def test_a_small_limit_is_raised_as_far_as_needed() -> None:
-    """Two pidfds and two logs for every worker; the former limit is told, the hard one stays."""
-    former, soft, hard = raised_from(256, 4096, 256)
-    assert (former, hard) == ("256", "4096")
+    """Two pidfds and two logs for every worker."""
+    original, soft, hard = raised_from(256, 4096, 256)
+    assert (original, hard) == ("256", "4096")
     assert 256 * 4 < int(soft) < 256 * 4 + 200
 
 
 def test_the_hard_limit_is_the_end() -> None:
-    """Just enough is taken as it is; too little is refused in one line, and nothing changes."""
+    """If it does not suffice, that is an error, and nothing changes."""
     assert raised_from(256, 320, 64) == ["256", "320", "320"]
-    said, soft, hard = raised_from(256, 400, 256)
-    assert said.startswith("too_few_descriptors:_this_job_takes_about_10")
-    assert said.endswith("_and_the_limit_is_400_(raise_it_with_ulimit_-n)")
+    message, soft, hard = raised_from(256, 400, 256)
+    assert message.startswith("too_few_descriptors:_this_job_takes_about_10")
+    assert message.endswith("_and_the_limit_is_400_(raise_it_with_ulimit_-n)")
     assert (soft, hard) == ("256", "400")
 
 
-def test_jobs_side_by_side_share_the_limit() -> None:
-    """The original one is remembered while any job needs more, and put back by the last."""
+def test_concurrent_jobs_share_the_limit() -> None:
+    """The last job restores the original one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = DescriptorLimit()
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         limit.acquire(1)
-        told = [limit.original]
+        originals = [limit.original]
         limit.acquire(256)
         limit.acquire(1)
-        told.append(limit.original)
+        originals.append(limit.original)
         limit.release()
         limit.release()
-        told.append(limit.original)
-        assert told == [None, 256, 256]
+        originals.append(limit.original)
+        assert originals == [None, 256, 256]
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
         limit.release()
         assert limit.original is None
@@ -88,16 +87,16 @@ def test_jobs_side_by_side_share_the_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def plan_of(*argv: str) -> ChildPlan:
-    """Return a plan that is never started."""
-    return ChildPlan(argv, {"PATH": os.defpath}, None, stdin=0, stdout=1, stderr=2)
+def spec_of(*argv: str) -> ChildSpec:
+    """Return the spec of a child that is never started."""
+    return ChildSpec(argv, {"PATH": os.defpath}, None, stdin=0, stdout=1, stderr=2)
 
 
 @pytest.mark.parametrize(("program", "code"), [("/no/such/program", 127), (__file__, 126)])
-def test_a_program_that_cannot_run_is_found_out_before(program: str, code: int) -> None:
-    """What stands in between would hide it: a worker that fails could be restarted."""
+def test_a_program_that_cannot_run_is_an_error_at_once(program: str, code: int) -> None:
+    """With the wrapper it would look like a worker that failed, which is restarted."""
     with pytest.raises(SpawnError, match=re.escape(f"cannot run {program}: ")) as caught:
-        with_descriptor_limit(plan_of(program), 123)
+        with_descriptor_limit(spec_of(program), 123)
     assert (caught.value.permanent, caught.value.exit_code) == (True, code)
 
 
@@ -106,7 +105,7 @@ def test_a_program_that_cannot_run_is_found_out_before(program: str, code: int) 
 def test_a_worker_gets_the_old_limit_and_its_own_arguments(
     argument: str, has_prlimit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands in between changes the limit and nothing else, the pid included."""
+    """The wrapper changes nothing else: pid, environment, arguments."""
     monkeypatch.delenv("PWD", raising=False)
     if not has_prlimit:
         monkeypatch.setenv("PATH", "/nonexistent")
@@ -115,8 +114,8 @@ def test_a_worker_gets_the_old_limit_and_its_own_arguments(
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.getpid(), *sorted(os.environ))\n"
         "sys.stdout.write(sys.argv[1])"
     )
-    plan = with_descriptor_limit(plan_of(sys.executable, "-I", "-S", "-c", code, argument), 123)
-    argv = plan.argv
+    spec = with_descriptor_limit(spec_of(sys.executable, "-I", "-S", "-c", code, argument), 123)
+    argv = spec.argv
     assert has_prlimit or argv[0] == "/bin/sh"
     env = {"A": "1", "LC_ALL": "C.UTF-8"}
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)

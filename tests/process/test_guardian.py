@@ -1,4 +1,4 @@
-"""No worker outlives its supervisor, not even one that is killed."""
+"""The guardian: no worker outlives its supervisor, not even a killed one."""
 
 from __future__ import annotations
 
@@ -8,48 +8,40 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from elastic_aio.errors import SpawnError, SurroundingsError
-from elastic_aio.process.base import Child, ChildPlan
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
-from elastic_aio.process.guardian import Guardian, open_roster
-from elastic_aio.process.sweep import ticks_now
+from elastic_aio.process.guardian import Guardian, open_session_list
+from elastic_aio.process.proc_scan import ticks_now
+
+pytestmark = pytest.mark.both_loops
 
 GUARD = 30.0
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(autouse=True)
-def _waiting_threads_end() -> Iterator[None]:
-    """On Python 3.11 asyncio has a thread for each child, which ends a little after it."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name.startswith(("waitpid-", "asyncio-waitpid-")):
-            thread.join(GUARD)
-
-
 class Bench:
-    """A guardian of nobody, and who took whose place."""
+    """A guardian without workers; `restarted` gets the pids of its replacements."""
 
     def __init__(self) -> None:
-        self.replaced: asyncio.Queue[int] = asyncio.Queue()
-        self.roster = open_roster()
+        self.restarted: asyncio.Queue[int] = asyncio.Queue()
+        self.sessions = open_session_list()
         self.refusals = 0
         self.guardian = Guardian(
             self.spawn,
             marker="ELASTIC_AIO_JOB_GUARDIAN_TEST",
             since=ticks_now(),
-            roster=self.roster,
-            on_replaced=self.replaced.put_nowait,
+            session_list=self.sessions,
+            on_restarted=self.restarted.put_nowait,
         )
 
-    async def spawn(self, plan: ChildPlan) -> Child:
+    async def spawn(self, plan: ChildSpec) -> Child:
         if self.refusals:
             self.refusals -= 1
             raise SpawnError("no processes left", permanent=False, exit_code=1)
@@ -58,19 +50,18 @@ class Bench:
     async def aclose(self) -> None:
         async with asyncio.timeout(GUARD):
             await self.guardian.aclose()
-        os.close(self.roster)
+        os.close(self.sessions)
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """A bench that is cleared afterwards."""
-    one = Bench()
-    yield one
-    await one.aclose()
+    """A bench that is closed afterwards."""
+    bench = Bench()
+    yield bench
+    await bench.aclose()
 
 
-async def test_it_is_there_while_the_job_is(bench: Bench) -> None:
-    """Started, it leads a session of its own; closed, it is gone."""
+async def test_it_runs_until_it_is_closed(bench: Bench) -> None:
     assert repr(bench.guardian) == "<Guardian None>"
     await bench.guardian.start()
     pid = bench.guardian.pid
@@ -79,70 +70,64 @@ async def test_it_is_there_while_the_job_is(bench: Bench) -> None:
     assert repr(bench.guardian) == f"<Guardian <Child {pid}: running>>"
     await bench.guardian.aclose()
     assert not os.path.exists(f"/proc/{pid}")
-    assert bench.replaced.empty()
+    assert bench.restarted.empty()
 
 
-async def test_a_dead_guardian_is_replaced(bench: Bench) -> None:
-    """Whoever kills it gets another one, and the owner is told its pid."""
+async def test_a_killed_guardian_is_restarted(bench: Bench) -> None:
     await bench.guardian.start()
     for _ in range(2):
-        former = bench.guardian.pid
-        assert former is not None
-        os.kill(former, signal.SIGKILL)
+        previous = bench.guardian.pid
+        assert previous is not None
+        os.kill(previous, signal.SIGKILL)
         async with asyncio.timeout(GUARD):
-            pid = await bench.replaced.get()
-        assert pid == bench.guardian.pid != former
+            pid = await bench.restarted.get()
+        assert pid == bench.guardian.pid != previous
         os.kill(pid, 0)
 
 
 async def test_a_guardian_that_cannot_start_is_an_error(bench: Bench) -> None:
-    """A job that cannot be guarded does not begin."""
     bench.refusals = 1
-    with pytest.raises(
-        SurroundingsError, match=r"^cannot start the guardian process: no processes"
-    ):
+    with pytest.raises(HostError, match=r"^cannot start the guardian process: no processes"):
         await bench.guardian.start()
 
 
-async def test_a_replacement_is_tried_until_it_succeeds(bench: Bench) -> None:
-    """A machine that is out of processes for a while gets its guardian later."""
+async def test_a_restart_is_tried_until_it_succeeds(bench: Bench) -> None:
+    """The host is out of processes for a while."""
     await bench.guardian.start()
     bench.refusals = 1
-    former = bench.guardian.pid
-    assert former is not None
-    os.kill(former, signal.SIGKILL)
+    previous = bench.guardian.pid
+    assert previous is not None
+    os.kill(previous, signal.SIGKILL)
     async with asyncio.timeout(GUARD):
-        assert await bench.replaced.get() != former
+        assert await bench.restarted.get() != previous
     assert bench.refusals == 0
 
 
-async def test_closing_ends_a_replacement(bench: Bench) -> None:
-    """A job that ends while the machine refuses a guardian does not wait for one."""
+async def test_closing_cancels_a_restart(bench: Bench) -> None:
     await bench.guardian.start()
     bench.refusals = 1_000_000
-    former = bench.guardian.pid
-    assert former is not None
-    os.kill(former, signal.SIGKILL)
+    previous = bench.guardian.pid
+    assert previous is not None
+    os.kill(previous, signal.SIGKILL)
     async with asyncio.timeout(GUARD):
-        while bench.refusals == 1_000_000:  # nothing tells of it
+        while bench.refusals == 1_000_000:  # no event reports it
             await asyncio.sleep(0)
         await bench.guardian.aclose()
-    assert bench.replaced.empty()
+    assert bench.restarted.empty()
 
 
 async def test_common_signals_do_not_end_it(bench: Bench) -> None:
-    """A signal for all processes of a user must not leave the workers unguarded."""
     await bench.guardian.start()
     pid = bench.guardian.pid
     assert pid is not None
     async with asyncio.timeout(GUARD):
-        while not (ignored(pid) >> (signal.SIGUSR2 - 1) & 1):  # nothing tells of it
+        while not (ignored(pid) >> (signal.SIGUSR2 - 1) & 1):  # no event reports it
             await asyncio.sleep(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE):
         os.kill(pid, number)
     assert bench.guardian.pid == pid
     os.kill(pid, 0)
-    assert bench.replaced.empty()
+    assert bench.restarted.empty()
 
 
 def ignored(pid: int) -> int:
@@ -152,13 +137,13 @@ def ignored(pid: int) -> int:
     raise AssertionError("no SigIgn line")
 
 
-# A supervisor with a guardian, a worker, and all kinds of offspring of that.
+# A supervisor with a guardian and a worker, which starts another process group and a daemon.
 SUPERVISOR = """
 import asyncio, os, sys
-from elastic_aio.aio import Pausable
-from elastic_aio.process.base import ChildPlan
+from elastic_aio.aio import PausableClock
+from elastic_aio.process.base import ChildSpec
 from elastic_aio.process.command import command_spawner
-from elastic_aio.process.guardian import Guardian, open_roster
+from elastic_aio.process.guardian import Guardian, open_session_list
 from elastic_aio.process.tree import ProcessTree
 
 MARKER = "ELASTIC_AIO_JOB_" + os.urandom(8).hex()
@@ -174,12 +159,14 @@ SCRIPT = 'set -m; sleep 99 & echo $!; "$0" -I -S -c "$1"; trap "" TERM; echo $$;
 
 async def main():
     spawn = command_spawner(asyncio.get_running_loop())
-    roster = open_roster()
-    tree = ProcessTree(MARKER, Pausable(), roster)
-    guardian = Guardian(spawn, marker=MARKER, since=tree.since, roster=roster, on_replaced=print)
+    sessions = open_session_list()
+    tree = ProcessTree(MARKER, PausableClock(), sessions)
+    guardian = Guardian(
+        spawn, marker=MARKER, since=tree.since, session_list=sessions, on_restarted=print
+    )
     await guardian.start()
     print(guardian.pid, flush=True)
-    tree.add(await spawn(ChildPlan(
+    tree.add(await spawn(ChildSpec(
         argv=("bash", "-c", SCRIPT, sys.executable, DAEMON),
         env={**os.environ, MARKER: "1"}, cwd=None, stdin=0, stdout=1, stderr=2,
     )))
@@ -192,10 +179,10 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["plain", "forking"])
-def test_a_killed_supervisor_leaves_nobody(kind: str) -> None:
-    """SIGKILL: worker, other process group and daemon are gone within a second or two.
+def test_a_killed_supervisor_leaves_no_process(kind: str) -> None:
+    """Worker, other process group and daemon are gone within a second or two.
 
-    A program that forks keeps nothing alive but its own fork.
+    A program that forks keeps only its own fork alive.
     """
     supervisor = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, kind],
@@ -214,18 +201,18 @@ def test_a_killed_supervisor_leaves_nobody(kind: str) -> None:
         supervisor.kill()
         supervisor.wait()
         for pidfd in pidfds:
-            waiting = select.poll()
-            waiting.register(pidfd, select.POLLIN)
-            assert waiting.poll(GUARD * 1000), "it lives on"
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            assert poller.poll(GUARD * 1000), "it still runs"
             os.close(pidfd)
         assert time.monotonic() - began < 5
         assert bystander.poll() is None
         for fork in forks:
             pidfd = os.pidfd_open(fork)
             os.kill(fork, signal.SIGKILL)
-            waiting = select.poll()
-            waiting.register(pidfd, select.POLLIN)
-            assert waiting.poll(GUARD * 1000)
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            assert poller.poll(GUARD * 1000)
             os.close(pidfd)
     finally:
         bystander.kill()
@@ -236,11 +223,11 @@ def test_a_killed_supervisor_leaves_nobody(kind: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_the_guardian_is_small() -> None:
-    """Its interpreter loads next to nothing: it waits beside every job."""
+    """Its interpreter loads no large module: there is one for every job."""
     main = ROOT / "elastic_aio" / "process" / "guardian_main.py"
     code = (
         "import sys\n"

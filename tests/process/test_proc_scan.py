@@ -1,8 +1,9 @@
-"""Finding what descends from the workers, and nothing else."""
+"""Scans of /proc find the descendants of the workers, and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_aio.process.sweep import (
-    Elders,
-    Process,
-    Session,
+from elastic_aio.process import proc_scan
+from elastic_aio.process.proc_scan import (
+    ProcEntry,
+    ScanCache,
+    WorkerSession,
     find_descendants,
     open_pidfd,
     parse_stat,
@@ -59,8 +61,7 @@ def stat_line(name: bytes, *, state: bytes = b"S", threads: int = 1) -> bytes:
         b"\0",
     ],
 )
-def test_a_name_may_hold_anything(name: bytes) -> None:
-    """Spaces, parentheses and newlines in a name move no field."""
+def test_a_name_may_contain_anything(name: bytes) -> None:
     process = parse_stat(stat_line(name))
     assert (process.pid, process.parent, process.session, process.start, process.state) == (
         42,
@@ -89,55 +90,52 @@ def test_a_name_may_hold_anything(name: bytes) -> None:
     ],
 )
 def test_a_zombie_with_threads_lives(state: bytes, threads: int, is_dead: bool) -> None:
-    """A process is dead when its last thread is, not when its first one is."""
+    """A process is dead when its last thread has ended, not its main thread."""
     assert parse_stat(stat_line(b"x", state=state, threads=threads)).is_dead is is_dead
 
 
 @pytest.mark.parametrize("content", [b"", b"42", b"42 (x) S 1 2", b"x (y) " + b"1 " * 40, b"\n"])
-def test_another_form_is_a_value_error(content: bytes) -> None:
-    """What is no stat line is refused and not guessed at."""
+def test_another_format_is_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_stat(content)
 
 
-def test_we_can_be_read() -> None:
-    """Our own line agrees with what the system says of us."""
+def test_this_process_can_be_read() -> None:
     me = read_process(os.getpid())
     assert me is not None
     assert (me.pid, me.parent, me.session) == (os.getpid(), os.getppid(), os.getsid(0))
     assert 0 < me.start <= ticks_now()
-    assert repr(me) == f"<Process {os.getpid()} of session {os.getsid(0)}, state R>"
+    assert repr(me) == f"<ProcEntry {os.getpid()} of session {os.getsid(0)}, state R>"
 
 
-def test_who_is_gone_is_none() -> None:
-    """A reaped child cannot be read any more."""
+def test_a_reaped_process_is_none() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     assert read_process(child.pid) is None
 
 
-def process(pid: int, *, start: int, session: int = 100) -> Process:
-    return Process(pid, 1, session, start, "S", is_dead=False)
+def process(pid: int, *, start: int, session: int = 100) -> ProcEntry:
+    return ProcEntry(pid, 1, session, start, "S", is_dead=False)
 
 
 @pytest.mark.parametrize(
     ("session", "member", "is_certain"),
     [
-        (Session(100, 5), process(100, start=5), True),
-        (Session(100, 5), process(101, start=5), True),
-        (Session(100, 5), process(101, start=999), True),
-        (Session(100, 5), process(100, start=999), False),
-        (Session(100, 5, 50), process(101, start=49), True),
-        (Session(100, 5, 50), process(101, start=50), True),
-        (Session(100, 5, 50), process(101, start=51), False),
-        (Session(100, 5, 50), process(100, start=5), True),
-        (Session(100, 5, 50), process(100, start=51), False),
+        (WorkerSession(100, 5), process(100, start=5), True),
+        (WorkerSession(100, 5), process(101, start=5), True),
+        (WorkerSession(100, 5), process(101, start=999), True),
+        (WorkerSession(100, 5), process(100, start=999), False),
+        (WorkerSession(100, 5, 50), process(101, start=49), True),
+        (WorkerSession(100, 5, 50), process(101, start=50), True),
+        (WorkerSession(100, 5, 50), process(101, start=51), False),
+        (WorkerSession(100, 5, 50), process(100, start=5), True),
+        (WorkerSession(100, 5, 50), process(100, start=51), False),
     ],
 )
-def test_a_number_is_ours_only_while_it_is_pinned(
-    session: Session, member: Process, is_certain: bool
+def test_membership_is_certain_only_before_the_leader_was_reaped(
+    session: WorkerSession, member: ProcEntry, is_certain: bool
 ) -> None:
-    """Whoever came after the leader was reaped, or bears its pid, is not surely a member."""
+    """A later process, or one with the leader's pid, may be of another session."""
     assert session.is_certain(member) is is_certain
 
 
@@ -145,12 +143,12 @@ def test_a_number_is_ours_only_while_it_is_pinned(
 
 
 class Family:
-    """Processes that a test starts; all of them are gone afterwards."""
+    """Processes that a test starts; all are killed afterwards."""
 
     def __init__(self) -> None:
         self.since = ticks_now() - 1
         self.children: list[subprocess.Popen[bytes]] = []
-        self.others: list[int] = []
+        self.grandchildren: list[int] = []
 
     def start(self, *argv: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
@@ -164,32 +162,34 @@ class Family:
         return child
 
     def pid_from(self, child: subprocess.Popen[bytes]) -> int:
-        """Read the pid of a further process from a child's output."""
+        """Read the pid of a grandchild from a child's output."""
         assert child.stdout is not None
         pid = int(child.stdout.readline())
-        self.others.append(pid)
+        self.grandchildren.append(pid)
         return pid
 
-    def session(self, child: subprocess.Popen[bytes]) -> dict[int, Session]:
+    def session(self, child: subprocess.Popen[bytes]) -> dict[int, WorkerSession]:
         leader = read_process(child.pid)
         assert leader is not None
-        return {child.pid: Session(child.pid, leader.start)}
+        return {child.pid: WorkerSession(child.pid, leader.start)}
 
-    def found(self, sessions: dict[int, Session] | None = None, **options: object) -> set[int]:
-        options.setdefault("elders", Elders())
+    def found(
+        self, sessions: dict[int, WorkerSession] | None = None, **options: object
+    ) -> set[int]:
+        options = {"known": {}, "cache": ScanCache(), **options}
         while True:
-            looking = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
+            scan = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
             try:
                 while True:
-                    next(looking)
-            except StopIteration as done:
-                processes: list[Process] = done.value
-                return {one.pid for one in processes}
+                    next(scan)
+            except StopIteration as end:
+                entries: list[ProcEntry] = end.value
+                return {entry.pid for entry in entries}
             except BlockingIOError:
                 os.sched_yield()  # a child of ours is in the middle of its exec
 
     def end(self) -> None:
-        for pid in self.others:
+        for pid in self.grandchildren:
             with contextlib.suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(pid)
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -203,39 +203,43 @@ class Family:
 
 
 def wait_for_end(pidfd: int) -> None:
-    waiting = select.poll()
-    waiting.register(pidfd, select.POLLIN)
-    assert waiting.poll(GUARD_MS), "it lives on"
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert poller.poll(GUARD_MS), "it still runs"
 
 
 @pytest.fixture
 def family() -> Iterator[Family]:
-    """A family that is ended afterwards."""
-    one = Family()
-    yield one
-    one.end()
+    """A family that is killed afterwards."""
+    family = Family()
+    yield family
+    family.end()
 
 
 DAEMON = """
-import os, sys
+import os, select, sys
 if os.fork(): os._exit(0)
 os.setsid()
+poller = select.poll()
+poller.register(os.pidfd_open(os.getpid()), select.POLLIN)
 if os.fork(): os._exit(0)
+poller.poll()  # until the process between has ended: a scan would still find it
 print(os.getpid(), flush=True)
 os.execvp("sleep", ["sleep", "99"])
 """
 
 
 def test_a_daemon_is_found_by_its_environment(family: Family) -> None:
-    """Forked twice, in a session of its own, its parents gone: the marker still tells."""
+    """Forked twice, in a session of its own, its parents gone."""
     parent = family.start(sys.executable, "-I", "-S", "-c", DAEMON, env={MARKER: "1"})
     daemon = family.pid_from(parent)
     parent.wait()
     assert family.found() == {daemon}
 
 
-def test_an_exec_hides_nobody(family: Family) -> None:
-    """While a process executes another program its environment is away: that is no absence."""
+@pytest.mark.slow
+def test_a_process_in_an_exec_is_found(family: Family) -> None:
+    """Its environment cannot be read for about a millisecond."""
     code = "import os; print(os.getpid(), flush=True); os.execvp('sleep', ['sleep', '99'])"
     for _ in range(60):
         child = family.start(sys.executable, "-I", "-S", "-c", code, env={MARKER: "1"})
@@ -245,15 +249,49 @@ def test_an_exec_hides_nobody(family: Family) -> None:
         child.wait()
 
 
+def test_execs_of_other_processes_do_not_prevent_a_scan(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy host, every scan meets a process in the middle of an exec."""
+    child = family.start("sleep", "99")
+    sessions = family.session(child)
+    other = family.start("sleep", "99")
+    starts = itertools.count(ticks_now())
+
+    def read_as_new(pid: int) -> ProcEntry | None:
+        entry = read_process(pid)
+        if entry is not None and pid == other.pid:
+            entry.start = next(starts)
+        return entry
+
+    monkeypatch.setattr(proc_scan, "read_process", read_as_new)
+    monkeypatch.setattr(proc_scan, "_environment", lambda pid: b"")
+    monkeypatch.setattr(proc_scan, "_may_be_in_exec", lambda process: True)
+    assert family.found(sessions) == {child.pid}
+
+
+def test_an_exec_of_a_known_process_needs_no_other_scan(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent decides, which the scan may read after it."""
+    shell = family.start("bash", "-c", "env -i setsid sleep 99 & echo $!; wait")
+    sleeper = family.pid_from(shell)
+    sessions = family.session(shell)
+    monkeypatch.setattr(proc_scan, "_environment", lambda pid: b"")
+    monkeypatch.setattr(proc_scan, "_may_be_in_exec", lambda process: process.pid == sleeper)
+    monkeypatch.setattr(ScanCache, "should_retry", lambda cache, hidden: bool(hidden))
+    assert family.found(sessions) == {shell.pid, sleeper}
+
+
 def test_a_daemon_of_another_job_is_not_ours(family: Family) -> None:
-    """A marker whose name only begins like ours, or stands in a value, is another's."""
-    others = {f"{MARKER}X": "1", f"X{MARKER}": "1", "VALUE": f"{MARKER}=1"}
-    family.pid_from(family.start(sys.executable, "-I", "-S", "-c", DAEMON, env=others))
+    """Markers with a longer name, and a value that looks like the marker."""
+    markers = {f"{MARKER}X": "1", f"X{MARKER}": "1", "VALUE": f"{MARKER}=1"}
+    family.pid_from(family.start(sys.executable, "-I", "-S", "-c", DAEMON, env=markers))
     assert family.found() == set()
 
 
 def test_another_process_group_is_the_same_session(family: Family) -> None:
-    """A shell's job control does not hide a job from us."""
+    """A shell's job control makes process groups."""
     shell = family.start("bash", "-c", "set -m; sleep 99 & echo $!; exec sleep 98")
     sleeper = family.pid_from(shell)
     assert os.getpgid(sleeper) == sleeper
@@ -262,31 +300,31 @@ def test_another_process_group_is_the_same_session(family: Family) -> None:
 
 
 def test_a_member_outlives_its_leader(family: Family) -> None:
-    """After the leader was reaped, whoever started before that is still ours."""
+    """A member that started before the leader was reaped."""
     shell = family.start("bash", "-c", "set -m; sleep 99 & echo $!")
     sleeper = family.pid_from(shell)
     shell.wait()
-    session = Session(shell.pid, family.since, ticks_now())
+    session = WorkerSession(shell.pid, family.since, ticks_now())
     assert family.found({shell.pid: session}) == {sleeper}
-    # Had the leader been reaped before it started, the number might be somebody else's.
+    # Had the leader been reaped before it started, the number might be another session's.
     session.closed = family.since
     assert family.found({shell.pid: session}) == set()
 
 
-def test_a_stranger_to_session_and_environment_is_found_by_its_parent(family: Family) -> None:
-    """`env -i setsid` leaves nothing but the parent, and that is enough while it lives."""
+def test_a_process_is_found_by_its_parent_only(family: Family) -> None:
+    """`env -i setsid`: another session and no environment."""
     shell = family.start("bash", "-c", "env -i setsid sleep 99 & echo $!; wait")
     sleeper = family.pid_from(shell)
     while True:  # until bash's child has become `sleep` in its own session
-        one = read_process(sleeper)
-        assert one is not None
-        if one.session == sleeper:
+        entry = read_process(sleeper)
+        assert entry is not None
+        if entry.session == sleeper:
             break
     assert family.found(family.session(shell)) == {shell.pid, sleeper}
 
 
-def test_what_is_older_than_the_job_is_not_ours(family: Family) -> None:
-    """Even with the marker, a process that was there before the job began is left alone."""
+def test_a_process_older_than_the_job_is_not_found(family: Family) -> None:
+    """Even if it has the marker."""
     parent = family.start("sh", "-c", "echo $$; exec sleep 99", env={MARKER: "1"})
     assert parent.stdout is not None
     parent.stdout.readline()
@@ -295,30 +333,27 @@ def test_what_is_older_than_the_job_is_not_ours(family: Family) -> None:
     assert family.found() == set()
 
 
-def test_zombies_and_we_ourselves_are_not_found(family: Family) -> None:
-    """Who has ended is gone, and the one who looks is never among the descendants."""
+def test_zombies_and_the_scanning_process_are_not_found(family: Family) -> None:
     child = family.start("true", env={MARKER: "1"})
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    me = read_process(os.getpid())
-    assert me is not None
     family.since = 0
-    sessions = {os.getsid(0): Session(os.getsid(0), 0)}
-    assert child.pid not in family.found({child.pid: Session(child.pid, 0)})
+    sessions = {os.getsid(0): WorkerSession(os.getsid(0), 0)}
+    assert child.pid not in family.found({child.pid: WorkerSession(child.pid, 0)})
     assert os.getpid() not in family.found(sessions)
 
 
-def test_a_descriptor_stands_for_one_process(family: Family) -> None:
-    """The pid alone is not enough: another start time is another process."""
+def test_a_pidfd_is_opened_for_one_process_only(family: Family) -> None:
+    """The same pid with another start time is another process."""
     child = family.start("sleep", "99")
-    found = read_process(child.pid)
-    assert found is not None
-    descriptor = open_pidfd(found)
+    entry = read_process(child.pid)
+    assert entry is not None
+    descriptor = open_pidfd(entry)
     assert descriptor is not None
-    found.start += 1
-    assert open_pidfd(found) is None
+    entry.start += 1
+    assert open_pidfd(entry) is None
     assert send(descriptor, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     assert not send(descriptor, signal.SIGTERM)
     os.close(descriptor)
-    found.start -= 1
-    assert open_pidfd(found) is None
+    entry.start -= 1
+    assert open_pidfd(entry) is None

@@ -1,4 +1,4 @@
-"""Backends by name, plug-ins among them."""
+"""Backends by name, with plug-ins."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torchrun import parse_run
 from elastic_aio.errors import SpecError
-from elastic_aio.rendezvous.base import NodeCard, Rendezvous
-from elastic_aio.rendezvous.registry import is_known_backend, known_backends, make_rendezvous
-from elastic_aio.rendezvousspec import RendezvousSpec
-from elastic_aio.spec import LaunchSpec
-from elastic_aio.torchrun import UsageError, parse_run
+from elastic_aio.rendezvous.backends import is_known_backend, known_backends, make_rendezvous
+from elastic_aio.rendezvous.base import NodeInfo, Rendezvous
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 
-CARD = NodeCard(name="here", pid=1, nproc=2, role="default")
+CARD = NodeInfo(name="here", pid=1, nproc=2, role="default")
 
 PLUG_IN = '''
 from elastic_aio.rendezvous.base import Rendezvous
@@ -55,12 +56,12 @@ missing = no_such_module_here:Anything
 
 
 class Silent:
-    """A listener that is never told anything."""
+    """An agent that gets no instructions."""
 
-    def instructed(self, instruction: object) -> None:
+    def on_instruction(self, instruction: object) -> None:
         raise AssertionError(instruction)
 
-    told = decide = reserve_master = instructed
+    published = decide = reserve_master_port = on_instruction
 
 
 @pytest.fixture
@@ -78,68 +79,63 @@ def _plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make(backend: str) -> Rendezvous:
     spec = LaunchSpec("x", nnodes=2, rendezvous=RendezvousSpec(backend=backend, node_rank=0))
-    listener: Any = Silent()
-    return make_rendezvous(spec, CARD, "run", listener)
+    agent: Any = Silent()
+    return make_rendezvous(spec, CARD, "run", agent)
 
 
 @pytest.mark.usefixtures("_plug_in")
-def test_a_plug_in_is_called_with_everything() -> None:
-    """It gets the job, the node, the run and the listener, and what it makes is returned."""
+def test_a_plug_in_gets_all_arguments() -> None:
     made: Any = make("mail")
-    spec, card, run_id, listener = made.arguments
+    spec, node, run_id, agent = made.arguments
     assert spec.rendezvous.backend == "mail"
-    assert (card, run_id) == (CARD, "run")
-    assert isinstance(listener, Silent)
+    assert (node, run_id) == (CARD, "run")
+    assert isinstance(agent, Silent)
 
 
 @pytest.mark.usefixtures("_plug_in")
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("nothing", "must be a plug-in that makes a Rendezvous (and no str), not 'nothing'"),
-        ("gone", "must be a plug-in that can be loaded (AttributeError: module 'by_mail_plug_in'"),
-        ("missing", "must be a plug-in that can be loaded (ModuleNotFoundError: No module named"),
-        ("post", "must be one of c10d, gone, mail, missing, nothing, refuse, static, tcp, not"),
+        ("nothing", "must name a plug-in that returns a Rendezvous, not str (got 'nothing')"),
+        ("gone", "the plug-in cannot be loaded: AttributeError: module 'by_mail_plug_in'"),
+        ("missing", "the plug-in cannot be loaded: ModuleNotFoundError: No module named"),
+        ("post", "must be one of c10d, gone, mail, missing, nothing, refuse, static, tcp (got"),
     ],
 )
-def test_what_is_no_backend(backend: str, message: str) -> None:
-    """One line with the reason."""
+def test_invalid_backends(backend: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         make(backend)
     assert str(caught.value).startswith(f"rendezvous.backend: {message}")
 
 
 @pytest.mark.usefixtures("_plug_in")
-def test_a_plug_in_that_fails_says_so_itself() -> None:
-    """What it raises is not ours to hide."""
+def test_errors_of_a_plug_in_are_raised() -> None:
     with pytest.raises(OSError, match="no stamps"):
         make("refuse")
 
 
 @pytest.mark.usefixtures("_plug_in")
-def test_the_command_line_knows_plug_ins() -> None:
-    """Their names are accepted, with settings of their own; others are refused with a list."""
+def test_the_command_line_accepts_plug_ins() -> None:
     assert is_known_backend("mail")
     assert not is_known_backend("post")
     assert {"mail", "c10d", "static", "tcp"} <= set(known_backends())
     request = parse_run(["--nnodes=2", "--rdzv-backend=mail", "--rdzv-conf=box=7", "x"], {})
     assert request.spec.rendezvous.conf == {"box": "7"}
-    with pytest.raises(UsageError, match=r"^--rdzv-backend: must be one of c10d, .*mail.*'post'"):
+    with pytest.raises(UsageError, match=r"^--rdzv-backend: must be one of: c10d, .*mail.*'post'"):
         parse_run(["--nnodes=2", "--rdzv-backend=post", "x"], {})
 
 
 @pytest.mark.parametrize(
     ("backend", "module", "function"),
     [
-        ("c10d", "dynamic", "make_dynamic"),
-        ("tcp", "dynamic", "make_dynamic"),
-        ("static", "static", "make_static"),
+        ("c10d", "dynamic", "DynamicRendezvous"),
+        ("tcp", "dynamic", "DynamicRendezvous"),
+        ("static", "dynamic", "make_static"),
     ],
 )
-def test_our_own_are_imported_when_they_are_asked_for(
+def test_built_in_backends_are_imported_on_first_use(
     backend: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each name has its module and its function there."""
 
     class Made(Rendezvous):
         async def open(self) -> None: ...

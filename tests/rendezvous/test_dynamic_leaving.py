@@ -1,4 +1,4 @@
-"""Members that leave, at every moment, and what the others make of it."""
+"""Members that leave a real store."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import time
 
 from elastic_aio.events import Event, NodeLeft
 from elastic_aio.outcome import JobState
-from tests.support.members import Pretender, free_endpoint, meeting, present
+from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
 
-async def test_a_success_is_known_before_its_node_leaves() -> None:
-    """A node that reports its success and leaves in the same moment has succeeded."""
-    spec = meeting(free_endpoint(), "1:2")
-    a, b = Pretender("a", spec), Pretender("b", spec)
+async def test_a_success_is_written_before_the_node_leaves() -> None:
+    spec = job_spec(free_endpoint(), "1:2")
+    a, b = FakeAgent("a", spec), FakeAgent("b", spec)
     async with present(a, b):
-        await a.formed(2)
-        await b.formed(2)
-        b.succeeds()
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        b.succeed()
         await b.rendezvous.leave("it has succeeded")
-        await a.hears(NodeLeft)
-        a.succeeds()
-        assert (await a.ended()).state is JobState.SUCCEEDED
-        assert len(a.begun) == 1
+        await a.wait_event(NodeLeft)
+        a.succeed()
+        assert (await a.wait_ended()).state is JobState.SUCCEEDED
+        assert len(a.started) == 1
 
 
-async def test_told_again_to_leave_a_node_waits_for_nobody() -> None:
-    """Whoever serves the others stays until they have heard the end, but not against its will."""
-    spec = meeting(free_endpoint(), "2", close_timeout=60.0)
-    a, b = Pretender("a", spec), Pretender("b", spec)
+async def test_a_second_leave_ends_the_wait_for_other_nodes() -> None:
+    spec = job_spec(free_endpoint(), "2", close_timeout=60.0)
+    a, b = FakeAgent("a", spec), FakeAgent("b", spec)
     async with present(a, b):
-        await a.formed(2)
-        await b.formed(2)
-        a.succeeds()
-        b.succeeds()
-        await a.ended()
-        await b.ended()  # and stays
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        a.succeed()
+        b.succeed()
+        await a.wait_ended()
+        await b.wait_ended()  # and stays
         leaving = asyncio.create_task(a.rendezvous.leave("the job is over"))
         await asyncio.wait([leaving], timeout=0.5)
         assert not leaving.done()
@@ -45,14 +43,13 @@ async def test_told_again_to_leave_a_node_waits_for_nobody() -> None:
         assert time.monotonic() - began < 10
 
 
-async def test_a_defect_ends_the_job_of_its_node() -> None:
-    """What an agent raises when it is told something ends its part, instead of hanging it."""
+async def test_an_error_of_the_agent_ends_the_job_of_its_node() -> None:
 
-    class Defective(Pretender):
-        def told(self, event: Event) -> None:
+    class Defective(FakeAgent):
+        def on_event(self, event: Event) -> None:
             raise ZeroDivisionError("a defect")
 
-    one = Defective("a", meeting(free_endpoint(), "2"))
+    one = Defective("a", job_spec(free_endpoint(), "2"))
     async with present(one):
-        ending = await one.ended()
-        assert "a defect" in ending.why
+        outcome = await one.wait_ended()
+        assert "a defect" in outcome.why

@@ -1,4 +1,4 @@
-"""A job's events in its store: written by many, followed from anywhere."""
+"""The event stream: written by many nodes, read from any host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarte
 from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
 from elastic_aio.events import AttemptFailed, event_from_json, event_to_json
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
-from elastic_aio.rendezvous import following
-from elastic_aio.rendezvous.following import JobEvents
-from elastic_aio.rendezvous.stream import KEPT, EventStream
+from elastic_aio.rendezvous import event_reader
+from elastic_aio.rendezvous.event_reader import JobEvents
+from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
 
 DONE = JobFinished(state=JobState.SUCCEEDED, why="done", exit_code=0, duration=1.0, restarts=0)
 
 
 def started(*ranks: int) -> list[Event]:
-    """Return events that can be told apart."""
+    """Return events that differ in their ranks."""
     return [WorkerStarted(rank=rank, local_rank=0, pid=1, node="a") for rank in ranks]
 
 
@@ -62,17 +62,17 @@ async def serving(port: int = 0) -> AsyncIterator[tuple[StoreServer, Store]]:
 
 @contextlib.contextmanager
 def dead(port: int = 0) -> Iterator[str]:
-    """Give an endpoint where nobody listens, and nobody else can meanwhile."""
+    """Reserve an endpoint at which no process listens."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
         yield f"127.0.0.1:{sock.getsockname()[1]}"
 
 
-async def test_events_come_in_order_with_numbers() -> None:
-    """Those that are there already, and those to come; the end ends the iteration."""
+async def test_events_are_numbered_and_ordered() -> None:
+    """Present and later ones; `JobFinished` ends the iteration."""
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         await stream.write(started(0, 1))
         async with follow_job(server.endpoint, "r") as events:
             assert events.has_begun
@@ -84,29 +84,28 @@ async def test_events_come_in_order_with_numbers() -> None:
     assert [event.seq for event in [*before, *after]] == [0, 1, 2, 3]
 
 
-async def test_a_reader_may_come_before_the_first_event() -> None:
-    """It waits, and can tell that nothing has begun."""
+async def test_a_reader_may_begin_before_the_first_event() -> None:
     async with serving() as (server, store), follow_job(server.endpoint, "r") as events:
         assert not events.has_begun
         reading = asyncio.ensure_future(all_of(events))
-        await EventStream(store).write([*started(7), DONE])
+        await EventStreamWriter(store).write([*started(7), DONE])
         assert shown(await reading) == [7, "JobFinished"]
         assert events.has_begun
 
 
-async def test_many_write_at_once() -> None:
-    """Nothing is lost, nothing comes twice, and each writer's order is kept."""
+async def test_concurrent_writers() -> None:
+    """No event is lost or repeated, and each writer's order is kept."""
     async with serving() as (server, store), follow_job(server.endpoint, "r") as events:
 
         async def write(writer: int) -> None:
             async with connect(server.endpoint) as own:
-                stream = EventStream(own.prefixed("elastic_aio/r"))
+                stream = EventStreamWriter(own.prefixed("elastic_aio/r"))
                 for turn in range(10):
                     first = 100 * writer + 3 * turn
                     await stream.write(started(first, first + 1, first + 2))
 
         await asyncio.gather(*map(write, range(5)))
-        await EventStream(store).write([DONE])
+        await EventStreamWriter(store).write([DONE])
         seen = await all_of(events)
     ranks = shown(seen)[:-1]
     assert [event.seq for event in seen] == list(range(151))
@@ -115,10 +114,10 @@ async def test_many_write_at_once() -> None:
         assert own == list(range(100 * writer, 100 * writer + 30))
 
 
-async def test_a_reader_goes_on_where_it_was() -> None:
-    """`seq` is a cursor; the end known already is the end."""
+async def test_a_reader_continues_after_its_cursor() -> None:
+    """Also after the last event."""
     async with serving() as (server, store):
-        await EventStream(store).write([*started(0, 1, 2), DONE])
+        await EventStreamWriter(store).write([*started(0, 1, 2), DONE])
         for after, expected in [
             (-1, [0, 1, 2, "JobFinished"]),
             (0, [1, 2, "JobFinished"]),
@@ -130,9 +129,9 @@ async def test_a_reader_goes_on_where_it_was() -> None:
 
 
 async def test_only_the_last_events_are_kept() -> None:
-    """Older ones are deleted, and who comes too late for them is told how many."""
+    """A later reader gets the number of deleted events."""
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         await stream.write(started(*range(KEPT + 30)))
         await stream.write([DONE])
         keys = [key for key in await store.list_keys() if key[:8] == "events/0"]
@@ -146,9 +145,8 @@ async def test_only_the_last_events_are_kept() -> None:
 
 
 async def test_a_gap_is_waited_for() -> None:
-    """What has a lower number comes first, though it is written later."""
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         async with follow_job(server.endpoint, "r") as events:
             late = await store.add("events#", 1) - 1
             await stream.write(started(1, 2))
@@ -162,15 +160,15 @@ async def test_a_gap_is_waited_for() -> None:
 
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_GAP_PATIENCE", 0.05)
-    monkeypatch.setattr(following, "_TURN", 0.2)
+    monkeypatch.setattr(event_reader, "_GAP_PATIENCE", 0.05)
+    monkeypatch.setattr(event_reader, "_TURN", 0.2)
 
 
 @pytest.mark.usefixtures("_hasty")
-async def test_a_writer_that_died_leaves_a_gap() -> None:
-    """It is given up in the end, and the reader is told; what comes later still is dropped."""
+async def test_a_gap_is_given_up() -> None:
+    """A later event with a missing number is dropped."""
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         async with follow_job(server.endpoint, "r") as events:
             await store.add("events#", 3)
             await stream.write(started(3))
@@ -182,8 +180,7 @@ async def test_a_writer_that_died_leaves_a_gap() -> None:
 
 @pytest.mark.usefixtures("_hasty")
 @pytest.mark.parametrize("when", ["before", "during"])
-async def test_rubbish_does_not_end_the_iteration(when: str) -> None:
-    """A value that is no event counts as missed; a key that is no number is none."""
+async def test_invalid_events_do_not_end_the_iteration(when: str) -> None:
     rubbish = {
         "events/": b"x",
         "events/x": event_to_json(DONE),
@@ -195,7 +192,7 @@ async def test_rubbish_does_not_end_the_iteration(when: str) -> None:
         "events/" + "9" * 30: event_to_json(DONE),
     }
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         await stream.write(started(0))
         await store.add("events#", 3)
         if when == "before":
@@ -208,10 +205,9 @@ async def test_rubbish_does_not_end_the_iteration(when: str) -> None:
             assert shown(await all_of(events)) == [4, 5, "JobFinished"]
 
 
-async def test_the_other_endpoint_is_tried() -> None:
-    """The first one at which there is a store is taken."""
+async def test_the_next_endpoint_is_tried() -> None:
     async with serving() as (server, store):
-        await EventStream(store).write([*started(0), DONE])
+        await EventStreamWriter(store).write([*started(0), DONE])
         with dead() as other:
             async with follow_job(f"{other}, {server.endpoint}", "r", timeout=20) as events:
                 assert shown(await all_of(events)) == [0, "JobFinished"]
@@ -219,27 +215,26 @@ async def test_the_other_endpoint_is_tried() -> None:
 
 @pytest.mark.usefixtures("_hasty")
 async def test_a_lost_store_is_followed_by_another_stream() -> None:
-    """The next endpoint's store begins anew, and the reader is told so, once."""
+    """The reader gets one `EventsMissed`."""
     async with contextlib.AsyncExitStack() as stack:
         first, store = await stack.enter_async_context(serving())
         async with serving() as (second, other):
-            await EventStream(store).write(started(0, 1))
+            await EventStreamWriter(store).write(started(0, 1))
             both = f"{first.endpoint},{second.endpoint}"
             async with follow_job(both, "r", timeout=20) as events:
                 assert shown(await taken(events, 2)) == [0, 1]
                 await stack.aclose()
                 with dead(first.port):
-                    await EventStream(other).write([*started(2, 3, 4), DONE])
+                    await EventStreamWriter(other).write([*started(2, 3, 4), DONE])
                     seen = await all_of(events)
     assert shown(seen) == ["missed 0", 2, 3, 4, "JobFinished"]
     assert [event.seq for event in seen] == [-1, 0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("_hasty")
-async def test_a_broken_connection_loses_nothing() -> None:
-    """The same stream goes on after the last event that was read."""
+async def test_a_broken_connection_loses_no_event() -> None:
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         await stream.write(started(0))
         async with follow_job(server.endpoint, "r", timeout=20) as events:
             assert shown(await taken(events, 1)) == [0]
@@ -251,18 +246,16 @@ async def test_a_broken_connection_loses_nothing() -> None:
             assert shown(await all_of(events)) == [1, "JobFinished"]
 
 
-async def test_a_cursor_of_another_stream() -> None:
-    """A number that this stream has not reached is of another one: it is read from 0."""
+async def test_a_cursor_above_the_stream_starts_at_0() -> None:
     async with serving() as (server, store):
-        await EventStream(store).write([*started(0), DONE])
+        await EventStreamWriter(store).write([*started(0), DONE])
         async with follow_job(server.endpoint, "r", after=500) as events:
             assert shown(await all_of(events)) == ["missed 0", 0, "JobFinished"]
 
 
-async def test_cancelling_a_wait_loses_nothing() -> None:
-    """As with every iterator here."""
+async def test_cancelling_a_wait_loses_no_event() -> None:
     async with serving() as (server, store):
-        stream = EventStream(store)
+        stream = EventStreamWriter(store)
         async with follow_job(server.endpoint, "r") as events:
             for rank in range(5):
                 waiting = asyncio.ensure_future(anext(events))
@@ -276,7 +269,6 @@ async def test_cancelling_a_wait_loses_nothing() -> None:
 
 
 async def test_no_store_answers() -> None:
-    """One line that names the endpoints, after the time allowed."""
     with (
         dead() as one,
         dead() as two,
@@ -286,11 +278,10 @@ async def test_no_store_answers() -> None:
 
 
 @pytest.mark.usefixtures("_hasty")
-async def test_the_store_is_gone_for_good() -> None:
-    """The iteration says so, and closing is possible all the same."""
+async def test_a_store_that_does_not_return() -> None:
     async with contextlib.AsyncExitStack() as stack:
         server, store = await stack.enter_async_context(serving())
-        await EventStream(store).write(started(0))
+        await EventStreamWriter(store).write(started(0))
         async with follow_job(server.endpoint, "r", timeout=0.3) as events:
             assert shown(await taken(events, 1)) == [0]
             await stack.aclose()
@@ -298,8 +289,7 @@ async def test_the_store_is_gone_for_good() -> None:
                 await taken(events, 1)
 
 
-async def test_the_token_is_asked_for() -> None:
-    """A wrong one is refused at once, a right one opens."""
+async def test_the_token_is_required() -> None:
     async with StoreServer("127.0.0.1", token="secret") as server:
         for wrong in (None, "guess"):
             with pytest.raises(StoreRefused):
@@ -318,24 +308,23 @@ async def test_the_token_is_asked_for() -> None:
         ({"timeout": 0}, "timeout: must be a number above 0"),
     ],
 )
-def test_unusable_arguments(arguments: dict[str, Any], message: str) -> None:
-    """Refused at once, by name."""
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         follow_job(**{"endpoint": "a:1", "run_id": "r", **arguments})
     assert str(caught.value).startswith(message)
 
 
-async def test_nothing_is_followed_outside_of_the_block() -> None:
+async def test_iteration_outside_of_the_context() -> None:
     """Before it is entered, and after it is left."""
     async with serving() as (server, store):
-        await EventStream(store).write(started(0))
-        following = follow_job(server.endpoint, "r")
+        await EventStreamWriter(store).write(started(0))
+        event_reader = follow_job(server.endpoint, "r")
         with pytest.raises(StoreClosed):
-            await anext(following)
-        async with following as events:
+            await anext(event_reader)
+        async with event_reader as events:
             assert shown(await taken(events, 1)) == [0]
         with pytest.raises(StoreClosed):
-            await anext(following)
+            await anext(event_reader)
 
 
 def huge_failure(length: int) -> Failure:
@@ -352,13 +341,13 @@ def huge_failure(length: int) -> Failure:
     )
 
 
-@pytest.mark.parametrize("length", [1, 1_000, 100_000])
+@pytest.mark.parametrize("length", [1, 1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 async def test_an_event_has_a_bounded_size(length: int) -> None:
-    """Texts and lists of a long one are cut; it stays an event of its kind."""
+    """Its texts and lists are truncated; its type stays."""
     root = huge_failure(length)
     event = AttemptFailed(attempt=3, root=root, failures=(root,) * 500)
     async with MemoryStore() as store:
-        await EventStream(store).write([event])
+        await EventStreamWriter(store).write([event])
         value = await store.get(f"events/{0:012d}")
     assert len(value) <= 16_384
     read = event_from_json(value)
@@ -368,10 +357,9 @@ async def test_an_event_has_a_bounded_size(length: int) -> None:
     assert read.seq == 0
 
 
-async def test_a_long_list_of_events_is_written_in_parts() -> None:
-    """However many there are."""
+async def test_many_events_are_written_in_batches() -> None:
     async with MemoryStore() as store:
-        await EventStream(store).write(started(*range(200)))
-        await EventStream(store).write([])
+        await EventStreamWriter(store).write(started(*range(200)))
+        await EventStreamWriter(store).write([])
         assert await store.get("events#") == b"200"
         assert await store.check([f"events/{number:012d}" for number in range(200)])

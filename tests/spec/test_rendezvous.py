@@ -1,4 +1,4 @@
-"""How nodes are told to meet, and how what cannot be meant is refused."""
+"""What a `RendezvousSpec` accepts, and how it refuses the rest."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
-from elastic_aio.rendezvousspec import RendezvousSpec, checked_host, parse_endpoints
-from elastic_aio.spec import LaunchSpec
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec, parse_endpoints
 
 
-def test_defaults() -> None:
-    """Nodes meet at a store on this machine, with torch's timeouts."""
+def test_the_defaults() -> None:
+    """A store on this host, with torch's timeouts."""
     spec = RendezvousSpec()
     assert (spec.backend, spec.endpoints) == ("c10d", ("localhost:29400",))
     assert (spec.join_timeout, spec.last_call_timeout, spec.close_timeout) == (600, 30, 30)
     assert (spec.heartbeat_timeout, spec.read_timeout, spec.exit_barrier_timeout) == (5, 60, 300)
-    assert (spec.store_grace, spec.keeps_workers, spec.is_host) == (None, True, None)
+    assert (spec.store_grace, spec.keep_workers, spec.is_host) == (None, True, None)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,8 @@ def test_defaults() -> None:
         ("c10d", "a:1, [::1]:2 ,c_d.e-f", ["a:1", "[::1]:2", "c_d.e-f:29400"]),
     ],
 )
-def test_endpoints_are_brought_into_one_form(
-    backend: str, endpoint: str, endpoints: list[str]
-) -> None:
-    """Each has its port and keeps its place; what was given stays as it was."""
+def test_endpoints_are_normalised(backend: str, endpoint: str, endpoints: list[str]) -> None:
+    """Each gets its port and keeps its position; `endpoint` stays as given."""
     spec = RendezvousSpec(backend=backend, endpoint=endpoint)
     assert spec.endpoints == tuple(endpoints)
     assert spec.endpoint == endpoint
@@ -46,24 +44,28 @@ def test_endpoints_are_brought_into_one_form(
 
 
 WHERE = "rendezvous.endpoint: must be HOST:PORT, [IPV6]:PORT or HOST"
-PORT = "rendezvous.endpoint: must have a port from 0 to 65535"
+
+
+PORT = "rendezvous.endpoint: must have a port from 1 to 65535"
+
+
 ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without a port"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": ""}, "rendezvous.backend: must not be empty, not ''"),
-        ({"backend": " "}, "rendezvous.backend: must not be empty, not ' '"),
-        ({"backend": None}, "rendezvous.backend: must be text without NUL, not None"),
-        ({"endpoint": None}, "rendezvous.endpoint: must be text without NUL, not None"),
+        ({"backend": ""}, "rendezvous.backend: must not be empty (got '')"),
+        ({"backend": " "}, "rendezvous.backend: must not be empty (got ' ')"),
+        ({"backend": None}, "rendezvous.backend: must be text without NUL (got None)"),
+        ({"endpoint": None}, "rendezvous.endpoint: must be text without NUL (got None)"),
         ({"endpoint": ""}, WHERE),
         ({"endpoint": "a:1,"}, WHERE),
         ({"endpoint": ":80"}, WHERE),
         ({"endpoint": "::1"}, WHERE),
         ({"endpoint": "[::1"}, WHERE),
-        ({"endpoint": "0.0.0.0:80"}, "rendezvous.endpoint: must be an address of one machine"),
-        ({"endpoint": "[::]:80"}, "rendezvous.endpoint: must be an address of one machine"),
+        ({"endpoint": "0.0.0.0:80"}, "rendezvous.endpoint: must be the address of one host"),
+        ({"endpoint": "[::]:80"}, "rendezvous.endpoint: must be the address of one host"),
         ({"endpoint": "[]:1"}, WHERE),
         ({"endpoint": "[localhost]:1"}, WHERE),
         ({"endpoint": "two words:1"}, WHERE),
@@ -76,44 +78,52 @@ ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without
         ({"endpoint": "a:-1"}, PORT),
         ({"endpoint": "a:65536"}, PORT),
         ({"endpoint": "a:\u0663"}, PORT),
-        ({"endpoint": "a:1,b:65536"}, f"{PORT}, not 'b:65536'"),
-        ({"is_host": 1}, "rendezvous.is_host: must be a bool, not 1"),
-        ({"node_rank": -1}, "rendezvous.node_rank: must be a whole number of at least 0, not -1"),
+        ({"endpoint": "a:1,b:65536"}, f"{PORT} (got 'b:65536')"),
+        ({"is_host": 1}, "rendezvous.is_host: must be a bool (got 1)"),
+        ({"node_rank": -1}, "rendezvous.node_rank: must be a whole number of at least 0 (got -1)"),
         ({"node_rank": "0"}, "rendezvous.node_rank: must be a whole number of at least 0"),
         ({"node_rank": True}, "rendezvous.node_rank: must be a whole number of at least 0"),
         ({"local_addr": ""}, ADDRESS),
         ({"local_addr": "host:80"}, ADDRESS),
         ({"local_addr": "[::1]"}, ADDRESS),
         ({"local_addr": "a b"}, ADDRESS),
-        ({"local_addr": 5}, "rendezvous.local_addr: must be text without NUL, not 5"),
-        ({"join_timeout": 0}, "rendezvous.join_timeout: must be a number above 0, not 0"),
+        ({"local_addr": 5}, "rendezvous.local_addr: must be text without NUL (got 5)"),
+        ({"join_timeout": 0}, "rendezvous.join_timeout: must be a number above 0 (got 0)"),
         ({"join_timeout": float("inf")}, "rendezvous.join_timeout: must be a number above 0"),
-        ({"read_timeout": -1}, "rendezvous.read_timeout: must be a number above 0, not -1"),
-        ({"read_timeout": "60"}, "rendezvous.read_timeout: must be a number above 0, not '60'"),
-        ({"last_call_timeout": -1}, "rendezvous.last_call_timeout: must be a number at least 0"),
-        ({"close_timeout": float("nan")}, "rendezvous.close_timeout: must be a number at least 0"),
-        ({"exit_barrier_timeout": -0.1}, "rendezvous.exit_barrier_timeout: must be a number at"),
-        ({"heartbeat_timeout": 1.9}, "rendezvous.heartbeat_timeout: must be a number at least 2"),
-        ({"heartbeat_timeout": True}, "rendezvous.heartbeat_timeout: must be a number at least 2"),
-        ({"store_grace": -1}, "rendezvous.store_grace: must be a number at least 0, not -1"),
-        ({"keeps_workers": None}, "rendezvous.keeps_workers: must be a bool, not None"),
+        ({"read_timeout": -1}, "rendezvous.read_timeout: must be a number above 0 (got -1)"),
+        ({"read_timeout": "60"}, "rendezvous.read_timeout: must be a number above 0 (got '60')"),
+        ({"last_call_timeout": -1}, "rendezvous.last_call_timeout: must be a number of at least 0"),
+        (
+            {"close_timeout": float("nan")},
+            "rendezvous.close_timeout: must be a number of at least 0",
+        ),
+        ({"exit_barrier_timeout": -0.1}, "rendezvous.exit_barrier_timeout: must be a number of at"),
+        (
+            {"heartbeat_timeout": 1.9},
+            "rendezvous.heartbeat_timeout: must be a number of at least 2",
+        ),
+        (
+            {"heartbeat_timeout": True},
+            "rendezvous.heartbeat_timeout: must be a number of at least 2",
+        ),
+        ({"store_grace": -1}, "rendezvous.store_grace: must be a number of at least 0 (got -1)"),
+        ({"keep_workers": None}, "rendezvous.keep_workers: must be a bool (got None)"),
         ({"token": ""}, "rendezvous.token: must not be empty"),
-        ({"token": b"secret"}, "rendezvous.token: must be text, not 'bytes'"),
+        ({"token": b"secret"}, "rendezvous.token: must be text (got 'bytes')"),
         ({"conf": [("a", "b")]}, "rendezvous.conf: must be a mapping of names to texts"),
-        ({"conf": {1: "b"}}, "rendezvous.conf: must be text without NUL, not 1"),
-        ({"conf": {"a": 1}}, "rendezvous.conf['a']: must be text without NUL, not 1"),
+        ({"conf": {1: "b"}}, "rendezvous.conf: must be text without NUL (got 1)"),
+        ({"conf": {"a": 1}}, "rendezvous.conf['a']: must be text without NUL (got 1)"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(settings: dict[str, Any], message: str) -> None:
-    """Field, value and what is accepted."""
+def test_an_invalid_setting_is_one_line(settings: dict[str, Any], message: str) -> None:
+    """Field, problem and value."""
     with pytest.raises(SpecError) as caught:
         RendezvousSpec(**settings)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_the_least_that_is_accepted() -> None:
-    """The ends of the ranges belong to them."""
+def test_the_lowest_accepted_values() -> None:
     spec = RendezvousSpec(
         node_rank=0,
         join_timeout=0.001,
@@ -128,11 +138,11 @@ def test_the_least_that_is_accepted() -> None:
     assert spec.local_addr == "fe80::1"
 
 
-def test_a_spec_is_frozen_and_keeps_its_secret() -> None:
-    """What was given can change freely, and the token is not in what may be logged."""
-    given = {"a": "b"}
-    spec = RendezvousSpec(conf=given, token="secret")
-    given["a"] = "c"
+def test_a_spec_is_frozen_and_hides_its_token() -> None:
+    """Changing the mapping passed as `conf` has no effect; the repr may be logged."""
+    conf = {"a": "b"}
+    spec = RendezvousSpec(conf=conf, token="secret")
+    conf["a"] = "c"
     assert spec.conf == {"a": "b"}
     assert "secret" not in repr(LaunchSpec("x", rendezvous=spec))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -144,7 +154,7 @@ def test_a_spec_is_frozen_and_keeps_its_secret() -> None:
 @pytest.mark.parametrize(
     ("rendezvous", "message"),
     [
-        ({"endpoint": "a:1,b:0"}, "rendezvous.endpoint: must have a port other than 0"),
+        ({"endpoint": "a:1,b:0"}, "rendezvous.endpoint: needs a port other than 0"),
         ({"backend": "static"}, "rendezvous.node_rank: must be from 0 to 2 with the backend"),
         ({"backend": "static", "node_rank": 3}, "rendezvous.node_rank: must be from 0 to 2 with"),
         (
@@ -153,8 +163,10 @@ def test_a_spec_is_frozen_and_keeps_its_secret() -> None:
         ),
     ],
 )
-def test_some_of_it_matters_to_several_nodes_only(rendezvous: dict[str, Any], message: str) -> None:
-    """A job of one node takes it, since it meets nobody."""
+def test_some_settings_are_checked_for_several_nodes(
+    rendezvous: dict[str, Any], message: str
+) -> None:
+    """A job of one node accepts them: it has no rendezvous."""
     spec = RendezvousSpec(**rendezvous)
     assert LaunchSpec("x", rendezvous=spec).rendezvous == spec
     with pytest.raises(SpecError) as caught:
@@ -162,14 +174,8 @@ def test_some_of_it_matters_to_several_nodes_only(rendezvous: dict[str, Any], me
     assert str(caught.value).startswith(message)
 
 
-def test_several_nodes_have_a_run_to_meet_in() -> None:
-    """A name that each node made for itself would keep them apart."""
+def test_the_default_run_id_of_several_nodes_is_none() -> None:
+    """A random id on each node would keep them apart."""
     assert LaunchSpec("x").run_id is None
     assert LaunchSpec("x", nnodes="1:2").run_id == "none"
     assert LaunchSpec("x", nnodes=2, run_id="mine").run_id == "mine"
-
-
-@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "::1", "fe80::1%eth0", "a_b.c"])
-def test_hosts(host: str) -> None:
-    """Names and addresses of both kinds."""
-    assert checked_host("x", host) == host

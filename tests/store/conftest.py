@@ -1,4 +1,4 @@
-"""Stores to test: in memory, ours over TCP, and torch's own servers."""
+"""Stores under test: in memory, `StoreServer` over TCP, and torch's own servers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def torch_server() -> Iterator[Callable[[str], int]]:
-    """Start a torch server, `libuv` or `legacy`, in another process; return its port."""
-    pytest.importorskip("torch", reason="the real peer")
+    """Return a function that starts a torch server, `libuv` or `legacy`, and returns its port."""
+    pytest.importorskip("torch", reason="needs torch's server")
     process = subprocess.Popen(
         [sys.executable, "-c", _TORCH_SERVERS],
         stdin=subprocess.PIPE,
@@ -58,20 +58,20 @@ def torch_server() -> Iterator[Callable[[str], int]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _torch_server_first(request: pytest.FixtureRequest) -> None:
-    """Start it before the first test of this folder looks at what is there already."""
+    """Start its process before the first test, whose leak check it would fail otherwise."""
     if HAS_TORCH:
         request.getfixturevalue("torch_server")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two clients of one store, and what that store can do."""
+    """Two clients of one store, and the capabilities of that store."""
 
     one: Store
     two: Store
-    is_ours: bool
+    has_extensions: bool
     has_queues: bool
-    refuses_politely: bool
+    reports_refusals: bool
 
 
 _KINDS = [
@@ -84,8 +84,8 @@ _KINDS = [
 
 
 def hide_extensions(server: StoreServer) -> None:
-    """Let our server pass for one of torch's: the reserved key is like any other."""
-    server.simple[wire.CHECK] = server.keyspace.check
+    """Make a server of this package look like torch's: without the reserved key."""
+    server._handlers[wire.CHECK] = server.keyspace.check
 
 
 @pytest.fixture(params=_KINDS)
@@ -114,7 +114,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 def dropped() -> list[Dropped]:
-    """What the server of this test has dropped."""
+    """The connections that `server` has dropped."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""One suite over every store: in memory, ours over TCP, and torch's two servers."""
+"""One suite for all stores: in memory, `StoreServer` over TCP, and torch's two servers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, 
 from elastic_aio.store import ChangeKind, Store
 from tests.store.conftest import Pair
 
+pytestmark = pytest.mark.both_loops
 
-async def begun(store: Store, waiting: asyncio.Task[object]) -> None:
-    """Let a wait reach the server: a question after it has been answered."""
+
+async def has_begun(store: Store, waiting: asyncio.Task[object]) -> None:
+    """Return once a pending wait has reached the server: later requests are answered."""
     for _ in range(3):
         await store.num_keys()
     assert not waiting.done()
 
 
 async def test_a_value_is_read_back(pair: Pair) -> None:
-    """What one client sets, another gets, whatever the bytes."""
+    """Empty, binary and large values, and keys that are not ASCII."""
     for value in (b"v", b"", bytes(range(256)), b"x" * 100_000):
         await pair.one.set("k", value)
         await pair.one.check(["k"])
@@ -31,26 +33,26 @@ async def test_a_value_is_read_back(pair: Pair) -> None:
 
 
 async def test_get_waits_for_the_key(pair: Pair) -> None:
-    """A get of an absent key returns once somebody has set it."""
+    """Until another client sets it."""
     task = asyncio.ensure_future(pair.one.get("late"))
-    await begun(pair.one, task)
+    await has_begun(pair.one, task)
     await pair.two.set("late", b"now")
     assert await task == b"now"
 
 
 async def test_get_times_out(pair: Pair) -> None:
-    """A get that nobody serves raises StoreTimeout, and the store stays usable."""
-    with pytest.raises(StoreTimeout, match="'nobody' not there after"):
-        await pair.one.get("nobody", timeout=0.05)
+    """The error names the missing keys, and the store stays usable."""
+    with pytest.raises(StoreTimeout, match="'absent' not there after"):
+        await pair.one.get("absent", timeout=0.05)
     with pytest.raises(StoreTimeout, match="'a', 'b', 'c' and 1 more"):
         await pair.one.wait(["a", "b", "c", "d"], timeout=0.05)
     await pair.one.set("k", b"1")
     assert await pair.one.get("k") == b"1"
-    assert await pair.one.peek("nobody") is None
+    assert await pair.one.peek("absent") is None
 
 
 async def test_counters(pair: Pair) -> None:
-    """A counter begins at zero, goes down too, and reads as decimal text."""
+    """A counter starts at zero, wraps at 64 bits, and reads as decimal text."""
     assert await pair.one.add("n", 5) == 5
     assert await pair.two.add("n", -7) == -2
     assert await pair.one.get("n") == b"-2"
@@ -59,7 +61,7 @@ async def test_counters(pair: Pair) -> None:
 
 
 async def test_compare_set(pair: Pair) -> None:
-    """It stores where the expectation holds, and says what is there otherwise."""
+    """It stores `desired` if the value is `expected`, and returns the present value."""
     assert await pair.one.compare_set("c", "", "one") == b"one"
     assert await pair.one.compare_set("c", "one", "two") == b"two"
     assert await pair.one.compare_set("c", "bad", "three") == b"two"
@@ -69,22 +71,22 @@ async def test_compare_set(pair: Pair) -> None:
 
 
 async def test_check_and_wait_need_every_key(pair: Pair) -> None:
-    """Several keys are there when each of them is."""
+    """Keys may be repeated, or none at all."""
     await pair.one.set("a", b"1")
     assert await pair.one.check(["a"])
     assert await pair.one.check([])
     assert not await pair.one.check(["a", "b"])
     await pair.one.wait([])
     task = asyncio.ensure_future(pair.one.wait(["a", "b", "c", "b"]))
-    await begun(pair.one, task)
+    await has_begun(pair.one, task)
     await pair.two.set("b", b"")
-    await begun(pair.two, task)
+    await has_begun(pair.two, task)
     await pair.two.set("c", b"")
     await task
 
 
 async def test_delete(pair: Pair) -> None:
-    """Deleting tells whether there was anything."""
+    """It returns whether the key had a value."""
     await pair.one.set("d", b"1")
     assert await pair.one.delete("d")
     assert not await pair.one.delete("d")
@@ -92,7 +94,7 @@ async def test_delete(pair: Pair) -> None:
 
 
 async def test_append_and_multi(pair: Pair) -> None:
-    """Append begins empty; multi_set and multi_get take many at once, in order."""
+    """Append starts empty; multi_get returns values in the order of the keys."""
     await pair.one.append("ap", "ab")
     await pair.one.append("ap", b"cd")
     assert await pair.one.get("ap") == b"abcd"
@@ -101,15 +103,15 @@ async def test_append_and_multi(pair: Pair) -> None:
     assert await pair.one.multi_get([]) == []
     await pair.one.multi_set({})
     task = asyncio.ensure_future(pair.two.multi_get(["m1", "m4"]))
-    await begun(pair.two, task)
+    await has_begun(pair.two, task)
     await pair.one.set("m4", b"4")
     assert await task == [b"x", b"4"]
 
 
 async def test_queues(pair: Pair) -> None:
-    """A queue gives its items in order; a pop waits for one."""
+    """Items are popped in order; a pop waits for an item."""
     if not pair.has_queues:
-        # A legacy torch server closes the connection on what it does not know.
+        # A legacy torch server closes the connection on an unknown opcode.
         with pytest.raises(StoreLost):
             await pair.one.queue_pop("q")
         await pair.one.set("k", b"v")
@@ -123,7 +125,7 @@ async def test_queues(pair: Pair) -> None:
     assert await pair.two.queue_pop("q") == b"1"
     assert await pair.two.queue_pop_nowait("q") == b"2"
     task = asyncio.ensure_future(pair.one.queue_pop("q"))
-    await begun(pair.one, task)
+    await has_begun(pair.one, task)
     await pair.two.queue_push("q", b"3")
     assert await task == b"3"
     with pytest.raises(StoreTimeout):
@@ -133,7 +135,7 @@ async def test_queues(pair: Pair) -> None:
 
 
 async def test_a_cancelled_pop_loses_no_item(pair: Pair) -> None:
-    """Items that are pushed while pops are cancelled are all there afterwards."""
+    """30 items are pushed while pops are cancelled at various points."""
     if not pair.has_queues:
         return
     taken: list[bytes] = []
@@ -156,14 +158,14 @@ async def test_a_cancelled_pop_loses_no_item(pair: Pair) -> None:
 
 
 async def test_names(pair: Pair) -> None:
-    """Keys can be counted and listed, without the leading slash of the wire."""
+    """Keys are counted, and listed without the leading slash of the protocol."""
     await pair.one.multi_set({"a": b"", "b/c": b"", "": b"x"})
     assert sorted(await pair.one.list_keys()) == ["", "a", "b/c"]
     assert await pair.one.num_keys() == 3
 
 
 async def test_prefixes(pair: Pair) -> None:
-    """A prefixed store is the same store under longer names, as torch's PrefixStore."""
+    """Every operation on a prefixed store, with the keys of torch's PrefixStore."""
     inner = pair.one.prefixed("in")
     both = inner.prefixed("out/")
     await both.set("x", b"2")
@@ -189,7 +191,7 @@ async def test_prefixes(pair: Pair) -> None:
 
 
 async def test_many_tasks_share_a_store(pair: Pair) -> None:
-    """Questions, changes and waits of many tasks do not get into each other's way."""
+    """40 tasks read, change and wait concurrently."""
 
     async def visit(number: int) -> None:
         key = f"t/{number}"
@@ -204,7 +206,7 @@ async def test_many_tasks_share_a_store(pair: Pair) -> None:
 
 
 async def test_cancelling_leaves_the_store_usable(pair: Pair) -> None:
-    """Operations cancelled at any point leave no stray answer behind."""
+    """No reply of a cancelled operation is mistaken for another's."""
     await pair.one.set("k", b"v")
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: pair.one.get("k"),
@@ -225,7 +227,7 @@ async def test_cancelling_leaves_the_store_usable(pair: Pair) -> None:
 
 
 async def test_bad_keys_and_values_are_refused(pair: Pair) -> None:
-    """What no store accepts is refused before anything is sent, in one line."""
+    """In one line, before a request is sent."""
     for call in (
         lambda: pair.one.set("k" * 8192, b""),
         lambda: pair.one.set(5, b""),  # type: ignore[arg-type]  # on purpose
@@ -244,10 +246,10 @@ async def test_bad_keys_and_values_are_refused(pair: Pair) -> None:
         assert len(str(caught.value)) < 300
 
 
-async def test_closing_ends_what_is_under_way(pair: Pair) -> None:
-    """Closing raises StoreClosed in waits, and in whatever comes after."""
+async def test_closing_ends_pending_operations(pair: Pair) -> None:
+    """Pending and later operations raise StoreClosed."""
     task = asyncio.ensure_future(pair.one.get("never"))
-    await begun(pair.one, task)
+    await has_begun(pair.one, task)
     await pair.one.aclose()
     with pytest.raises(StoreClosed):
         await task
@@ -258,9 +260,9 @@ async def test_closing_ends_what_is_under_way(pair: Pair) -> None:
 
 
 async def test_a_counter_that_is_text(pair: Pair) -> None:
-    """Adding to what is no number is refused where the peer can say so."""
+    """Adding is refused; a peer that cannot report it closes the connection."""
     await pair.one.set("t", b"text")
-    if not pair.refuses_politely:
+    if not pair.reports_refusals:
         with pytest.raises(StoreLost):
             await pair.one.add("t")
         assert await pair.one.get("t") == b"text"
@@ -272,8 +274,8 @@ async def test_a_counter_that_is_text(pair: Pair) -> None:
 
 
 async def test_leases_and_watches(pair: Pair) -> None:
-    """Keys of a lease vanish with it, and watchers are told in order."""
-    if not pair.is_ours:
+    """Keys are deleted with their lease, and watches report changes in order."""
+    if not pair.has_extensions:
         with pytest.raises(StoreRefused, match="plain TCPStore server"):
             async with pair.one.lease(5):
                 pass

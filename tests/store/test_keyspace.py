@@ -1,4 +1,4 @@
-"""The keyspace against a model of it, and the corners that a model would repeat."""
+"""The keyspace against a model of it, and cases the model does not cover."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace, KeyspaceLimits, Refusal
+from elastic_aio.store.keyspace import PENDING, Client, Keyspace, KeyspaceLimits, OperationRefused
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, RawChange
-from elastic_aio.store.watches import LINGER
+from elastic_aio.store.watch_table import LINGER
 
 
-class Recorder(Client):
-    """A client that remembers what it was told."""
+class RecordingClient(Client):
+    """A client that records its notifications."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[Any, Any]] = []
+        self.notified: list[tuple[Any, Any]] = []
 
     def take(self) -> list[tuple[Any, Any]]:
-        told, self.told = self.told, []
-        return told
+        notified, self.notified = self.notified, []
+        return notified
 
     def on_woken(self, tag: Any) -> None:
-        self.told.append((tag, "woken"))
+        self.notified.append((tag, "woken"))
 
     def on_values(self, tag: Any, values: list[bytes]) -> None:
-        self.told.append((tag, values))
+        self.notified.append((tag, values))
 
     def on_item(self, tag: Any, item: bytes) -> None:
-        self.told.append((tag, item))
+        self.notified.append((tag, item))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        self.told.append((tag, change))
+        self.notified.append((tag, change))
 
     def on_lease_ended(self, tag: Any) -> None:
-        self.told.append((tag, "ended"))
+        self.notified.append((tag, "ended"))
 
 
 KEYS = [b"a", b"b", b"c"]
@@ -49,15 +49,15 @@ a_value = st.binary(max_size=3)
 
 
 class KeyspaceModel(RuleBasedStateMachine):
-    """Random operations of two clients; what each is told is predicted."""
+    """Random operations of two clients; the model predicts the notifications of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keyspace = Keyspace()
-        self.clients = [Recorder(), Recorder()]
+        self.clients = [RecordingClient(), RecordingClient()]
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {key: deque() for key in KEYS}
-        # Waits in the order of their beginning: [client, tag, kind, wanted, missing].
+        # Pending waits, oldest first: [client, tag, kind, keys, missing keys].
         self.waits: list[list[Any]] = []
         self.expected: dict[int, list[Any]] = {0: [], 1: []}
         self.tags = 0
@@ -65,9 +65,9 @@ class KeyspaceModel(RuleBasedStateMachine):
     def is_there(self, key: bytes) -> bool:
         return key in self.values or bool(self.queues[key])
 
-    def tell(self, wait: list[Any], what: Any) -> None:
+    def notify(self, wait: list[Any], message: Any) -> None:
         self.waits.remove(wait)
-        self.expected[wait[0]].append((wait[1], what))
+        self.expected[wait[0]].append((wait[1], message))
 
     def write(self, key: bytes, value: bytes) -> None:
         self.values[key] = value
@@ -80,28 +80,28 @@ class KeyspaceModel(RuleBasedStateMachine):
         if wait[4]:
             return
         if wait[2] == "woken":
-            self.tell(wait, "woken")
+            self.notify(wait, "woken")
             return
         wait[4] = {key for key in wait[3] if key not in self.values}
         if wait[4]:
-            # It begins to wait anew, behind the others.
+            # It waits again, behind the others.
             self.waits.remove(wait)
             self.waits.append(wait)
         else:
-            self.tell(wait, [self.values[key] for key in wait[3]])
+            self.notify(wait, [self.values[key] for key in wait[3]])
 
     def offer(self, key: bytes) -> None:
         for wait in list(self.waits):
             if key not in wait[4] or wait[2] == "values":
                 continue
             if wait[2] == "item":
-                self.tell(wait, self.queues[key].popleft())
+                self.notify(wait, self.queues[key].popleft())
                 if not self.queues[key]:
                     return
                 continue
             wait[4].discard(key)
             if not wait[4]:
-                self.tell(wait, "woken")
+                self.notify(wait, "woken")
                 return
 
     @rule(key=a_key, value=a_value)
@@ -154,35 +154,35 @@ class KeyspaceModel(RuleBasedStateMachine):
         assert self.keyspace.queue_len(key) == length
         assert self.keyspace.queue_pop(key) == (length, item)
 
-    @rule(who=st.sampled_from([0, 1]), keys=some_keys)
-    def wait(self, who: int, keys: tuple[bytes, ...]) -> None:
+    @rule(client_index=st.sampled_from([0, 1]), keys=some_keys)
+    def wait(self, client_index: int, keys: tuple[bytes, ...]) -> None:
         self.tags += 1
-        result = self.keyspace.wait(self.clients[who], self.tags, b"", keys)
+        result = self.keyspace.wait(self.clients[client_index], self.tags, b"", keys)
         missing = {key for key in keys if not self.is_there(key)}
         assert result == (PENDING if missing else 0)
         if missing:
-            self.waits.append([who, self.tags, "woken", keys, missing])
+            self.waits.append([client_index, self.tags, "woken", keys, missing])
 
-    @rule(who=st.sampled_from([0, 1]), keys=some_keys)
-    def get_when_set(self, who: int, keys: tuple[bytes, ...]) -> None:
+    @rule(client_index=st.sampled_from([0, 1]), keys=some_keys)
+    def get_when_set(self, client_index: int, keys: tuple[bytes, ...]) -> None:
         self.tags += 1
-        result = self.keyspace.get_when_set(self.clients[who], self.tags, b"", keys)
+        result = self.keyspace.get_when_set(self.clients[client_index], self.tags, b"", keys)
         missing = {key for key in keys if key not in self.values}
         if missing:
             assert result is PENDING
-            self.waits.append([who, self.tags, "values", keys, missing])
+            self.waits.append([client_index, self.tags, "values", keys, missing])
         else:
             assert result == [self.values[key] for key in keys]
 
-    @rule(who=st.sampled_from([0, 1]), key=a_key)
-    def pop_when_pushed(self, who: int, key: bytes) -> None:
+    @rule(client_index=st.sampled_from([0, 1]), key=a_key)
+    def pop_when_pushed(self, client_index: int, key: bytes) -> None:
         self.tags += 1
-        result = self.keyspace.pop_when_pushed(self.clients[who], self.tags, key, None)
+        result = self.keyspace.pop_when_pushed(self.clients[client_index], self.tags, key, None)
         if self.queues[key]:
             assert result == self.queues[key].popleft()
         else:
             assert result is PENDING
-            self.waits.append([who, self.tags, "item", (key,), {key}])
+            self.waits.append([client_index, self.tags, "item", (key,), {key}])
 
     @rule(turn=st.integers(0, 100))
     def cancel(self, turn: int) -> None:
@@ -191,17 +191,17 @@ class KeyspaceModel(RuleBasedStateMachine):
             assert self.keyspace.cancel(self.clients[wait[0]], wait[1])
             assert not self.keyspace.cancel(self.clients[wait[0]], wait[1])
 
-    @rule(who=st.sampled_from([0, 1]))
-    def forget(self, who: int) -> None:
-        self.keyspace.forget(self.clients[who], 0.0)
-        self.waits = [wait for wait in self.waits if wait[0] != who]
+    @rule(client_index=st.sampled_from([0, 1]))
+    def forget(self, client_index: int) -> None:
+        self.keyspace.forget(self.clients[client_index], 0.0)
+        self.waits = [wait for wait in self.waits if wait[0] != client_index]
 
     @invariant()
-    def all_is_as_predicted(self) -> None:
-        for who, client in enumerate(self.clients):
-            told = client.take()
-            assert sorted(told, key=repr) == sorted(self.expected[who], key=repr)
-            self.expected[who] = []
+    def state_is_as_predicted(self) -> None:
+        for client_index, client in enumerate(self.clients):
+            notified = client.take()
+            assert sorted(notified, key=repr) == sorted(self.expected[client_index], key=repr)
+            self.expected[client_index] = []
         keyspace = self.keyspace
         assert {key: keyspace.get(key) for key in keyspace.list_keys()} == self.values
         assert keyspace.num_keys() == len(self.values)
@@ -211,8 +211,8 @@ class KeyspaceModel(RuleBasedStateMachine):
             assert keyspace.peek(key) == self.values.get(key)
 
 
-TestKeyspaceModel = KeyspaceModel.TestCase
-TestKeyspaceModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+KeyspaceModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKeyspaceModel = pytest.mark.slow(KeyspaceModel.TestCase)
 
 
 @pytest.mark.parametrize(
@@ -220,26 +220,29 @@ TestKeyspaceModel.settings = settings(max_examples=150, stateful_step_count=40, 
     [(b"12abc", 12), (b"  -7", -7), (b"+3", 3), (b"0x10", 0), (b"007", 7), (b"\t\n5", 5)],
 )
 def test_counters_read_like_strtoll(text: bytes, value: int) -> None:
-    """Leading space, a sign, digits; what follows is ignored."""
+    """Leading space, a sign, digits; the rest is ignored."""
     keyspace = Keyspace()
     keyspace.set(b"n", text)
     assert keyspace.add(b"n", 0) == value
 
 
 @pytest.mark.parametrize("text", [b"", b"abc", b"-", b"9223372036854775808", b"1" * 5000])
-def test_what_is_no_number_is_refused(text: bytes) -> None:
-    """The value stays as it was."""
+def test_adding_to_text_is_refused(text: bytes) -> None:
+    """The value is unchanged."""
     keyspace = Keyspace()
     keyspace.set(b"n", text)
-    for call in (lambda: keyspace.add(b"n", 1), lambda: keyspace.barrier(Recorder(), 1, b"n", 2)):
-        with pytest.raises(Refusal, match="not a 64-bit number"):
+    for call in (
+        lambda: keyspace.add(b"n", 1),
+        lambda: keyspace.barrier(RecordingClient(), 1, b"n", 2),
+    ):
+        with pytest.raises(OperationRefused, match="not a 64-bit number"):
             call()
     assert keyspace.get(b"n") == text
 
 
 def test_barrier() -> None:
-    """It opens for all when enough have come, is never reset, and survives a cancel."""
-    keyspace, one, two = Keyspace(), Recorder(), Recorder()
+    """It opens at the given count, stays open, and counts cancelled arrivals."""
+    keyspace, one, two = Keyspace(), RecordingClient(), RecordingClient()
     assert keyspace.barrier(one, None, b"b", 2) is PENDING
     assert keyspace.cancel(one, None)
     assert keyspace.barrier(two, None, b"b", 3) is PENDING
@@ -250,9 +253,9 @@ def test_barrier() -> None:
     assert keyspace.barrier(one, None, b"zero", 0) == 0
 
 
-def test_a_new_wait_replaces_the_old_one() -> None:
-    """On a plain connection there is one wait at a time."""
-    keyspace, client = Keyspace(), Recorder()
+def test_a_new_wait_replaces_the_pending_one() -> None:
+    """Of the same tag, as on a plain connection."""
+    keyspace, client = Keyspace(), RecordingClient()
     assert keyspace.wait(client, None, b"", (b"a",)) is PENDING
     assert keyspace.wait(client, None, b"", (b"b",)) is PENDING
     keyspace.set(b"a", b"")
@@ -265,31 +268,31 @@ def test_a_new_wait_replaces_the_old_one() -> None:
 
 
 def test_limits() -> None:
-    """What is beyond them is refused and leaves nothing behind."""
+    """An operation beyond a limit is refused."""
     limits = KeyspaceLimits(waits=2, watches=1, leases=1, grown=4)
-    keyspace, client = Keyspace(limits), Recorder()
+    keyspace, client = Keyspace(limits), RecordingClient()
     assert keyspace.wait(client, 1, b"", (b"a", b"b")) is PENDING
-    with pytest.raises(Refusal, match="2 keys are being waited for"):
+    with pytest.raises(OperationRefused, match="2 keys are being waited for"):
         keyspace.wait(client, 2, b"", (b"c",))
     keyspace.append(b"g", b"1234")
-    with pytest.raises(Refusal, match="may grow to 4 bytes"):
+    with pytest.raises(OperationRefused, match="may grow to 4 bytes"):
         keyspace.append(b"g", b"5")
-    assert keyspace.watch_key(client, 3, b"w", -1).is_whole
-    with pytest.raises(Refusal, match="too many watches"):
-        keyspace.watch_key(client, 4, b"w", -1)
+    assert keyspace.watch(client, 3, b"w", -1, is_prefix=False).is_whole
+    with pytest.raises(OperationRefused, match="too many watches"):
+        keyspace.watch(client, 4, b"w", -1, is_prefix=False)
     keyspace.grant_lease(client, 5, b"lease", (2000, 0), 0.0)
-    with pytest.raises(Refusal, match="too many leases"):
+    with pytest.raises(OperationRefused, match="too many leases"):
         keyspace.grant_lease(client, 6, b"other", (2000, 0), 0.0)
 
 
-def test_a_silent_holder_loses_its_lease() -> None:
-    """Whoever is heard of keeps it; a time to live after the last word it ends, with notice."""
-    keyspace, holder, watcher = Keyspace(), Recorder(), Recorder()
-    keyspace.watch_prefix(watcher, "w", b"", -1)
+def test_a_lease_expires() -> None:
+    """`ttl` seconds after the last frame of its holder; holder and watches are notified."""
+    keyspace, holder, watcher = Keyspace(), RecordingClient(), RecordingClient()
+    keyspace.watch(watcher, "w", b"", -1, is_prefix=True)
     keyspace.grant_lease(holder, "l", b"lease", (2000, 0), 10.0)
     keyspace.leased_set(holder, None, b"k", [b"v", b"lease"])
     assert keyspace.next_deadline() == 12.0
-    holder.heard_at = 11.5
+    holder.last_received_at = 11.5
     keyspace.expire(12.0)
     assert keyspace.next_deadline() == 13.5
     assert keyspace.peek(b"k") == b"v"
@@ -298,17 +301,17 @@ def test_a_silent_holder_loses_its_lease() -> None:
     assert holder.take() == [("l", "ended")]
     assert [change.kind for _, change in watcher.take()] == [CHANGE_SET, CHANGE_EXPIRED]
     assert keyspace.next_deadline() is None
-    with pytest.raises(Refusal, match="the lease has ended"):
+    with pytest.raises(OperationRefused, match="the lease has ended"):
         keyspace.leased_set(holder, None, b"k", [b"v", b"lease"])
-    with pytest.raises(Refusal, match="the lease has ended"):
+    with pytest.raises(OperationRefused, match="the lease has ended"):
         keyspace.leased_compare_set(holder, None, b"k", [b"", b"v", b"lease"])
     assert keyspace.release_lease(holder, None, b"lease", None) == 0
     assert not keyspace.leases.resume(holder, 1, b"lease", 14.0)
 
 
 def test_a_lease_that_lingers_can_be_resumed() -> None:
-    """It outlives its connection by the time agreed, and goes on with the next one."""
-    keyspace, holder, next_holder = Keyspace(), Recorder(), Recorder()
+    """Within its linger, on another connection."""
+    keyspace, holder, next_holder = Keyspace(), RecordingClient(), RecordingClient()
     keyspace.grant_lease(holder, 1, b"lease", (10_000, 3000), 0.0)
     keyspace.leased_set(holder, None, b"k", [b"v", b"lease"])
     for turn in range(20):
@@ -318,7 +321,7 @@ def test_a_lease_that_lingers_can_be_resumed() -> None:
         holder, next_holder = next_holder, holder
         keyspace.expire(turn + 4.0)
         assert keyspace.peek(b"k") == b"v"
-    # A former connection that is forgotten late takes nothing along.
+    # The end of a former connection, noticed late, does not end the lease.
     assert keyspace.leases.resume(next_holder, 3, b"lease", 21.0)
     keyspace.forget(holder, 22.0)
     assert keyspace.peek(b"k") == b"v"
@@ -329,8 +332,8 @@ def test_a_lease_that_lingers_can_be_resumed() -> None:
 
 
 def test_a_lease_ends_with_its_connection() -> None:
-    """Without a linger its keys vanish at once; keys written since without it stay."""
-    keyspace, holder = Keyspace(), Recorder()
+    """Without a linger, except for keys that were written without the lease since."""
+    keyspace, holder = Keyspace(), RecordingClient()
     keyspace.grant_lease(holder, 1, b"lease", (2000, 0), 0.0)
     assert keyspace.leased_compare_set(holder, None, b"a", [b"", b"v", b"lease"]) == b"v"
     assert keyspace.leased_compare_set(holder, None, b"a", [b"x", b"w", b"lease"]) == b"v"
@@ -342,23 +345,23 @@ def test_a_lease_ends_with_its_connection() -> None:
     assert keyspace.list_keys() == [b"b"]
 
 
-def test_watches_go_on_where_they_were() -> None:
-    """After a broken connection, the changes meanwhile come in order, and only those."""
-    keyspace, watcher, again = Keyspace(), Recorder(), Recorder()
+def test_a_watch_continues_after_its_last_revision() -> None:
+    """The changes made since are returned in order, and no others."""
+    keyspace, watcher, again = Keyspace(), RecordingClient(), RecordingClient()
     keyspace.set(b"n/0", b"0")
-    view = keyspace.watch_prefix(watcher, "w", b"n/", -1)
-    assert view.is_whole
-    assert view.pairs == ((b"n/0", b"0"),)
+    snapshot = keyspace.watch(watcher, "w", b"n/", -1, is_prefix=True)
+    assert snapshot.is_whole
+    assert snapshot.pairs == ((b"n/0", b"0"),)
     keyspace.set(b"n/1", b"1")
     keyspace.set(b"other", b"")
     [(_, first)] = watcher.take()
     keyspace.forget(watcher, 5.0)
     keyspace.delete(b"n/0")
     keyspace.set(b"n/2", b"2")
-    keyspace.watch_key(again, "x", b"other", -1)
+    keyspace.watch(again, "x", b"other", -1, is_prefix=False)
     keyspace.set(b"other", b"1")
-    view = keyspace.watch_prefix(again, "w", b"n/", first.revision)
-    assert not view.is_whole
+    snapshot = keyspace.watch(again, "w", b"n/", first.revision, is_prefix=True)
+    assert not snapshot.is_whole
     missed = keyspace.watches.since(again, "w", first.revision)
     assert [(change.kind, change.key) for change in missed] == [
         (CHANGE_DELETED, b"n/0"),
@@ -369,20 +372,20 @@ def test_watches_go_on_where_they_were() -> None:
     keyspace.expire(5.0 + LINGER)
     assert keyspace.cancel(again, "w")
     assert not keyspace.cancel(again, "w")
-    view = keyspace.watch_prefix(again, "w", b"n/", first.revision)
-    assert view.is_whole
+    snapshot = keyspace.watch(again, "w", b"n/", first.revision, is_prefix=True)
+    assert snapshot.is_whole
 
 
-def test_a_watch_that_missed_too_much_begins_anew() -> None:
-    """The history is bounded by number and by size; a future revision is not believed."""
+def test_a_watch_beyond_the_history_restarts() -> None:
+    """The history is bounded in number and size; so does one with a future revision."""
     for limits in (KeyspaceLimits(history=2), KeyspaceLimits(history_size=6)):
-        keyspace, watcher, again = Keyspace(limits), Recorder(), Recorder()
-        keyspace.watch_key(watcher, 1, b"k", -1)
+        keyspace, watcher, again = Keyspace(limits), RecordingClient(), RecordingClient()
+        keyspace.watch(watcher, 1, b"k", -1, is_prefix=False)
         keyspace.forget(watcher, 0.0)
         for number in range(4):
             keyspace.set(b"k", b"%02d" % number)
-        view = keyspace.watch_key(again, 1, b"k", 0)
-        assert view.is_whole
-        assert view.pairs == ((b"k", b"03"),)
-        assert keyspace.watch_key(again, 2, b"k", 99).is_whole
-        assert not keyspace.watch_key(again, 3, b"k", 3).is_whole
+        snapshot = keyspace.watch(again, 1, b"k", 0, is_prefix=False)
+        assert snapshot.is_whole
+        assert snapshot.pairs == ((b"k", b"03"),)
+        assert keyspace.watch(again, 2, b"k", 99, is_prefix=False).is_whole
+        assert not keyspace.watch(again, 3, b"k", 3, is_prefix=False).is_whole

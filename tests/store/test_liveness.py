@@ -1,4 +1,4 @@
-"""Silence and pauses: who is given up, when, and who is not."""
+"""Unreachable and suspended servers and clients: which connections and leases end, and when."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ import pytest
 
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused
 from elastic_aio.store import ChangeKind, RemoteStore, StoreServer, connect, wire
-from elastic_aio.store.leases import LeaseHolder, LeaseTable
+from elastic_aio.store.lease_table import LeaseHolder, LeaseTable
 from elastic_aio.store.wire import RequestReader, WireLimits
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
 from tests.support.cli import environment
-from tests.support.traces import open_descriptors
+from tests.support.leaks import open_descriptors
 
 _SERVER = """
 import asyncio, sys
 from elastic_aio.store import StoreServer
 async def main():
-    async with StoreServer("127.0.0.1", on_pause=lambda s: print(f"away {s:.1f}", flush=True)) as s:
-        print(s.endpoint, flush=True)
+    def report(seconds):
+        print(f"paused {seconds:.1f}", flush=True)
+    async with StoreServer("127.0.0.1", on_pause=report) as server:
+        print(server.endpoint, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 asyncio.run(main())
 """
@@ -37,7 +39,7 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def server_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run a server in another process; give the process and the endpoint."""
+    """Run a server in another process; yield the process and the endpoint."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -56,33 +58,34 @@ async def server_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, st
         await process.communicate()
 
 
-def watchful(endpoint: str, patience: float = 1.75) -> RemoteStore:
-    """Return a client that gives up after `patience` seconds of silence."""
+def pinging(endpoint: str, reply_timeout: float = 0.7) -> RemoteStore:
+    """Return a client that pings the server and does not survive its restart."""
     return connect(
         endpoint,
-        reply_timeout=patience,
+        reply_timeout=reply_timeout,
         reconnect_for=0.25,
-        is_watchful=True,
-        outlives_server=False,
+        min_ttl=0.2,
+        ping_when_idle=True,
+        survive_server_restart=False,
     )
 
 
-async def test_a_stopped_server_is_noticed(server: StoreServer) -> None:
-    """Its kernel acknowledges everything; only a missing answer shows it."""
-    async with server_process() as (process, endpoint), watchful(endpoint) as store:
+async def test_a_suspended_server_is_detected(server: StoreServer) -> None:
+    """Its kernel acknowledges all data; only the replies are missing."""
+    async with server_process() as (process, endpoint), pinging(endpoint) as store:
         async with store.watch("k") as watch:
             os.kill(process.pid, signal.SIGSTOP)
             begin = time.monotonic()
-            with pytest.raises(StoreLost, match=r"no answer for 1.75 s; then: no store at"):
+            with pytest.raises(StoreLost, match=r"no answer for 0.7 s; then: no store at"):
                 await anext(watch)
-            # From the last sign of life: that may have been a beat ago.
-            assert 0.7 < time.monotonic() - begin < 2.6
-        assert "no answer for 1.75 s" in await store.wait_lost()
+            # The time counts from the last reply, which may be a ping interval old.
+            assert 0.3 < time.monotonic() - begin < 2.0
+        assert "no answer for 0.7 s" in await store.wait_lost()
 
 
-async def test_a_killed_server_is_noticed_at_once() -> None:
-    """Then a quarter of a second is spent on trying again, and no more."""
-    async with server_process() as (process, endpoint), watchful(endpoint, 30.0) as store:
+async def test_a_killed_server_is_detected_at_once() -> None:
+    """The client tries to reconnect for a quarter of a second."""
+    async with server_process() as (process, endpoint), pinging(endpoint, 30.0) as store:
         process.kill()
         await process.wait()
         begin = time.monotonic()
@@ -90,24 +93,24 @@ async def test_a_killed_server_is_noticed_at_once() -> None:
         assert time.monotonic() - begin < 2.5
 
 
-async def test_a_server_that_answers_is_never_given_up(server: StoreServer) -> None:
-    """However long nothing happens."""
-    async with watchful(server.endpoint, 1.2) as store, store.watch("k") as watch:
+async def test_an_idle_connection_is_kept(server: StoreServer) -> None:
+    """A watch without changes outlasts the reply timeout."""
+    async with pinging(server.endpoint, 0.5) as store, store.watch("k") as watch:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3.0):  # several times its patience
+            async with asyncio.timeout(1.5):  # several reply timeouts
                 await anext(watch)
         assert store.is_connected
 
 
-async def test_watching_costs_one_message_a_second(server: StoreServer) -> None:
-    """Of both directions together, with a lease or without."""
+async def test_pings_renew_leases(server: StoreServer) -> None:
+    """One ping and its reply in 0.43 of the reply timeout, with a lease or without."""
     async with (
         ChaosProxy(server.port) as proxy,
-        watchful(proxy.endpoint, 4.75) as store,
-        store.lease(5.0, linger=0.2),
+        pinging(proxy.endpoint, 1.2) as store,
+        store.lease(1.25, linger=0.2),
     ):
         before = len(proxy.sent) + len(proxy.received)
-        await asyncio.sleep(4.5)  # the messages to be observed
+        await asyncio.sleep(1.13)  # the pings to observe
         after = [*proxy.sent, *proxy.received]
         assert 2 <= len(after) - before <= 4
         reader = RequestReader(WireLimits())
@@ -116,35 +119,35 @@ async def test_watching_costs_one_message_a_second(server: StoreServer) -> None:
         assert all(len(data) < 20 for data in after[-2:])
 
 
-async def test_a_client_that_was_away_does_not_blame_the_server(server: StoreServer) -> None:
-    """When its own loop stood still, the server's answers are only unread."""
-    async with watchful(server.endpoint, 1.2) as store:
+async def test_a_suspended_client_keeps_its_connection(server: StoreServer) -> None:
+    """After its own loop was blocked, the server's replies are still unread."""
+    async with pinging(server.endpoint, 0.4) as store:
         for _ in range(3):
-            await asyncio.sleep(0.4)  # another moment between two beats
-            time.sleep(2.0)  # the loop stands still
+            await asyncio.sleep(0.13)  # another moment between two pings
+            time.sleep(1.1)  # block the loop
             assert await store.num_keys() == 0
-        assert store._over is None
+        assert store._error is None
 
 
-async def test_a_reset_costs_no_membership(server: StoreServer) -> None:
-    """A lease with a little linger survives a connection that is merely cut."""
+async def test_a_lease_survives_a_connection_reset(server: StoreServer) -> None:
+    """Its linger is 0.2 s."""
     async with ChaosProxy(server.port) as proxy, connect(server.endpoint) as other:
-        async with watchful(proxy.endpoint) as store, store.lease(2.0, linger=0.2) as lease:
+        async with pinging(proxy.endpoint) as store, store.lease(2.0, linger=0.2) as lease:
             await lease.set("member", "here")
             async with other.watch("member") as watch:
                 for turn in range(3):
                     proxy.cut()
-                    await until(lambda: proxy.connections == turn + 2)  # noqa: B023  # at once
+                    await until(lambda: proxy.connections == turn + 2)  # noqa: B023  # awaited here
                     await lease.set("member", "still here")
                     assert (await anext(watch)).kind is ChangeKind.SET
                 assert lease.is_alive
         assert proxy.connections == 4
 
 
-async def test_a_replaced_server_may_be_a_loss() -> None:
-    """A client that keeps to its server is lost when another takes the place."""
+async def test_a_server_restart_can_end_the_store() -> None:
+    """With `survive_server_restart=False`."""
     async with StoreServer("127.0.0.1") as first:
-        store = watchful(first.endpoint)
+        store = pinging(first.endpoint)
         await store.__aenter__()
         port = first.port
     async with StoreServer("127.0.0.1", port):
@@ -154,61 +157,61 @@ async def test_a_replaced_server_may_be_a_loss() -> None:
     await store.aclose()
 
 
-async def test_a_server_that_was_stopped_ends_no_lease() -> None:
-    """Nobody could be heard meanwhile; it notices, and says for how long."""
+async def test_a_suspended_server_expires_no_lease() -> None:
+    """It could receive no heartbeat; it reports the pause."""
     async with server_process() as (process, endpoint), contextlib.AsyncExitStack() as stack:
-        stores = [await stack.enter_async_context(connect(endpoint)) for _ in range(3)]
-        leases = [await stack.enter_async_context(store.lease(2.0)) for store in stores]
+        stores = [await stack.enter_async_context(connect(endpoint, min_ttl=0.4)) for _ in range(3)]
+        leases = [await stack.enter_async_context(store.lease(0.6)) for store in stores]
         for number, lease in enumerate(leases):
             await lease.set(f"m/{number}", "here")
         async with stores[0].watch("m/", is_prefix=True) as watch:
             os.kill(process.pid, signal.SIGSTOP)
-            await asyncio.sleep(4.5)  # longer than the leases live
+            await asyncio.sleep(1.8)  # longer than the ttl
             os.kill(process.pid, signal.SIGCONT)
             assert process.stdout is not None
             async with asyncio.timeout(20):
-                said = (await process.stdout.readline()).split()
-            assert said[0] == b"away"
-            assert 3.0 < float(said[1]) < 20
+                report = (await process.stdout.readline()).split()
+            assert report[0] == b"paused"
+            assert 0.8 < float(report[1]) < 20
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(2.5):  # one more life of a lease
+                async with asyncio.timeout(0.9):  # another ttl
                     await anext(watch)
         assert all(lease.is_alive for lease in leases)
         assert len(watch.present) == 3
 
 
-@pytest.mark.parametrize("is_heard", [True, False])
-async def test_a_timer_that_is_late_ends_no_lease_at_once(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch, is_heard: bool
+@pytest.mark.parametrize("has_sent", [True, False])
+async def test_a_late_timer_expires_no_lease_before_the_sockets_are_read(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, has_sent: bool
 ) -> None:
-    """What is in the sockets is read first; who is silent then has fallen silent."""
+    """The next timer expires the lease, if the holder has sent nothing."""
 
-    def look(late: float) -> None:
+    def run_timer(late: float) -> None:
         assert server._timer is not None
         server._timer.cancel()
-        server._timer_at = server.now() - late
+        server._timer_at = server._now() - late
         server._on_timer()
 
     async with connect(server.endpoint) as store, store.lease(2.0) as lease:
-        monkeypatch.setattr(server, "now", lambda: server.loop.time() + 3.0)
-        look(late=0.2)
+        monkeypatch.setattr(server, "_now", lambda: server.loop.time() + 3.0)
+        run_timer(late=0.2)
         assert [server.keyspace.leases.has_any] == [True]
-        if is_heard:
+        if has_sent:
             assert await store.num_keys() == 0
-        look(late=0.2)
-        assert server.keyspace.leases.has_any is is_heard
-        if not is_heard:
+        run_timer(late=0.2)
+        assert server.keyspace.leases.has_any is has_sent
+        if not has_sent:
             await lease.wait_ended()
 
 
-def test_leases_begin_anew() -> None:
-    """Those with a holder and those that linger get their whole time again."""
+def test_renewing_all_leases() -> None:
+    """A lease with a holder gets its whole ttl again, a lingering one its whole linger."""
     ended: list[bytes] = []
     table = LeaseTable(ended.append, 10)
 
     class Holder(LeaseHolder):
         def on_lease_ended(self, tag: object) -> None:
-            ended.append(b"told")
+            ended.append(b"notified")
 
     one, two = Holder(), Holder()
     for holder, name in ((one, b"1"), (two, b"2")):
@@ -218,7 +221,7 @@ def test_leases_begin_anew() -> None:
         table.bind(lease, name)
     table.forget(two, 104.0)
     assert table.has_any
-    table.begin_anew(200.0)
+    table.renew_all(200.0)
     table.expire(200.9)
     assert ended == []
     table.expire(201.1)
@@ -226,16 +229,16 @@ def test_leases_begin_anew() -> None:
     table.expire(204.9)
     assert ended == [b"2"]
     table.expire(205.1)
-    assert ended == [b"2", b"1", b"told"]
+    assert ended == [b"2", b"1", b"notified"]
     assert [table.has_any] == [False]
 
 
 async def test_connecting_over_a_socket(server: StoreServer) -> None:
-    """It is used as it is; the store works, and comes back like any other."""
+    """The store reconnects by itself when that connection breaks."""
     store = connect(server.endpoint)
-    await store.connect_over(await _dialled(server.port))
+    await store.connect_over(await _connected_socket(server.port))
     with pytest.raises(StoreClosed, match="connected once"):
-        await store.connect_over(await _dialled(server.port))
+        await store.connect_over(await _connected_socket(server.port))
     assert await store.add("n") == 1
     assert store.instance == server.instance
     for connection in list(server._connections):
@@ -246,19 +249,19 @@ async def test_connecting_over_a_socket(server: StoreServer) -> None:
     assert store.instance == b""
     refused = connect(server.endpoint, token="secret")
     with pytest.raises(StoreRefused):
-        await refused.connect_over(await _dialled(server.port))
+        await refused.connect_over(await _connected_socket(server.port))
     assert await refused.wait_lost() == "the store is not connected"
 
 
-async def _dialled(port: int) -> socket.socket:
+async def _connected_socket(port: int) -> socket.socket:
     sock = socket.socket()
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     return sock
 
 
-async def test_cancelling_a_start_leaves_nothing() -> None:
-    """Whichever turn it comes in, the port is free afterwards."""
+async def test_a_cancelled_start_leaks_nothing() -> None:
+    """At whichever await it is cancelled, the descriptors are closed."""
     async with StoreServer("127.0.0.1") as server:  # libuv keeps a spare file from now on
         port = server.port
     before = open_descriptors()

@@ -1,4 +1,4 @@
-"""Replies as bytes: cut apart in both dialects, whatever the splits."""
+"""Encoding and parsing of replies in both dialects, with any split of the bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from elastic_aio.store import replies, wire
 from elastic_aio.store.replies import (
-    Greeting,
+    ENCODER_OF,
+    HelloReply,
     RawChange,
-    RawView,
     ReplyReader,
     TaggedReader,
+    WatchSnapshot,
     decode,
-    decode_news,
+    decode_notification,
     encode_change,
-    encode_reply,
-    encode_view,
+    encode_snapshot,
     tagged,
 )
 from elastic_aio.store.wire import OPENING, RequestReader, WireError, WireLimits
@@ -43,8 +43,8 @@ RESULTS: dict[int, st.SearchStrategy[Any]] = {
         st.just((0, b"")), st.tuples(st.integers(1, 1 << 20), st.binary(max_size=30))
     ),
     replies.MAYBE: st.none() | values,
-    replies.GREETING: st.builds(
-        Greeting,
+    replies.HELLO_REPLY: st.builds(
+        HelloReply,
         st.binary(min_size=16, max_size=16),
         st.binary(min_size=16, max_size=16),
         st.booleans(),
@@ -68,23 +68,23 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(st.lists(a_reply(), max_size=8), st.lists(st.integers(0, 1000), max_size=10))
-def test_plain_replies_come_back(sent: list[tuple[int, Any]], places: list[int]) -> None:
-    """Cut anywhere, replies are matched with the requests by their order alone."""
+def test_plain_replies_round_trip(sent: list[tuple[int, Any]], places: list[int]) -> None:
+    """Replies are matched with the requests by their order."""
     reader = ReplyReader()
     for op, result in sent:
         reader.expect(op, count_of(op, result))
-    data = b"".join(encode_reply(op, result) for op, result in sent)
+    data = b"".join(ENCODER_OF[op](result) for op, result in sent)
     found = [result for chunk in cut(data, places) for result in reader.read(chunk)]
     assert found == [result for _, result in sent]
-    with pytest.raises(WireError, match="nobody made"):
+    with pytest.raises(WireError, match="sent an unexpected reply"):
         reader.read(b"x")
 
 
 @given(st.lists(a_reply(), max_size=8), st.lists(st.integers(0, 1000), max_size=10))
-def test_tagged_replies_come_back(sent: list[tuple[int, Any]], places: list[int]) -> None:
-    """Cut anywhere, replies carry their tags."""
+def test_tagged_replies_round_trip(sent: list[tuple[int, Any]], places: list[int]) -> None:
+    """Each reply has its tag and status."""
     data = b"".join(
-        tagged(tag, replies.DONE, encode_reply(op, result)) for tag, (op, result) in enumerate(sent)
+        tagged(tag, replies.DONE, ENCODER_OF[op](result)) for tag, (op, result) in enumerate(sent)
     )
     reader = TaggedReader()
     found = [reply for chunk in cut(data, places) for reply in reader.read(chunk)]
@@ -95,20 +95,20 @@ def test_tagged_replies_come_back(sent: list[tuple[int, Any]], places: list[int]
 
 
 @given(a_reply(), st.binary(max_size=20))
-def test_replies_that_make_no_sense_are_refused(sent: tuple[int, Any], garbage: bytes) -> None:
-    """A payload with garbage behind it, or of garbage, is a wire error or a result."""
+def test_malformed_payloads_are_refused(sent: tuple[int, Any], garbage: bytes) -> None:
+    """Trailing garbage is a WireError; a payload of garbage is one or a result."""
     op, result = sent
-    with pytest.raises(WireError, match="make no sense"):
-        decode(op, count_of(op, result), encode_reply(op, result) + garbage + b"x" * (not garbage))
+    with pytest.raises(WireError, match="malformed reply"):
+        decode(op, count_of(op, result), ENCODER_OF[op](result) + garbage + b"x" * (not garbage))
     try:
         decode(op, 2, garbage)
-        decode_news(garbage)
+        decode_notification(garbage)
     except WireError:
         pass
 
 
-def test_the_vectors_are_read() -> None:
-    """What torch's server was seen to answer is understood, and encoded to the same bytes."""
+def test_recorded_replies_round_trip() -> None:
+    """Replies recorded from torch's server are parsed, and encoded to the same bytes."""
     reader = RequestReader(WireLimits())
     asked: list[wire.Request] = []
     checked = 0
@@ -121,7 +121,7 @@ def test_the_vectors_are_read() -> None:
             answers = ReplyReader()
             answers.expect(op, len(argument) if op == wire.MULTI_GET else 0)
             [result] = answers.read(data)
-            assert encode_reply(op, result) == data
+            assert ENCODER_OF[op](result) == data
             checked += 1
     assert checked > 25
     assert bytes.fromhex("00cef7853c") == OPENING
@@ -130,13 +130,16 @@ def test_the_vectors_are_read() -> None:
 @given(
     st.builds(RawChange, st.sampled_from([0, 1, 2]), int64, values, values)
     | st.builds(
-        RawView, st.booleans(), int64, st.lists(st.tuples(values, values), max_size=4).map(tuple)
+        WatchSnapshot,
+        st.booleans(),
+        int64,
+        st.lists(st.tuples(values, values), max_size=4).map(tuple),
     )
 )
-def test_news_come_back(news: RawChange | RawView) -> None:
-    """Changes and views survive the wire."""
-    payload = encode_change(news) if isinstance(news, RawChange) else encode_view(news)
-    assert decode_news(payload) == news
+def test_notifications_round_trip(message: RawChange | WatchSnapshot) -> None:
+    """Changes and snapshots."""
+    payload = encode_change(message) if isinstance(message, RawChange) else encode_snapshot(message)
+    assert decode_notification(payload) == message
 
 
 @pytest.mark.parametrize(
@@ -146,14 +149,14 @@ def test_news_come_back(news: RawChange | RawView) -> None:
         struct.pack("<IBI", 1, 7, 0),
     ],
 )
-def test_absurd_tagged_replies_are_refused(data: bytes) -> None:
-    """Lengths and statuses that no server of ours sends end the connection."""
+def test_invalid_tagged_replies_are_refused(data: bytes) -> None:
+    """A length beyond the limit, or an unknown status."""
     with pytest.raises(WireError, match="sent a reply with status"):
         TaggedReader().read(data)
 
 
-def test_absurd_plain_replies_are_refused() -> None:
-    """A length is not believed before its bytes have come."""
+def test_invalid_plain_replies_are_refused() -> None:
+    """A length beyond the limit is refused before its bytes arrive."""
     reader = ReplyReader()
     reader.expect(wire.GET)
     with pytest.raises(WireError, match="announced 1099511627776 bytes"):
@@ -167,10 +170,10 @@ def test_absurd_plain_replies_are_refused() -> None:
         (struct.pack("<BqQ", 0, 1, 9) + b"k", "too short"),
         (struct.pack("<BqQ", 9, 1, 0), "unknown kind"),
         (struct.pack("<BqQ", 4, 1, 1), "unknown kind|do not add up"),
-        (encode_view(RawView(True, 1, ((b"a", b"b"),))) + b"x", "do not add up"),
+        (encode_snapshot(WatchSnapshot(True, 1, ((b"a", b"b"),))) + b"x", "do not add up"),
     ],
 )
-def test_malformed_news_are_refused(payload: bytes, complaint: str) -> None:
-    """News whose lengths do not fit are a wire error."""
+def test_malformed_notifications_are_refused(payload: bytes, complaint: str) -> None:
+    """Lengths that do not match, and unknown kinds."""
     with pytest.raises(WireError, match=complaint):
-        decode_news(payload)
+        decode_notification(payload)

@@ -1,4 +1,4 @@
-"""The server against peers that do not behave, and its own promises."""
+"""The server against faulty clients, its limits, and its start and close."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import gc
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from elastic_aio.errors import SpecError, StoreLost, SurroundingsError
+from elastic_aio.errors import HostError, SpecError, StoreLost
 from elastic_aio.store import Dropped, RemoteStore, ServerLimits, StoreServer, connect, wire
-from elastic_aio.store.connection import Connection
 from elastic_aio.store.keyspace import KeyspaceLimits
+from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, WireLimits, encode
+
+pytestmark = pytest.mark.both_loops
 
 
 class Peer:
-    """A client by hand."""
+    """A raw client."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -46,7 +49,7 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def dialled(server: StoreServer, opening: bytes = OPENING) -> AsyncIterator[Peer]:
+async def connected(server: StoreServer, opening: bytes = OPENING) -> AsyncIterator[Peer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(opening)
     try:
@@ -73,14 +76,14 @@ def limited(dropped: list[Dropped], **limits: object) -> StoreServer:
         (OPENING + b"\x81" + bytes(8), "unknown opcode, 0x81"),
         (OPENING + struct.pack("<BQ", wire.SET, 1 << 60), "a key of"),
         (OPENING + struct.pack("<BQ", wire.MULTI_GET, 1 << 40), "items in one request"),
-        (OPENING + encode(wire.HELLO, b"", 9), "greeted with version 9"),
+        (OPENING + encode(wire.HELLO, b"", 9), "sent a HELLO of version 9"),
     ],
 )
 async def test_garbage_ends_only_its_own_connection(
     server: StoreServer, store: RemoteStore, dropped: list[Dropped], data: bytes, reason: str
 ) -> None:
-    """It is closed at once, with one event; everybody else goes on."""
-    async with dialled(server, data) as peer:
+    """It is closed at once and reported once; other connections are unaffected."""
+    async with connected(server, data) as peer:
         assert await peer.ended() == b""
     assert len(dropped) == 1
     assert reason in str(dropped[0])
@@ -92,47 +95,47 @@ async def test_garbage_ends_only_its_own_connection(
 async def test_requests_before_garbage_are_served(
     server: StoreServer, store: RemoteStore, dropped: list[Dropped]
 ) -> None:
-    """How the bytes happened to be cut makes no difference."""
-    async with dialled(server) as peer:
+    """Even if they arrive in one segment."""
+    async with connected(server) as peer:
         peer.send(encode(wire.ADD, b"/n", 5) + b"\xff")
         await peer.ended()
     assert await store.get("n") == b"5"
     assert len(dropped) == 1
 
 
-async def test_an_opening_that_does_not_come_is_not_waited_for(dropped: list[Dropped]) -> None:
-    """Connections that say nothing, or half of it, are closed after a while."""
+async def test_the_handshake_has_a_timeout(dropped: list[Dropped]) -> None:
+    """Connections that send nothing, or half of the opening, are closed after 0.1 s."""
     async with (
-        limited(dropped, opening=0.1) as server,
-        dialled(server, b"") as one,
-        dialled(server, OPENING[:3]) as two,
-        dialled(server) as three,
+        limited(dropped, handshake_timeout=0.1) as server,
+        connected(server, b"") as one,
+        connected(server, OPENING[:3]) as two,
+        connected(server) as three,
     ):
         await one.ended()
         await two.ended()
         await three.settled()
-        assert [drop.reason for drop in dropped] == ["did not begin like a client in time"] * 2
+        assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"] * 2
 
 
-async def test_a_stranger_is_not_served_for_long(dropped: list[Dropped]) -> None:
-    """Without the token, talking on does not keep the connection."""
+async def test_authentication_has_a_timeout(dropped: list[Dropped]) -> None:
+    """Pings without the token do not extend it."""
     server = StoreServer(
-        "127.0.0.1", token="t", limits=ServerLimits(opening=0.2), on_drop=dropped.append
+        "127.0.0.1", token="t", limits=ServerLimits(handshake_timeout=0.2), on_drop=dropped.append
     )
-    async with server, dialled(server) as peer:
+    async with server, connected(server) as peer:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 await peer.settled()
                 await asyncio.sleep(0.02)  # the time that the server allows is real
-        assert [drop.reason for drop in dropped] == ["did not begin like a client in time"]
+        assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"]
 
 
-async def test_an_unfinished_request_is_not_waited_for(dropped: list[Dropped]) -> None:
-    """A slow writer is closed; one that finishes its requests, however split, is not."""
+async def test_an_unfinished_request_has_a_timeout(dropped: list[Dropped]) -> None:
+    """A client that completes its requests within it, however split, is not closed."""
     async with (
-        limited(dropped, stall=0.15) as server,
-        dialled(server) as slow,
-        dialled(server) as steady,
+        limited(dropped, stall_timeout=0.15) as server,
+        connected(server) as slow,
+        connected(server) as steady,
     ):
         frame = encode(wire.ADD, b"/n", 1)
         slow.send(frame[:5])
@@ -147,12 +150,12 @@ async def test_an_unfinished_request_is_not_waited_for(dropped: list[Dropped]) -
 
 
 async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) -> None:
-    """Many that each stay below their limit are closed when there are too many."""
+    """Each is below its own limit."""
     async with limited(dropped, partial=3_000_000) as server, contextlib.AsyncExitStack() as stack:
         frame = encode(wire.SET, b"/k", bytes(1_000_000))[:-1]
         peers = []
         for _ in range(4):
-            peers.append(await stack.enter_async_context(dialled(server)))
+            peers.append(await stack.enter_async_context(connected(server)))
             await peers[-1].settled()
             peers[-1].send(frame)
             while server._partial < len(frame) * min(len(peers), 2) and not dropped:
@@ -167,8 +170,8 @@ async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) 
 
 
 async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Dropped]) -> None:
-    """Its replies do not pile up, and after a while it is closed."""
-    async with limited(dropped, stall=0.3) as server, dialled(server) as peer:
+    """Its replies do not accumulate, and after 0.3 s it is closed."""
+    async with limited(dropped, stall_timeout=0.3) as server, connected(server) as peer:
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
         value = bytes(1 << 20)
         peer.send(encode(wire.SET, b"/k", value))
@@ -185,8 +188,8 @@ async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Droppe
 async def test_replies_to_a_slow_reader_all_arrive_in_order(
     server: StoreServer, dropped: list[Dropped]
 ) -> None:
-    """Pausing and going on loses nothing."""
-    async with dialled(server) as peer:
+    """300 values of 200 kB, so that writing is paused and resumed."""
+    async with connected(server) as peer:
         peer.send(encode(wire.SET, b"/k", bytes(200_000)))
         frames = [encode(wire.GET, b"/k", None) + encode(wire.ADD, b"/n", 1) for _ in range(300)]
         peer.send(b"".join(frames))
@@ -199,8 +202,8 @@ async def test_replies_to_a_slow_reader_all_arrive_in_order(
 
 
 async def test_a_burst_of_requests_is_served_in_portions(server: StoreServer) -> None:
-    """Others are served between the portions of a long burst."""
-    async with dialled(server) as busy, dialled(server) as other:
+    """Another connection is served between the portions."""
+    async with connected(server) as busy, connected(server) as other:
         count = 40_000
         busy.send(encode(wire.ADD, b"/n", 1) * count)
         other.send(encode(wire.GET, b"/n", None))
@@ -211,9 +214,11 @@ async def test_a_burst_of_requests_is_served_in_portions(server: StoreServer) ->
         assert seen < count
 
 
-async def test_news_for_a_peer_that_does_not_read_are_bounded(dropped: list[Dropped]) -> None:
-    """A watcher that does not read is closed once too much waits for it."""
-    async with limited(dropped, unsent=1 << 20) as server, dialled(server) as peer:
+async def test_notifications_for_a_peer_that_does_not_read_are_bounded(
+    dropped: list[Dropped],
+) -> None:
+    """It is closed above 1 MiB."""
+    async with limited(dropped, unsent=1 << 20) as server, connected(server) as peer:
         peer.send(encode(wire.HELLO, b"", wire.VERSION))
         await peer.receive(33)
         peer.send(encode(wire.WATCH_PREFIX, b"/", -1, 1))
@@ -224,29 +229,29 @@ async def test_news_for_a_peer_that_does_not_read_are_bounded(dropped: list[Drop
                 await store.set("big", bytes(1 << 18))
                 if dropped:
                     break
-        assert [drop.reason for drop in dropped] == ["does not read its news"]
+        assert [drop.reason for drop in dropped] == ["does not read its notifications"]
 
 
 async def test_connections_are_limited(dropped: list[Dropped]) -> None:
-    """One too many is closed; when one leaves, there is room again."""
+    """The third of two is closed; after one has closed, another is served."""
     async with limited(dropped, connections=2) as server:
-        async with dialled(server) as one, dialled(server) as two:
+        async with connected(server) as one, connected(server) as two:
             await one.settled()
             await two.settled()
-            async with dialled(server) as three:
+            async with connected(server) as three:
                 await three.ended()
             assert [drop.reason for drop in dropped] == ["is one connection too many"]
         while server.connection_count:
-            await asyncio.sleep(0.001)  # until the server has seen them leave
-        async with dialled(server) as four:
+            await asyncio.sleep(0.001)  # until the server has closed the connections
+        async with connected(server) as four:
             await four.settled()
 
 
 async def test_waits_and_sizes_are_limited(dropped: list[Dropped]) -> None:
-    """A plain peer is closed for it, since nothing can be said to it; ours is told."""
+    """A peer that exceeds a limit is disconnected."""
     limits = {"keyspace": KeyspaceLimits(waits=1), "wire": WireLimits(value=10)}
     async with limited(dropped, **limits) as server:
-        async with dialled(server) as peer:
+        async with connected(server) as peer:
             peer.send(encode(wire.WAIT, b"", (b"/a", b"/b")))
             await peer.ended()
         assert "0 keys are being waited for" in dropped[0].reason
@@ -257,44 +262,43 @@ async def test_waits_and_sizes_are_limited(dropped: list[Dropped]) -> None:
 
 
 async def test_a_wait_ends_with_its_connection(server: StoreServer) -> None:
-    """Nothing is kept of a client that has gone."""
-    async with dialled(server) as peer:
+    """The keyspace keeps no waiter."""
+    async with connected(server) as peer:
         peer.send(encode(wire.WAIT, b"", (b"/a", b"/b")))
         await peer.settled()
         assert server.keyspace.wait_count == 2
     while server.connection_count:
-        await asyncio.sleep(0.001)  # until the server has seen it leave
+        await asyncio.sleep(0.001)  # until the server has closed the connection
     assert server.keyspace.wait_count == 0
 
 
-async def test_dropped_connections_leave_nothing(
+async def test_dropped_connections_leak_nothing(
     server: StoreServer, dropped: list[Dropped]
 ) -> None:
-    """Connections, timers and held bytes are all gone."""
+    """Neither connections nor timers nor partial requests."""
     for _ in range(20):
-        async with dialled(server) as peer:
+        async with connected(server) as peer:
             peer.send(encode(wire.SET, b"/k", bytes(100_000))[:50_000] + b"")
             await asyncio.sleep(0)
-    async with dialled(server, b"nonsense") as peer:
+    async with connected(server, b"nonsense") as peer:
         await peer.ended()
     while server.connection_count:
         await asyncio.sleep(0.001)
     assert server._partial == 0
     assert len(dropped) == 1
-    await asyncio.sleep(0)  # the transport lets go of its protocol after telling it
+    await asyncio.sleep(0)  # the transport releases its protocol after connection_lost
     gc.collect()
     connections = [thing for thing in gc.get_objects() if type(thing) is Connection]
     assert [connection for connection in connections if connection._server is server] == []
 
 
-async def test_it_is_bound_before_it_is_announced() -> None:
-    """On entering, the port is known and connections are accepted; on leaving, no more."""
+async def test_the_port_is_bound_on_entering_and_closed_on_leaving() -> None:
     async with StoreServer() as server:
         assert server.port
         assert f":{server.port}" in repr(server)
         async with connect(f"localhost:{server.port}", timeout=5) as store:
             await store.set("k", b"v")
-        with pytest.raises(SurroundingsError, match="Address already in use"):
+        with pytest.raises(HostError, match="Address already in use"):
             await StoreServer("127.0.0.1", server.port).start()
     assert "not listening" in repr(server)
     reader = socket.socket()
@@ -308,9 +312,9 @@ async def test_families(host: str | None) -> None:
     try:
         server = StoreServer(host)
         await server.start()
-    except SurroundingsError:
+    except HostError:
         assert host in ("::", "::1")
-        pytest.skip("this machine has no IPv6")
+        pytest.skip("this host has no IPv6")
     try:
         names = ["127.0.0.1"] if host in (None, "0.0.0.0", "localhost") else []
         if any(sock.family == socket.AF_INET6 for sock in server._sockets):
@@ -324,8 +328,8 @@ async def test_families(host: str | None) -> None:
 
 
 async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> None:
-    """Even peers that do not read their replies do not hold it up."""
-    async with dialled(server) as peer:
+    """Even if a peer does not read its replies."""
+    async with connected(server) as peer:
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
         peer.send(encode(wire.SET, b"/k", bytes(8 << 20)))
         peer.send(encode(wire.GET, b"/k", None) * 20)
@@ -337,7 +341,7 @@ async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> N
 
 
 async def test_bad_arguments() -> None:
-    """They are refused in one line, before anything is bound."""
+    """They are refused before a socket is bound."""
     calls: list[Callable[[], StoreServer]] = [
         lambda: StoreServer(port=70_000),
         lambda: StoreServer(port=True),
@@ -351,12 +355,12 @@ async def test_bad_arguments() -> None:
         StoreServer("192.0.2.1").start(),
     ]
     for start in starts:
-        with pytest.raises(SurroundingsError):
+        with pytest.raises(HostError):
             await start
 
 
-async def test_an_idle_server_does_nothing(server: StoreServer) -> None:
-    """Waits, watches and connections set no timers; a lease sets one."""
+async def test_an_idle_server_sets_no_timer(server: StoreServer) -> None:
+    """Waits, watches and connections need none; a lease needs one."""
     async with connect(server.endpoint) as store, store.watch("w", is_prefix=True):
         waits = [asyncio.ensure_future(store.wait([f"k{number}"])) for number in range(50)]
         await store.num_keys()
@@ -373,3 +377,17 @@ async def test_an_idle_server_does_nothing(server: StoreServer) -> None:
 
 def _scheduled(server: StoreServer) -> list[asyncio.TimerHandle]:
     return list(getattr(server.loop, "_scheduled", []))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    wrong: Any = 3
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: StoreServer(wrong), "host"),
+        (lambda: StoreServer(limits=wrong), "limits"),
+        (lambda: StoreServer(token=wrong), "token"),
+        (lambda: connect("a:1", token=wrong), "token"),
+        (lambda: connect("a:1", token=""), "token"),
+    ]
+    for construct, field in refused:
+        with pytest.raises(SpecError, match=rf"^{field}: must be "):
+            construct()

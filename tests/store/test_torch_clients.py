@@ -1,4 +1,4 @@
-"""Torch's real client, PrefixStore and gloo on our server."""
+"""Torch's client, PrefixStore and gloo on `StoreServer`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.store.conftest import HAS_TORCH
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.skipif(not HAS_TORCH, reason="the real peer is not installed"),
+    pytest.mark.skipif(not HAS_TORCH, reason="needs torch"),
 ]
 
 # The clients run in one child that imports torch once and forks for each program:
-# some of torch's calls hold the GIL while they wait for us, so not in this process.
+# some of torch's calls hold the GIL while they wait for the server of this process.
 _CHILD = """
 import json, os, sys, time, traceback
 from datetime import timedelta
@@ -58,14 +58,14 @@ for line in sys.stdin:
 
 
 class Torch:
-    """Programs that run in torch's world."""
+    """A process that runs torch programs."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
         self.process = process
         self.port = port
 
     async def run(self, source: str, ranks: int = 1) -> list[Any]:
-        """Run a program on each rank; return what each left in `result`."""
+        """Run a program on each rank; return the `result` of each."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([self.port, ranks, source]).encode() + b"\n")
@@ -100,9 +100,9 @@ async def torch(server: StoreServer) -> AsyncIterator[Torch]:
 async def test_torch_clients_do_everything(
     torch: Torch, store: RemoteStore, server: StoreServer, dropped: list[Dropped]
 ) -> None:
-    """Each operation, PrefixStore, gloo with 2, 4 and 8 ranks: one after the other.
+    """Each operation, PrefixStore, and gloo with 2, 4 and 8 ranks, in sequence.
 
-    One test, because importing torch takes longer than all of it.
+    One test, because importing torch takes longer than the operations.
     """
     await every_operation(torch, store)
     await prefix_stores(torch, store)
@@ -237,7 +237,7 @@ result = [first, connect().get("text").decode()]
 """)
     assert result == ["closed", "abc"]
     assert [drop.reason for drop in dropped] == [
-        "asked for what cannot be: the value is not a 64-bit number"
+        "sent a request that is refused: the value is not a 64-bit number"
     ]
 
 
@@ -254,7 +254,7 @@ except dist.DistNetworkError:
 """)
     )
     while server.keyspace.wait_count == before:
-        await asyncio.sleep(0.01)  # the child is another program: nothing tells us here
+        await asyncio.sleep(0.01)  # a poll: the child is another process
     await server.aclose()
     assert await running == ["lost"]
 

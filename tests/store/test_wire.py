@@ -1,4 +1,4 @@
-"""Requests as bytes: every split gives the same, and nothing absurd is believed."""
+"""Encoding and parsing of requests, with any split of the bytes, and the limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEYED = {wire.KEY, wire.KEY_1, wire.KEY_2, wire.KEY_3, wire.KEY_NUMBER}
 @st.composite
 def a_request(draw: st.DrawFn, opcodes: frozenset[int], tag: int) -> Request:
     op = draw(st.sampled_from(sorted(opcodes)))
-    shape = wire._SHAPE_OF[op]
+    shape = wire.SHAPE_OF[op]
     key = draw(keys) if shape in KEYED else b""
     return op, key, draw(ARGUMENTS[shape]), draw(uint32) if tag else 0
 
@@ -77,17 +77,19 @@ HELLO = (wire.HELLO, b"", wire.VERSION, 0)
 def test_any_split_gives_the_same_requests(
     plain: list[Request], tagged: list[Request], places: list[int]
 ) -> None:
-    """Requests come out as they went in, wherever the bytes are cut."""
+    """Requests of both dialects round-trip."""
     reader = RequestReader(WireLimits())
     found = read_all(reader, cut(stream_of(plain, tagged), places))
     assert found == [*plain, HELLO, *tagged]
     assert not reader.is_partial
-    assert reader.partial == 0
+    assert reader.partial_size == 0
 
 
 @given(plain_requests, tagged_requests, st.integers(1, 3))
-def test_byte_by_byte_and_glued(plain: list[Request], tagged: list[Request], most: int) -> None:
-    """One byte at a time, or all at once in small portions: the same requests."""
+def test_single_bytes_and_one_segment(
+    plain: list[Request], tagged: list[Request], most: int
+) -> None:
+    """One byte at a time, or all at once and returned in small portions."""
     data = stream_of(plain, tagged)
     expected = [*plain, HELLO, *tagged]
     single = [data[at : at + 1] for at in range(len(data))]
@@ -96,10 +98,10 @@ def test_byte_by_byte_and_glued(plain: list[Request], tagged: list[Request], mos
 
 
 @given(plain_requests, st.lists(st.integers(0, 10_000), max_size=6), st.binary(max_size=20))
-def test_garbage_at_the_end_spoils_nothing_before_it(
+def test_requests_before_garbage_are_returned(
     plain: list[Request], places: list[int], garbage: bytes
 ) -> None:
-    """Whole requests are returned before the unknown opcode after them is refused."""
+    """Before the unknown opcode after them is refused."""
     data = stream_of(plain, [])[:-5] + b"\x7f" + garbage
     reader = RequestReader(WireLimits())
     found: list[Request] = []
@@ -119,17 +121,17 @@ def test_garbage_at_the_end_spoils_nothing_before_it(
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=4))
 def test_arbitrary_bytes_give_requests_or_a_wire_error(data: bytes, places: list[int]) -> None:
-    """Nothing else is raised, and no more is held than was sent."""
+    """No other error is raised, and no more is held than was sent."""
     reader = RequestReader(WireLimits())
     try:
         read_all(reader, cut(OPENING + data, places))
     except WireError:
         pass
-    assert reader.partial <= len(data) + 5
+    assert reader.partial_size <= len(data) + 5
 
 
-def test_the_vectors_are_read() -> None:
-    """What torch's client was seen to send is understood, and encoded to the same bytes."""
+def test_recorded_requests_round_trip() -> None:
+    """Requests recorded from torch's client are parsed, and encoded to the same bytes."""
     lines = VECTORS.read_text().splitlines()
     sent = [bytes.fromhex(line[1:].strip()) for line in lines if line.startswith(">")]
     assert sent[0].startswith(OPENING)
@@ -141,7 +143,7 @@ def test_the_vectors_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("data", "message"),
     [
         (b"\x01", "does not begin like"),
         (b"GET / HTTP/1.1\r\n", "does not begin like"),
@@ -159,16 +161,16 @@ def test_the_vectors_are_read() -> None:
         (OPENING + b"\x80\x01\0\0\0" + b"\0\0\0\0\x0c", "unknown opcode, 0x0c"),
     ],
 )
-def test_absurd_lengths_are_refused_at_once(data: bytes, complaint: str) -> None:
-    """As soon as a length or an opcode can be read, not when its bytes have come."""
-    with pytest.raises(WireError, match=complaint):
+def test_invalid_lengths_and_opcodes_are_refused_at_once(data: bytes, message: str) -> None:
+    """As soon as they are readable, before the announced bytes arrive."""
+    with pytest.raises(WireError, match=message):
         read_all(RequestReader(WireLimits()), [data])
-    with pytest.raises(WireError, match=complaint):
+    with pytest.raises(WireError, match=message):
         read_all(RequestReader(WireLimits()), [data[at : at + 1] for at in range(len(data))])
 
 
-def test_a_request_of_many_parts_is_bounded_as_a_whole() -> None:
-    """Many values, each allowed, are not allowed together."""
+def test_the_total_size_of_a_request_is_limited() -> None:
+    """Ten values of 100 bytes with a limit of 1000 for the request."""
     limits = WireLimits(value=100, request=1000)
     frame = encode(wire.MULTI_SET, b"", tuple((b"k", b"v" * 100) for _ in range(10)))
     with pytest.raises(WireError, match="more than 1000 bytes in one request"):
@@ -178,16 +180,16 @@ def test_a_request_of_many_parts_is_bounded_as_a_whole() -> None:
         read_all(RequestReader(limits), [data[at : at + 1] for at in range(len(data))])
 
 
-def test_partial_requests_are_accounted_for() -> None:
-    """What is held of an unfinished request is known, and given back when it is whole."""
+def test_the_size_of_a_partial_request() -> None:
+    """It is 0 again once the request is complete."""
     reader = RequestReader(WireLimits())
     frame = encode(wire.MULTI_SET, b"", ((b"a", b"b" * 1000), (b"c", b"d")))
     assert reader.read(OPENING) == []
     assert reader.is_opened
     assert reader.read(frame[:-3]) == []
     assert reader.is_partial
-    assert 1000 < reader.partial < len(frame)
+    assert 1000 < reader.partial_size < len(frame)
     assert reader.read(frame[-3:]) == [
         (wire.MULTI_SET, b"", ((b"a", b"b" * 1000), (b"c", b"d")), 0)
     ]
-    assert (reader.is_partial, reader.partial) == (False, 0)
+    assert (reader.is_partial, reader.partial_size) == (False, 0)

@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on demand: it counts, delays, stalls and cuts."""
+"""A TCP proxy that delays, stalls and cuts connections on demand."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class _Side(asyncio.Protocol):
 
 
 class ChaosProxy:
-    """Stand between clients and the server on `port`.
+    """A proxy between clients and the server on `port`.
 
-    `sent` and `received` hold what clients sent and got, in order.
+    `sent` and `received` are the segments that clients sent and received, in order.
     """
 
     def __init__(self, port: int) -> None:
         self.target = port
         self.delay = 0.0
         self.is_stalled = False
-        self.refuses = False
-        self.drops_replies = False
+        self.is_refusing = False
+        self.is_dropping_replies = False
         self.sides: set[_Side] = set()
         self.sent: list[bytes] = []
         self.received: list[bytes] = []
@@ -81,13 +81,13 @@ class ChaosProxy:
         return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """Break every connection at once."""
+        """Abort every connection."""
         for side in list(self.sides):
             if side.transport is not None:
                 side.transport.abort()
 
     def accept(self, client: _Side) -> None:
-        if self.refuses:
+        if self.is_refusing:
             assert client.transport is not None
             client.transport.abort()
             return
@@ -115,7 +115,7 @@ class ChaosProxy:
 
     def on_data(self, side: _Side, data: bytes) -> None:
         (self.sent if side.is_client else self.received).append(data)
-        if self.is_stalled or (self.drops_replies and not side.is_client):
+        if self.is_stalled or (self.is_dropping_replies and not side.is_client):
             return
         if side.other is None:
             return

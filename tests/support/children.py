@@ -1,7 +1,7 @@
-"""Workers as named one-liners, and ways to wait for what they do.
+"""Workers as named one-liners, and ways to wait for them.
 
-A worker tells the test what it does by files in the folder `$NOTES`: their
-appearance is the event to wait for.
+A worker reports its state by files in the directory `$NOTES`: a test waits until they
+exist.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from elastic_aio.logs.sink import Console, open_sink
-from tests.support.traces import alive
+from tests.support.leaks import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 T = TypeVar("T")
 
-# Seconds after which a wait has failed: far more than a loaded machine needs.
+# Seconds after which a wait has failed: far more than a loaded host needs.
 DEADLINE_S = 30.0
 
 SLEEPER = ["sleep", "99"]
@@ -47,25 +46,25 @@ def noting(script: str = "exec sleep 99", *, first: str = "") -> list[str]:
     return shell(f"{first}\n{_NOTE} {script}")
 
 
-def deaf(script: str = "exec sleep 99") -> list[str]:
-    """Return a worker that ignores what asks it to stop, its children too."""
+def ignoring_signals(script: str = "exec sleep 99") -> list[str]:
+    """Return a worker that ignores all stop signals; so do its children."""
     return noting(script, first="trap '' TERM INT HUP QUIT USR1 USR2")
 
 
 def trapping(script: str) -> list[str]:
-    """Return a worker that runs `script` when it is asked to stop."""
+    """Return a worker that runs `script` on a stop signal."""
     return noting("sleep 99 & wait; wait", first=f"trap '{script}' TERM INT HUP QUIT")
 
 
-# Says in `$NOTES/log` which signals it gets, and goes on.
+# Writes the signals that it gets to `$NOTES/log`, and goes on.
 SIGNAL_LOGGER = python(
     """
 import os, signal
 log = os.open(os.environ["NOTES"] + "/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-def tell(number, frame):
+def log_signal(number, frame):
     os.write(log, (signal.Signals(number).name + "\\n").encode())
 for name in "HUP", "INT", "QUIT", "TERM", "USR1", "USR2":
-    signal.signal(getattr(signal, "SIG" + name), tell)
+    signal.signal(getattr(signal, "SIG" + name), log_signal)
 notes, rank = os.environ["NOTES"], os.environ["RANK"]
 with open(f"{notes}/.{rank}", "w") as file:
     file.write(str(os.getpid()))
@@ -74,7 +73,7 @@ while True:
     signal.pause()
 """
 )
-# Ends with code 0 when it is asked to stop, and says so in `$NOTES/stopped`.
+# Ends with code 0 on a stop signal, and writes its rank to `$NOTES/stopped`.
 POLITE = trapping('echo $RANK >> "$NOTES/stopped"; exit 0')
 
 
@@ -85,48 +84,46 @@ def restart_count_exits(*codes: int) -> list[str]:
 
 
 async def until(condition: Callable[[], T], what: str = "") -> T:
-    """Wait until a condition holds, in small steps with a deadline; return its value."""
+    """Poll until a condition holds, with a deadline; return its value."""
     end = time.monotonic() + DEADLINE_S
     while not (value := condition()):
-        assert time.monotonic() < end, f"this never happened: {what or condition}"
+        assert time.monotonic() < end, f"timed out: {what or condition}"
         await asyncio.sleep(0.003)
     return value
 
 
 def until_sync(condition: Callable[[], T], what: str = "", seconds: float = DEADLINE_S) -> T:
-    """Wait, without a loop, until a condition holds; return its value."""
+    """Poll, without a loop, until a condition holds; return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, f"this never happened: {what or condition}"
+        assert time.monotonic() < end, f"timed out: {what or condition}"
         time.sleep(0.003)
     return value
 
 
-def noted(folder: Path, count: int) -> Callable[[], list[int]]:
+def noted(directory: Path, count: int) -> Callable[[], list[int]]:
     """Return a condition: `count` workers have noted their pids, in order of rank."""
 
     def pids() -> list[int]:
-        paths = [folder / str(rank) for rank in range(count)]
+        paths = [directory / str(rank) for rank in range(count)]
         return [int(path.read_text()) for path in paths] if all(map(Path.exists, paths)) else []
 
     return pids
 
 
 def none_alive(pids: Iterable[int]) -> Callable[[], bool]:
-    """Return a condition: none of these processes runs."""
-    listed = list(pids)
-    return lambda: not any(map(alive, listed))
+    """Return a condition: no process of `pids` runs."""
+    pids = list(pids)
+    return lambda: not any(map(alive, pids))
 
 
 @contextmanager
-def file_console(folder: Path) -> Iterator[Console]:
-    """Give a console whose streams are the files `out` and `err` of a folder."""
+def file_console(directory: Path) -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of the files `out` and `err` of a directory."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    descriptors = [os.open(folder / name, flags, 0o600) for name in ("out", "err")]
-    console = Console(open_sink("stdout", descriptors[0]), open_sink("stderr", descriptors[1]))
+    descriptors = [os.open(directory / name, flags, 0o600) for name in ("out", "err")]
     try:
-        yield console
+        yield descriptors[0], descriptors[1]
     finally:
-        console.close()
         for descriptor in descriptors:
             os.close(descriptor)

@@ -16,7 +16,7 @@ from typing import Any
 
 import elastic_aio
 from tests.support.children import DEADLINE_S, until_sync
-from tests.support.traces import SESSION_VARIABLE
+from tests.support.leaks import SESSION_VARIABLE
 
 REPOSITORY = Path(elastic_aio.__file__).parent.parent
 CLI = [sys.executable, "-m", "elastic_aio"]
@@ -24,7 +24,7 @@ CLI = [sys.executable, "-m", "elastic_aio"]
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left: its exit code as a shell sees it, and its output."""
+    """The exit code of a command, as a shell reports it, and its output."""
 
     code: int
     out: str
@@ -48,7 +48,7 @@ def environment(changes: Mapping[str, str | None] | None = None) -> dict[str, st
 
 
 def bare_environment(**changes: str) -> dict[str, str | None]:
-    """Return changes that leave nothing but the path and what the tests need."""
+    """Return changes that remove all variables but the path and those of the tests."""
     kept = {"PATH", SESSION_VARIABLE}
     removed: dict[str, str | None] = {name: None for name in os.environ if name not in kept}
     return {**removed, **changes}
@@ -77,14 +77,27 @@ def run_cli(*args: object, **options: Any) -> Ended:
 def run_in_shell(before: str, *args: object, after: str = "", **options: Any) -> Ended:
     """Run `aio-elastic run` in place of a shell that has run `before`.
 
-    `after` is what follows the command, such as redirections.
+    `after` follows the command: redirections, for example.
     """
     script = f'{before}\nexec "$@" {after}'
     return run_program(["bash", "-c", script, "bash", *CLI, "run", *map(str, args)], **options)
 
 
+def to_options(settings: Mapping[str, object]) -> list[str]:
+    """Return command-line options: `{"max_restarts": 3}` is `--max-restarts=3`.
+
+    True stands for a flag, and None leaves the option out.
+    """
+    options = []
+    for name, value in settings.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is not None:
+            options.append(option if value is True else f"{option}={value}")
+    return options
+
+
 class Running:
-    """A program that runs, its output in files."""
+    """A running program, its output in files."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: Any, err: Any) -> None:
         self.process = process
@@ -94,12 +107,12 @@ class Running:
 
     @property
     def out(self) -> str:
-        """What stands in stdout by now."""
+        """The content of stdout by now."""
         return _read(self._out)
 
     @property
     def err(self) -> str:
-        """What stands in stderr by now."""
+        """The content of stderr by now."""
         return _read(self._err)
 
     def wait_err(self, pattern: str) -> re.Match[str]:
@@ -111,10 +124,10 @@ class Running:
         return self._wait(lambda: self.out, pattern)
 
     def _wait(self, read: Any, pattern: str) -> re.Match[str]:
-        def found() -> re.Match[str] | None:
+        def search() -> re.Match[str] | None:
             return re.search(pattern, read(), re.MULTILINE)
 
-        match = until_sync(found, f"{pattern!r} in the output")
+        match = until_sync(search, f"{pattern!r} in the output")
         assert match is not None
         return match
 
@@ -128,7 +141,7 @@ class Running:
         return 128 - code if code < 0 else code
 
     def ended(self, seconds: float = DEADLINE_S) -> Ended:
-        """Wait for the end; return everything."""
+        """Wait for the end; return the exit code and the output."""
         return Ended(self.wait(seconds), self.out, self.err)
 
 
@@ -144,25 +157,25 @@ def running(
 ) -> Iterator[Running]:
     """Run a program while the block is open; kill it if it outlives the block.
 
-    Its temporary files have a folder of their own, unless `env` names one.
+    It has a temporary directory of its own, unless `env` names one.
     """
     with (
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
-        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
     ):
-        given.write(stdin or b"")
-        given.seek(0)
+        stdin_file.write(stdin or b"")
+        stdin_file.seek(0)
         if stdin_pipe:
             popen["stdin"] = subprocess.PIPE
         streams: dict[str, Any] = {
-            "stdin": given if stdin is not None else subprocess.DEVNULL,
+            "stdin": stdin_file if stdin is not None else subprocess.DEVNULL,
             "stdout": out,
             "stderr": err,
         }
         process = subprocess.Popen(
-            [str(one) for one in argv],
+            [str(word) for word in argv],
             env=environment({"TMPDIR": temporary, **(env or {})}),
             cwd=cwd,
             **{**streams, **popen},

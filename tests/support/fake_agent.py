@@ -1,4 +1,4 @@
-"""Members of a rendezvous without workers: what they are told is kept, their part is scripted."""
+"""Fake agents: members of a rendezvous without workers."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from elastic_aio.events import CoordinatorChanged, Event
-from elastic_aio.outcome import ExitStatus, Failure
-from elastic_aio.policy import Action
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
-    Begin,
-    Conclude,
-    Ended,
-    Ending,
-    Failing,
-    Halt,
+    EndJob,
     Instruction,
-    NodeCard,
+    NodeInfo,
     Placement,
     Rendezvous,
-    Running,
-    Succeeded,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
 )
-from elastic_aio.rendezvous.dynamic import make_dynamic
-from elastic_aio.rendezvousspec import RendezvousSpec
-from elastic_aio.spec import LaunchSpec
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartAction
 
 E = TypeVar("E")
 
 PATIENCE_S = 30.0
-Maker = Callable[[LaunchSpec, NodeCard, str, Any], Rendezvous]
+Maker = Callable[[LaunchSpec, NodeInfo, str, Any], Rendezvous]
 
 
 def free_endpoint(host: str = "127.0.0.1") -> str:
-    """Return an endpoint at which nobody listens."""
+    """Return an endpoint at which no process listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as one:
         one.bind((host, 0))
@@ -44,18 +43,18 @@ def free_endpoint(host: str = "127.0.0.1") -> str:
         return f"{shown}:{one.getsockname()[1]}"
 
 
-def meeting(
+def job_spec(
     endpoint: str, nnodes: str = "1:4", *, max_restarts: int = 0, **settings: Any
 ) -> LaunchSpec:
     """Return a job that meets at `endpoint`."""
     settings = {"heartbeat_timeout": 2.0, "last_call_timeout": 0.2, "read_timeout": 5.0, **settings}
-    rules = {key: settings.pop(key) for key in ("restart",) if key in settings}
+    of_job = {key: settings.pop(key) for key in ("restart",) if key in settings}
     return LaunchSpec(
         ["true"],
         nnodes=nnodes,
         max_restarts=max_restarts,
         rendezvous=RendezvousSpec(endpoint=endpoint, **settings),
-        **rules,
+        **of_job,
     )
 
 
@@ -72,8 +71,8 @@ def failure(rank: int = 0, *, code: int = 3, host: str = "here", time: float = 0
     )
 
 
-class Pretender:
-    """An agent without workers: it begins and halts as it is told."""
+class FakeAgent:
+    """An agent without workers: records instructions, and reports at once."""
 
     def __init__(
         self,
@@ -82,54 +81,54 @@ class Pretender:
         *,
         nproc: int = 1,
         role: str = "default",
-        make: Maker = make_dynamic,
+        make: Maker = DynamicRendezvous,
     ) -> None:
         self.name = name
-        self.told_events: list[Event] = []
-        self.begun: list[Placement] = []
+        self.events: list[Event] = []
+        self.started: list[Placement] = []
         self.causes: list[Any] = []
-        self.halted: list[Halt] = []
-        self.ending: Ending | None = None
-        self.obeys_halt = True
-        self.asked: list[Failure] = []
-        self.answer: Action = Action.BY_POLICY
+        self.stopped: list[StopRound] = []
+        self.outcome: JobOutcome | None = None
+        self.stops_on_order = True
+        self.decision_requests: list[Failure] = []
+        self.answer: RestartAction = RestartAction.DEFAULT
         self._changed = asyncio.Event()
         self._reserved: socket.socket | None = None
         self._used: list[socket.socket] = []
-        self.rendezvous = make(spec, NodeCard(name, 1000, nproc, role), "run", self)
+        self.rendezvous = make(spec, NodeInfo(name, 1000, nproc, role), "run", self)
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self.begun[-1:]}, {self.ending}>"
+        return f"<{self.name}: {self.started[-1:]}, {self.outcome}>"
 
     # What a rendezvous calls.
 
-    def instructed(self, instruction: Instruction) -> None:
+    def on_instruction(self, instruction: Instruction) -> None:
         match instruction:
-            case Begin(placement, cause):
-                self.begun.append(placement)
+            case StartRound(placement, cause):
+                self.started.append(placement)
                 self.causes.append(cause)
                 if placement.span.group_rank == 0 and self._reserved is not None:
                     self._used.append(self._reserved)
                     self._reserved = None
-                self.rendezvous.report(Running(placement.round))
-            case Halt(round):
-                self.halted.append(instruction)
-                if self.obeys_halt:
-                    self.rendezvous.report(Ended(round))
-            case Conclude(ending):
-                assert self.ending is None, "a job ends once"
-                self.ending = ending
+                self.rendezvous.report(RoundStarted(placement.round))
+            case StopRound(round):
+                self.stopped.append(instruction)
+                if self.stops_on_order:
+                    self.rendezvous.report(RoundStopped(round))
+            case EndJob(outcome):
+                assert self.outcome is None, "a job ends once"
+                self.outcome = outcome
         self._changed.set()
 
-    def told(self, event: Event) -> None:
-        self.told_events.append(event)
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
         self._changed.set()
 
-    async def decide(self, failure: Failure) -> Action:
-        self.asked.append(failure)
+    async def decide(self, failure: Failure) -> RestartAction:
+        self.decision_requests.append(failure)
         return self.answer
 
-    def reserve_master(self, address: str) -> int:
+    def reserve_master_port(self, address: str) -> int:
         if self._reserved is None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._reserved = socket.socket(family)
@@ -142,60 +141,60 @@ class Pretender:
 
     @property
     def place(self) -> Placement:
-        return self.begun[-1]
+        return self.started[-1]
 
     @property
     def is_reachable(self) -> bool:
-        """Whether somebody listens where the workers of the present round meet."""
+        """Whether a process listens at the master port of the present round."""
         at = (self.place.master_addr, self.place.master_port)
         with contextlib.suppress(OSError), socket.create_connection(at, timeout=5):
             return True
         return False
 
-    def fails(self, *, code: int = 3, final: bool = False) -> None:
-        """Let a worker of the present round fail, and all of it be gone at once."""
+    def fail(self, *, code: int = 3, final: bool = False) -> None:
+        """Let a worker of the present round fail, and all others stop at once."""
         round = self.place.round
-        self.rendezvous.report(Failing(round, "a worker failed"))
+        self.rendezvous.report(RoundFailing(round, "a worker failed"))
         self.rendezvous.report(
-            Ended(
+            RoundStopped(
                 round,
                 (failure(self.place.span.first_rank, code=code, host=self.name),),
-                is_final=final,
-                final_why="it can never work" if final else "",
+                is_permanent=final,
+                permanent_reason="it can never work" if final else "",
                 exit_code=code,
             )
         )
 
-    def succeeds(self) -> None:
-        self.rendezvous.report(Succeeded(self.place.round))
+    def succeed(self) -> None:
+        self.rendezvous.report(RoundSucceeded(self.place.round))
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        """Wait until something is so; it is looked at whenever this member is told something."""
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds; it is checked after every instruction and event."""
         async with asyncio.timeout(PATIENCE_S):
-            while not is_so():
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def formed(self, nodes: int, *, after: int = -1) -> Placement:
-        """Wait for a place in a round of so many nodes, later than round `after`."""
-        await self.until(
+    async def wait_formed(self, nodes: int, *, after: int = -1) -> Placement:
+        """Wait for a placement in a round of so many nodes, later than round `after`."""
+        await self.wait_until(
             lambda: (
-                self.begun
+                self.started
                 and self.place.span.group_world_size == nodes
                 and self.place.round > after
             )
         )
         return self.place
 
-    async def ended(self) -> Ending:
-        await self.until(lambda: self.ending)
-        assert self.ending is not None
-        return self.ending
+    async def wait_ended(self) -> JobOutcome:
+        await self.wait_until(lambda: self.outcome)
+        assert self.outcome is not None
+        return self.outcome
 
-    async def hears(self, kind: type[E]) -> E:
+    async def wait_event(self, kind: type[E]) -> E:
         """Wait for an event of a kind; return the last one."""
-        await self.until(lambda: any(isinstance(one, kind) for one in self.told_events))
-        return [one for one in self.told_events if isinstance(one, kind)][-1]
+        await self.wait_until(lambda: any(isinstance(one, kind) for one in self.events))
+        return [one for one in self.events if isinstance(one, kind)][-1]
 
     def close(self) -> None:
         for sock in [*self._used, *([self._reserved] if self._reserved else [])]:
@@ -203,15 +202,15 @@ class Pretender:
 
 
 @contextlib.asynccontextmanager
-async def present(*members: Pretender) -> AsyncIterator[list[Pretender]]:
-    """Open members, the one that serves the store first; let all leave in the end."""
+async def present(*members: FakeAgent) -> AsyncIterator[list[FakeAgent]]:
+    """Open members, the host of the store first; all leave at the end."""
     there = list(members)
     try:
         for member in members:
             await member.rendezvous.open()
             if member is members[0] and len(members) > 1:
                 # So that it is known who serves the store.
-                await member.hears(CoordinatorChanged)
+                await member.wait_event(CoordinatorChanged)
         yield there
     finally:
         await asyncio.gather(*(member.rendezvous.leave("the test is over") for member in there))

@@ -1,4 +1,4 @@
-"""A rendezvous that the test itself plays, and an agent that takes part in it."""
+"""A rendezvous that is driven by the test, and an agent that takes part in it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, TypeVar, cast
 
 from elastic_aio import Agent, Event, LaunchSpec, LogSpec, StopPlan
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
-from elastic_aio.ranks import NodeSize, assign_spans
+from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
-    Begin,
-    Cause,
+    AgentPort,
     Instruction,
-    Listener,
-    NodeCard,
+    NodeInfo,
     Placement,
     Rendezvous,
     Report,
+    RestartCause,
+    StartRound,
 )
-from elastic_aio.rendezvousspec import RendezvousSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from tests.support.children import DEADLINE_S
 
 R = TypeVar("R")
@@ -29,17 +29,17 @@ R = TypeVar("R")
 HERE = "127.0.0.1"
 
 
-class Scripted(Rendezvous):
-    """Does nothing by itself; keeps what it is told, and who left why."""
+class FakeRendezvous(Rendezvous):
+    """Gives the instructions of the test; records reports and the reasons of `leave`."""
 
-    def __init__(self, spec: LaunchSpec, card: NodeCard, run_id: str, listener: Listener) -> None:
+    def __init__(self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> None:
         self.spec = spec
-        self.card = card
+        self.node = node
         self.run_id = run_id
-        self.listener = listener
+        self.agent = agent
         self.is_open = False
         self.reports: list[Report] = []
-        self.left: list[str] = []
+        self.leave_reasons: list[str] = []
         self.open_error: Exception | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.on_report: Callable[[Report], None] = lambda report: None
@@ -63,29 +63,31 @@ class Scripted(Rendezvous):
         self._changed.set()
 
     async def leave(self, why: str) -> None:
-        self.left.append(why)
+        self.leave_reasons.append(why)
         self.on_leave()
         self._changed.set()
         await self.may_leave.wait()
 
     def instruct(self, instruction: Instruction) -> None:
-        """Let the agent hear an instruction."""
-        self.listener.instructed(instruction)
+        """Give the agent an instruction."""
+        self.agent.on_instruction(instruction)
 
-    def begin(self, number: int, cause: Cause | None = None, **where: Any) -> Placement:
-        """Let a round begin; return the node's place in it."""
-        placement = self.placed(number, **where)
-        self.instruct(Begin(placement, cause))
+    def start_round(
+        self, number: int, cause: RestartCause | None = None, **where: Any
+    ) -> Placement:
+        """Start a round; return the node's placement in it."""
+        placement = self.make_placement(number, **where)
+        self.instruct(StartRound(placement, cause))
         return placement
 
-    def placed(
+    def make_placement(
         self, number: int, *, group_rank: int = 0, nodes: int = 2, restarts: int = 0, port: int = 9
     ) -> Placement:
-        """Return this node's place among others of its size."""
-        spans = assign_spans([NodeSize(self.card.role, self.card.nproc)] * nodes)
+        """Return a placement of this node among others of its size."""
+        spans = assign_node_ranks([NodeSize(self.node.role, self.node.nproc)] * nodes)
         return Placement(
             round=number,
-            origin="1.a",
+            formed_by="1.a",
             attempt=number,
             restarts=restarts,
             changes=4,
@@ -94,27 +96,27 @@ class Scripted(Rendezvous):
             master_port=port,
         )
 
-    async def reported(self, kind: type[R], count: int = 1) -> R:
+    async def wait_report(self, kind: type[R], count: int = 1) -> R:
         """Wait until the agent has made `count` reports of a kind; return the last of them."""
         return cast("R", (await self._until(lambda: self._of(kind), count))[count - 1])
 
-    async def has_been_left(self, times: int = 1) -> None:
-        """Wait until the agent leaves, or has asked so many times to leave."""
-        await self._until(lambda: self.left, times)
+    async def wait_left(self, times: int = 1) -> None:
+        """Wait until the agent leaves, or has asked to leave `times` times."""
+        await self._until(lambda: self.leave_reasons, times)
 
     def _of(self, kind: type[Any]) -> list[Any]:
-        return [one for one in self.reports if isinstance(one, kind)]
+        return [report for report in self.reports if isinstance(report, kind)]
 
-    async def _until(self, found: Callable[[], list[Any]], count: int) -> list[Any]:
+    async def _until(self, items: Callable[[], list[Any]], count: int) -> list[Any]:
         async with asyncio.timeout(DEADLINE_S):
-            while len(found()) < count:
+            while len(items()) < count:
                 self._changed.clear()
                 await self._changed.wait()
-        return found()
+        return items()
 
 
-def node_spec(folder: Path, entrypoint: Any, nproc: int = 2, **options: Any) -> LaunchSpec:
-    """Return a job of up to four nodes whose workers make their notes in `folder`."""
+def node_spec(directory: Path, entrypoint: Any, nproc: int = 2, **options: Any) -> LaunchSpec:
+    """Return a job of up to four nodes whose workers write notes into `directory`."""
     barrier = options.pop("barrier", 600.0)
     return LaunchSpec(
         entrypoint,
@@ -122,9 +124,9 @@ def node_spec(folder: Path, entrypoint: Any, nproc: int = 2, **options: Any) -> 
             "nproc_per_node": nproc,
             "nnodes": "1:4",
             "run_id": "shared",
-            "env": {"NOTES": str(folder)},
+            "env": {"NOTES": str(directory)},
             "stop": StopPlan.within(5),
-            "logs": LogSpec(log_dir=folder / "logs", redirects=3),
+            "logs": LogSpec(log_dir=directory / "logs", redirects=3),
             "rendezvous": RendezvousSpec(exit_barrier_timeout=barrier),
             **options,
         },
@@ -132,39 +134,37 @@ def node_spec(folder: Path, entrypoint: Any, nproc: int = 2, **options: Any) -> 
 
 
 class Member:
-    """An agent, its scripted rendezvous, and the events that it has told."""
+    """An agent, its fake rendezvous, and its events."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self.events: list[Event] = []
-        self.rendezvous: Scripted = cast("Scripted", None)
-        self.prepare: Callable[[Scripted], None] = lambda rendezvous: None
-        self.agent = Agent(spec, listeners=[self.events.append], rendezvous=self._make)
+        self.rendezvous: FakeRendezvous = cast("FakeRendezvous", None)
+        self.prepare: Callable[[FakeRendezvous], None] = lambda rendezvous: None
+        self.agent = Agent(spec, listeners=[self.events.append], _rendezvous=self._make)
 
-    def _make(
-        self, spec: LaunchSpec, card: NodeCard, run_id: str, listener: Listener
-    ) -> Rendezvous:
-        self.rendezvous = Scripted(spec, card, run_id, listener)
+    def _make(self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
+        self.rendezvous = FakeRendezvous(spec, node, run_id, agent)
         self.prepare(self.rendezvous)
         return self.rendezvous
 
-    def told(self, kind: type[R]) -> list[R]:
+    def events_of(self, kind: type[R]) -> list[R]:
         """Return the events of a kind."""
-        return [one for one in self.events if isinstance(one, kind)]
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 @asynccontextmanager
 async def member(
-    spec: LaunchSpec, prepare: Callable[[Scripted], None] = lambda rendezvous: None
+    spec: LaunchSpec, prepare: Callable[[FakeRendezvous], None] = lambda rendezvous: None
 ) -> AsyncIterator[Member]:
-    """Give a node of a job of many; at the end of the block it is stopped."""
-    one = Member(spec)
-    one.prepare = prepare
-    async with one.agent:
-        yield one
+    """Run a node of a job of many; at the end of the block it is stopped."""
+    node = Member(spec)
+    node.prepare = prepare
+    async with node.agent:
+        yield node
 
 
 def failure_elsewhere(*, code: int = 9, traceback: str = "") -> Failure:
-    """Return a failure that another node has seen."""
+    """Return a failure that another node has reported."""
     error = WorkerError("ValueError: there", traceback, 5.0, "/there") if traceback else None
     return Failure(
         rank=3,

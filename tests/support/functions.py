@@ -1,4 +1,4 @@
-"""Functions that workers run; imported by them, so it imports little."""
+"""Functions that workers run; they import this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raise_error(text: str = "boom") -> NoReturn:
 
 
 class OddError(Exception):
-    """Cannot be pickled, nor shown."""
+    """An exception without a pickle and without a text."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -48,12 +48,19 @@ class OddError(Exception):
         raise ZeroDivisionError
 
 
+def raise_error_or_sleep(text: str) -> None:
+    """Raise an error; with an empty text, sleep until a signal ends the process."""
+    if text:
+        raise_error(text)
+    time.sleep(99)
+
+
 def raise_odd() -> NoReturn:
     raise OddError
 
 
 class OwnBase(BaseException):
-    """Neither an Exception nor an exit."""
+    """A BaseException of the user's."""
 
 
 def raise_base() -> NoReturn:
@@ -81,7 +88,7 @@ def give_lambda() -> Any:
 
 
 class CutShort:
-    """Ends the process in the middle of being pickled."""
+    """A value whose pickling ends the process."""
 
     def __reduce__(self) -> NoReturn:
         os._exit(0)
@@ -92,7 +99,7 @@ def give_cut_short() -> Any:
 
 
 class OnlyThere:
-    """Can be made in a worker, and not where its value is read."""
+    """A value that can be unpickled in a worker only."""
 
     def __reduce__(self) -> Any:
         return fail_outside_workers, ()
@@ -117,8 +124,8 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
-def fail_after_peers(folder: str) -> int:
-    """Rank 1 fails; the others would sleep."""
+def fail_after_peers(directory: str) -> int:
+    """Fail as rank 1, sleep as any other."""
     if rank() == 1:
         raise_error("I am rank 1")
     time.sleep(60)
@@ -126,7 +133,7 @@ def fail_after_peers(folder: str) -> int:
 
 
 def write_everywhere() -> None:
-    """Write by Python, by C and by a child, to both streams."""
+    """Write to both streams, from Python, from C and from a child."""
     print("python out")
     print("python err", file=sys.stderr)
     libc = ctypes.CDLL(None)
@@ -137,7 +144,7 @@ def write_everywhere() -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return what a worker finds."""
+    """Return the environment of the worker."""
     return {
         "session": os.getsid(0) == os.getpid(),
         "env": dict(os.environ),
@@ -151,7 +158,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def run_a_loop() -> str:
-    """Run a loop of one's own, with a child."""
+    """Run an event loop, with a child."""
 
     async def main() -> str:
         process = await asyncio.create_subprocess_exec("true")
@@ -163,7 +170,7 @@ def run_a_loop() -> str:
 
 
 def leave_grandchild_holding() -> int:
-    """Return at once while a child holds every descriptor that can be inherited."""
+    """Return at once, while a child holds all descriptors."""
     for name in os.listdir("/proc/self/fd"):
         try:
             os.set_inheritable(int(name), True)
@@ -191,22 +198,22 @@ def sleep() -> None:
     time.sleep(99)
 
 
-def note_and_sleep(folder: str) -> None:
-    with open(f"{folder}/.{rank()}", "w") as file:
+def note_and_sleep(directory: str) -> None:
+    with open(f"{directory}/.{rank()}", "w") as file:
         file.write(str(os.getpid()))
-    os.rename(f"{folder}/.{rank()}", f"{folder}/{rank()}")
+    os.rename(f"{directory}/.{rank()}", f"{directory}/{rank()}")
     time.sleep(99)
 
 
 def indexed(index: int, *args: Any) -> None:
     """Note the index and the arguments."""
-    folder, *rest = args
-    with open(f"{folder}/{index}", "w") as file:
+    directory, *rest = args
+    with open(f"{directory}/{index}", "w") as file:
         file.write(repr((index, rest)))
 
 
-def indexed_end(index: int, how: str, *args: Any) -> None:
-    """The process of index 1 ends somehow; the others wait."""
+def indexed_end(index: int, ending: str, *args: Any) -> None:
+    """End the process of index 1 by `ending`; sleep in the others."""
     if index != 1:
         time.sleep(99)
     {
@@ -216,7 +223,7 @@ def indexed_end(index: int, how: str, *args: Any) -> None:
         "signal": lambda: kill_self(signal.SIGTERM),
         "unknown": lambda: kill_self(40),
         "base": raise_base,
-    }[how]()
+    }[ending]()
 
 
 def indexed_interrupt(index: int) -> None:
@@ -227,17 +234,17 @@ def indexed_generator(index: int) -> Any:
     return give_generator()
 
 
-def indexed_deaf(index: int, folder: str, seconds: float) -> None:
+def indexed_ignoring_sigterm(index: int, directory: str, seconds: float) -> None:
     """Ignore SIGTERM; the process of index 0 fails once the other is ready."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if index:
-        with open(f"{folder}/ready", "w"):
+        with open(f"{directory}/ready", "w"):
             pass
         time.sleep(seconds)
-        with open(f"{folder}/done", "w"):
+        with open(f"{directory}/done", "w"):
             pass
         return
-    while not os.path.exists(f"{folder}/ready"):
+    while not os.path.exists(f"{directory}/ready"):
         time.sleep(0.01)
     leave(2)
 
@@ -246,15 +253,15 @@ def indexed_sleep(index: int, seconds: float) -> None:
     time.sleep(seconds * index)
 
 
-def indexed_daemon(index: int, folder: str) -> None:
-    """Note whether multiprocessing takes us for a daemon."""
+def indexed_daemon(index: int, directory: str) -> None:
+    """Note whether this process is a daemon of multiprocessing."""
     from multiprocessing import current_process
 
-    with open(f"{folder}/{index}", "w") as file:
+    with open(f"{directory}/{index}", "w") as file:
         file.write(str(current_process().daemon))
 
 
 def report(*args: Any) -> Any:
-    """Return what a member of a group finds."""
+    """Return the arguments and the environment of a group's worker."""
     print("out", *args)
     return args, os.environ.get("OWN"), os.environ.get("RANK")

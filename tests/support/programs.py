@@ -1,4 +1,4 @@
-"""Programs that run beside an event loop: nothing is polled."""
+"""A process beside an event loop, which waits for its end by a pidfd."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from tests.support.cli import Ended, environment
 
 
 class Program:
-    """A process, its output in the files `out` and `err` of a folder.
+    """A process, its output in the files `out` and `err` of a directory.
 
     Args:
-        name: what to call it in complaints.
+        name: for error messages.
         argv: what to run.
-        folder: for its output; made if need be.
+        directory: for its output; created if it does not exist.
         env: changes of our environment; None removes a variable.
         stdout: descriptor in place of the file `out`.
     """
@@ -28,17 +29,18 @@ class Program:
         self,
         name: str,
         argv: Sequence[object],
-        folder: Path,
+        directory: Path,
         *,
         env: Mapping[str, str | None] | None = None,
         stdout: int | None = None,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self.name = name
-        self.folder = folder
-        with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
+        self.directory = directory
+        self.started_ns = time.monotonic_ns()
+        with (directory / "out").open("ab") as out, (directory / "err").open("ab") as err:
             self._process = subprocess.Popen(
-                [str(one) for one in argv],
+                [str(word) for word in argv],
                 env=environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
@@ -52,25 +54,25 @@ class Program:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet, as far as we have heard."""
+        """Whether the loop has not seen its end yet."""
         return not self._exit.done()
 
     @property
     def out(self) -> str:
-        """What stands in stdout by now."""
-        return (self.folder / "out").read_text(errors="replace")
+        """The content of stdout by now."""
+        return (self.directory / "out").read_text(errors="replace")
 
     @property
     def err(self) -> str:
-        """What stands in stderr by now."""
-        return (self.folder / "err").read_text(errors="replace")
+        """The content of stderr by now."""
+        return (self.directory / "err").read_text(errors="replace")
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself, unless it has ended."""
         self._process.send_signal(number)
 
     async def ended(self, seconds: float = DEADLINE_S) -> Ended:
-        """Wait for the end; return everything.
+        """Wait for the end; return the exit code and the output.
 
         Raises:
             AssertionError: it did not end in time.

@@ -1,8 +1,8 @@
-"""A worker that tells who it is, and does what it is told.
+"""A worker that writes down its environment and obeys orders.
 
-It writes notes, a line of JSON each, into the named pipe `$NODE_FOLDER/notes`, and reads
-its orders from the named pipe `$NODE_FOLDER/<pid>`: `exit CODE`, `raise TEXT`, `connect`
-(to the master, noting the outcome) and `deaf` (to SIGTERM from now on).
+It writes notes, a line of JSON each, into the named pipe `$NODE_DIRECTORY/notes`, and reads
+its orders from the named pipe `$NODE_DIRECTORY/<pid>`: `exit CODE`, `raise TEXT`, `connect`
+(to the master address; the answer is the outcome) and `ignore_sigterm` (from now on).
 """
 
 import json
@@ -25,8 +25,9 @@ NUMBERS = (
 )
 TEXTS = ("ROLE_NAME", "MASTER_ADDR")
 
-folder = os.environ["NODE_FOLDER"]
-me = {
+directory = os.environ["NODE_DIRECTORY"]
+environment = {
+    "node": os.environ["NODE_NAME"],
     "pid": os.getpid(),
     "restart_count": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
     "max_restarts": int(os.environ["TORCHELASTIC_MAX_RESTARTS"]),
@@ -35,15 +36,15 @@ me = {
     **{name.lower(): int(os.environ[name]) for name in NUMBERS},
     **{name.lower(): os.environ[name] for name in TEXTS},
 }
-notes = os.open(f"{folder}/notes", os.O_WRONLY)
+notes = os.open(f"{directory}/notes", os.O_WRONLY)
 
 
 def note(what: str, text: str = "") -> None:
-    line = json.dumps({"what": what, "text": text, "time": time.monotonic(), **me})
+    line = json.dumps({"what": what, "text": text, "time": time.monotonic(), **environment})
     os.write(notes, line.encode() + b"\n")
 
 
-def stopped(number: int, frame: object) -> None:
+def on_sigterm(number: int, frame: object) -> None:
     note("signal", signal.Signals(number).name)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -66,17 +67,17 @@ def obey(word: str, rest: str) -> None:
             raise ValueError(rest)
         case "connect":
             note("answer", connect())
-        case "deaf":
+        case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            note("answer", "deaf")
+            note("answer", "ignore_sigterm")
 
 
 if __name__ == "__main__":
-    orders = f"{folder}/{os.getpid()}"
+    orders = f"{directory}/{os.getpid()}"
     if os.path.exists(orders):  # of a process that had the same pid
         os.unlink(orders)
     os.mkfifo(orders)
-    signal.signal(signal.SIGTERM, stopped)
+    signal.signal(signal.SIGTERM, on_sigterm)
     # For writing too, so that there is never an end to read.
     with open(os.open(orders, os.O_RDWR), "rb", buffering=0) as file:
         note("started")

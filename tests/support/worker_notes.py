@@ -1,4 +1,4 @@
-"""What workers are told about their world, and whether it fits together."""
+"""The environments of workers as their notes show them, and whether they agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from elastic_aio import RoundFormed
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a worker says: that it has `started`, got a `signal`, or an `answer`."""
+    """A note of a worker: it has `started`, received a `signal`, or gives an `answer`."""
 
     what: str
     text: str
     time: float
+    node: str
     pid: int
     restart_count: int
     max_restarts: int
@@ -35,51 +36,56 @@ class Note(msgspec.Struct, frozen=True):
 
     @property
     def attempt(self) -> int:
-        """The attempt that it belongs to, from the folder that it was given."""
+        """Its attempt, from the path of its error file."""
         match = re.search(r"/attempt_(\d+)/", self.error_file)
         assert match, self.error_file
         return int(match[1])
 
 
+read_note = msgspec.json.Decoder(Note).decode
+
+
 def check_world(workers: Sequence[Note]) -> None:
-    """Assert that these are all workers of one world, who were told so."""
+    """Assert that these are all workers of one world and that their environments agree."""
     count = len(workers)
-    assert sorted(one.rank for one in workers) == list(range(count))
+    assert sorted(note.rank for note in workers) == list(range(count))
     same = {
-        (one.world_size, one.group_world_size, one.master_addr, one.master_port, one.attempt,
-         one.restart_count, one.max_restarts, one.run_id)
-        for one in workers
+        (note.world_size, note.group_world_size, note.master_addr, note.master_port, note.attempt,
+         note.restart_count, note.max_restarts, note.run_id)
+        for note in workers
     }  # fmt: skip
     assert len(same) == 1, f"different worlds: {same}"
     assert workers[0].world_size == count
     groups: dict[int, list[Note]] = {}
-    for one in sorted(workers, key=lambda one: one.rank):
-        groups.setdefault(one.group_rank, []).append(one)
+    for note in sorted(workers, key=lambda note: note.rank):
+        groups.setdefault(note.group_rank, []).append(note)
     # Ranks are cumulative in the order of the groups.
     assert list(groups) == list(range(workers[0].group_world_size))
     for group in groups.values():
-        assert [one.local_rank for one in group] == list(range(len(group)))
-        assert {one.local_world_size for one in group} == {len(group)}
-    for role in {one.role_name for one in workers}:
-        members = sorted((one for one in workers if one.role_name == role), key=lambda o: o.rank)
-        assert [one.role_rank for one in members] == list(range(len(members)))
-        assert {one.role_world_size for one in members} == {len(members)}
+        assert [note.local_rank for note in group] == list(range(len(group)))
+        assert {note.local_world_size for note in group} == {len(group)}
+    for role in {note.role_name for note in workers}:
+        members = sorted(
+            (note for note in workers if note.role_name == role), key=lambda note: note.rank
+        )
+        assert [note.role_rank for note in members] == list(range(len(members)))
+        assert {note.role_world_size for note in members} == {len(members)}
 
 
 def check_rounds(formed: Mapping[str, Iterable[RoundFormed]]) -> None:
-    """Assert that no place was given twice, and that a round is the same for all its nodes.
+    """Assert that no group rank was given twice, and that all nodes of a round agree on it.
 
     Args:
-        formed: what each node was told, by its name.
+        formed: the events of each node, by its name.
     """
     places: dict[tuple[int, int], str] = {}
     rounds: dict[int, tuple[object, ...]] = {}
     for name, events in formed.items():
-        for one in events:
-            place = (one.round, one.group_rank)
+        for event in events:
+            place = (event.round, event.group_rank)
             assert places.setdefault(place, name) == name, (
-                f"group rank {one.group_rank} of round {one.round}: {places[place]} and {name}"
+                f"group rank {event.group_rank} of round {event.round}: {places[place]} and {name}"
             )
-            told = (one.attempt, one.group_world_size, one.world_size,
-                    one.master_addr, one.master_port, one.changes)  # fmt: skip
-            assert rounds.setdefault(one.round, told) == told, f"round {one.round}: {rounds}"
+            facts = (event.attempt, event.group_world_size, event.world_size,
+                    event.master_addr, event.master_port, event.changes)  # fmt: skip
+            assert rounds.setdefault(event.round, facts) == facts, f"round {event.round}: {rounds}"

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_aio import (
-    Action,
     Agent,
     AttemptFailed,
     AttemptResult,
     Backoff,
     Command,
+    Decide,
     Event,
+    EventListener,
+    EventReader,
     ExitStatus,
     Failure,
     Function,
+    JobEvents,
     JobFailed,
     JobFinished,
     JobState,
@@ -26,6 +29,7 @@ from elastic_aio import (
     Module,
     RendezvousSpec,
     ResourceUsage,
+    RestartAction,
     Restarting,
     RestartPolicy,
     RestartWindow,
@@ -33,6 +37,7 @@ from elastic_aio import (
     SignalSpec,
     SpawnError,
     SpecError,
+    StartMethod,
     StdMap,
     StopPlan,
     StopStep,
@@ -47,7 +52,8 @@ from elastic_aio import (
     run,
     sync,
 )
-from elastic_aio.processes import spawn, start_context, start_processes
+from elastic_aio.multiprocessing import spawn, start_context, start_processes
+from elastic_aio.plugins import LogDestinations, LogLayout, LogLayoutContext
 from elastic_aio.worker import WorkerContext, record
 
 
@@ -75,20 +81,33 @@ def specs() -> list[LaunchSpec]:
                 restart_on=frozenset({1, 137}),
                 decide=decide,
             ),
-            stop=StopPlan((StopStep(15, 10.0),)),
+            stop=StopPlan((StopStep("SIGTERM", 10.0), StopStep(3, 1))),
             stdin="rank0",
         ),
     ]
 
 
-def decide(failure: Failure) -> Action:
+def decide(failure: Failure) -> RestartAction:
     """Decide without waiting."""
-    return Action.GIVE_UP if failure.status.code == 3 else Action.BY_POLICY
+    return RestartAction.GIVE_UP if failure.status.code == 3 else RestartAction.DEFAULT
 
 
-async def decide_later(failure: Failure) -> Action:
+async def decide_later(failure: Failure) -> RestartAction:
     """Decide with waiting."""
-    return Action.RESTART
+    return RestartAction.RESTART
+
+
+callback: Decide = decide
+start_method: StartMethod = "forkserver"
+
+
+class ByDay(LogLayout):
+    """A plug-in derives from a public class."""
+
+    __slots__ = ()
+
+    def plan(self, worker: LogLayoutContext) -> LogDestinations:
+        return LogDestinations(stdout=f"{worker.directory}/today.out")
 
 
 def policies() -> tuple[RestartPolicy, RestartPolicy]:
@@ -102,8 +121,9 @@ async def one_job(spec: LaunchSpec) -> int:
         result: LaunchResult = await launch(spec, signals=SignalSpec(), listeners=[heard])
     except JobFailed as failed:
         failures: tuple[Failure, ...] = failed.failures
+        cause: Failure | None = failed.root_cause
         text: str = format_failure(failed.result, "job")
-        print(text, failures[0].summary)
+        print(text, cause.summary if cause else failures)
         return failed.result.exit_code
     except JobStopped as stopped:
         state: JobState = stopped.result.state
@@ -132,10 +152,15 @@ def heard(event: Event) -> None:
     print(again.seq, again.time, again.attempt, again.node)
 
 
+listener: EventListener = heard
+
+
 async def watched_job(spec: LaunchSpec) -> LaunchResult:
     """Watch a job by its events."""
     async with Agent(spec) as agent:
         run_id: str = agent.run_id
+        reader: EventReader[Event] = agent.events()
+        await reader.aclose()
         async for event in agent.events(after=0):
             seen: Event = event
             match event:
@@ -171,7 +196,7 @@ def script(spec: LaunchSpec) -> int:
 def main(steps: int, *, name: str = "x") -> float:
     """Keep the signature of a recorded function."""
     context: WorkerContext = WorkerContext.from_env()
-    rank: int = context.place.rank
+    rank: int = context.rank
     return float(rank + steps)
 
 
@@ -208,7 +233,8 @@ async def groups() -> None:
 async def far_job() -> int:
     """Follow a job of many nodes from anywhere."""
     last = -1
-    async with follow_job("node0:29400,node1", "run", token=None, after=last) as events:
+    stream: JobEvents = follow_job("node0:29400,node1", "run", token=None, after=last)
+    async with stream as events:
         async for event in events:
             seen: Event = event
             last = seen.seq

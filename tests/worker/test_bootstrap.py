@@ -1,4 +1,4 @@
-"""The two formats of a function worker, and what it imports."""
+"""The two formats of function workers, and the modules that a worker imports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.process.payload import argv_of, make_payload, memory_file
-from elastic_aio.process.results import read_told
+from elastic_aio.process.calls import call_argv, make_payload, memory_file, read_call_result
 from elastic_aio.worker import bootstrap
 from tests.support import functions
 
@@ -43,21 +42,21 @@ def perform(result: int, function: Any, *args: Any) -> int:
 
 
 @given(value=PLAIN)
-def test_plain_values_come_back(value: Any) -> None:
-    """By marshal or by pickle, whichever takes them; types and contents are kept."""
+def test_values_survive_a_round_trip(value: Any) -> None:
+    """By marshal or by pickle, with type and content."""
     descriptor = memory_file("result")
     try:
         assert perform(descriptor, lambda: value) == 0
-        kind, found = bootstrap.read_result(descriptor)
+        kind, content = bootstrap.read_result(descriptor)
         assert kind == bootstrap.VALUE
-        assert found == value
-        assert type(found) is type(value)
+        assert content == value
+        assert type(content) is type(value)
     finally:
         os.close(descriptor)
 
 
 class Number(int):
-    """Not exactly an int."""
+    """A subclass of int, which is not plain."""
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,13 @@ class Number(int):
         [1] * 200,
     ],
 )
-def test_what_is_not_plain(value: object) -> None:
-    """marshal would change its type, or is not meant for its size."""
+def test_other_values_are_not_plain(value: object) -> None:
+    """marshal would change the type, or the value is large."""
     assert not bootstrap.is_plain(value)
 
 
-def test_a_result_cut_short_says_nothing(result: int) -> None:
-    """Nothing at all, no header, and less than the header promises."""
+def test_a_result_cut_short_is_nothing(result: int) -> None:
+    """An empty file, one without a header, and one shorter than its header says."""
     assert bootstrap.read_result(result) == (bootstrap.NOTHING, None)
     os.pwrite(result, b"x" * 100, 16)
     assert bootstrap.read_result(result) == (bootstrap.NOTHING, None)
@@ -89,22 +88,21 @@ def test_a_result_cut_short_says_nothing(result: int) -> None:
     assert bootstrap.read_result(result) == (bootstrap.NOTHING, None)
 
 
-async def test_what_is_told(result: int) -> None:
-    """A damaged value is a problem that is told, and never an error here."""
+async def test_a_damaged_value_is_a_problem(result: int) -> None:
     assert perform(result, lambda: {1: 2}) == 0
-    assert (await read_told(result)).value == {1: 2}
+    assert (await read_call_result(result)).value == {1: 2}
     os.pwrite(result, b"\xff\xff\xff", 16)
-    told = await read_told(result)
-    assert told.value is None
-    assert told.problem.startswith("its value cannot be unpickled here: ")
+    damaged = await read_call_result(result)
+    assert damaged.value is None
+    assert damaged.problem.startswith("its value cannot be unpickled here: ")
 
 
-def test_a_worker_imports_next_to_nothing() -> None:
-    """For a function of a module and plain arguments not even pickle, and never asyncio."""
+def test_a_worker_imports_few_modules() -> None:
+    """For a function of a module with plain arguments, not even pickle."""
     payload = make_payload(pow, (2, 3))
     result = memory_file("result")
     try:
-        command = list(argv_of(sys.executable, payload, result, 0))
+        command = list(call_argv(sys.executable, payload, result, 0))
         command[1:1] = ["-I", "-S", "-v"]
         done = subprocess.run(
             command,
@@ -123,23 +121,22 @@ def test_a_worker_imports_next_to_nothing() -> None:
     assert not imported & {"asyncio", "pickle", "_pickle", "re", "typing", "dataclasses", "enum"}
 
 
-def test_the_call_is_pickled_as_late_as_possible() -> None:
-    """Arguments that marshal does not take go through pickle, unchanged."""
+def test_other_arguments_are_pickled() -> None:
     args = ({"a": Number(1)}, [b"x" * 10_000])
     payload = make_payload(functions.give, args)
     try:
         content = os.pread(payload.descriptor, 1 << 20, 0)
         end = 8 + int.from_bytes(content[:8], "little")
-        function, found = pickle.loads(content[end:])
+        function, unpickled = pickle.loads(content[end:])
         assert function is functions.give
-        assert found == args
-        assert type(found[0]["a"]) is Number
+        assert unpickled == args
+        assert type(unpickled[0]["a"]) is Number
     finally:
         payload.close()
 
 
-def test_descriptors_may_have_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do in a worker that a server has forked."""
+def test_descriptors_can_have_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a worker of the fork server."""
     assert bootstrap.InheritedDescriptor(7).detach() == 7
     monkeypatch.setattr(bootstrap, "_numbers", {7: 11})
     assert bootstrap.InheritedDescriptor(7).detach() == 11

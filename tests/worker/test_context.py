@@ -1,19 +1,19 @@
-"""The variables by which a worker knows its place."""
+"""The environment variables of a worker."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.errors import SurroundingsError
-from elastic_aio.ranks import Place
+from elastic_aio.errors import HostError
 from elastic_aio.worker.context import WorkerContext
 
-PLACE = Place(
+CONTEXT = WorkerContext(
     rank=5,
     local_rank=1,
     role_rank=3,
@@ -22,9 +22,6 @@ PLACE = Place(
     local_world_size=2,
     role_world_size=4,
     group_world_size=3,
-)
-CONTEXT = WorkerContext(
-    place=PLACE,
     role="trainer",
     run_id="run",
     master_addr="127.0.0.1",
@@ -54,13 +51,12 @@ ENVIRONMENT = {
 
 
 def test_the_variables_are_torchs() -> None:
-    """Names and spellings are those that torch's workers read."""
     assert CONTEXT.to_env() == ENVIRONMENT
 
 
 def test_true_is_spelled_as_torch_compares_it() -> None:
     """torch compares TORCHELASTIC_USE_AGENT_STORE with the text "True"."""
-    used = WorkerContext(PLACE, "r", "run", "h", 1, use_agent_store=True)
+    used = replace(CONTEXT, use_agent_store=True)
     assert used.to_env()["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert WorkerContext.from_env(used.to_env()).use_agent_store is True
 
@@ -68,46 +64,41 @@ def test_true_is_spelled_as_torch_compares_it() -> None:
 numbers = st.integers(0, 2**31)
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
+VALUES: dict[str, st.SearchStrategy[object]] = {
+    "int": numbers,
+    "str": texts,
+    "bool": st.booleans(),
+}
+
 
 @given(
     st.builds(
         WorkerContext,
-        place=st.builds(Place, *[numbers] * 8),
-        role=texts,
-        run_id=texts,
-        master_addr=texts,
-        master_port=numbers,
-        restart_count=numbers,
-        max_restarts=numbers,
-        use_agent_store=st.booleans(),
-        error_file=texts,
+        **{field.name: VALUES[str(field.type)] for field in fields(WorkerContext)},
     )
 )
-def test_what_is_written_is_read_back(context: WorkerContext) -> None:
-    """Variables hold the whole context."""
+def test_a_context_survives_the_environment(context: WorkerContext) -> None:
     assert WorkerContext.from_env(context.to_env()) == context
 
 
 @pytest.fixture
 def _worker_environment() -> Iterator[None]:
-    former = dict(os.environ)
+    previous = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     yield
     os.environ.clear()
-    os.environ.update(former)
+    os.environ.update(previous)
 
 
 @pytest.mark.usefixtures("_worker_environment")
 def test_a_worker_reads_its_own_environment() -> None:
-    """Without an argument it is the process's environment."""
     assert WorkerContext.from_env() == CONTEXT
 
 
 @pytest.mark.parametrize("name", sorted(ENVIRONMENT.keys() - {"TORCHELASTIC_ERROR_FILE"}))
 def test_a_missing_variable_is_named(name: str) -> None:
-    """Outside of a job the error says which variable is missing."""
     env = {key: value for key, value in ENVIRONMENT.items() if key != name}
-    with pytest.raises(SurroundingsError, match=rf"^not inside a worker: {name} is not set$"):
+    with pytest.raises(HostError, match=rf"^not inside a worker: {name} is not set$"):
         WorkerContext.from_env(env)
 
 
@@ -118,7 +109,7 @@ def test_the_error_file_is_optional() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"])
-def test_what_is_no_number_is_refused(name: str) -> None:
-    """A number that is none is an error of the surroundings, in one line."""
-    with pytest.raises(SurroundingsError, match=r"^not inside a worker: .*'x'$"):
+def test_a_malformed_number_is_an_error(name: str) -> None:
+    problem = rf"^not inside a worker: {name} is not a whole number \(got 'x'\)$"
+    with pytest.raises(HostError, match=problem):
         WorkerContext.from_env({**ENVIRONMENT, name: "x"})

@@ -1,4 +1,4 @@
-"""torch's `error.json`: written, read, and survived whatever stands in it."""
+"""torch's error files: written, read, and any content accepted; `record`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from elastic_aio.outcome import WorkerError
 from elastic_aio.worker.errorfile import (
     parse_error_file,
-    record,
     render_error_file,
     with_exit_code,
     write_error_file,
 )
+from elastic_aio.worker.recorder import record, worker_error
 
 ROOT = Path(__file__).parent.parent.parent
 NOW = 1_700_000_000.25
@@ -33,7 +33,7 @@ NOW = 1_700_000_000.25
 
 @pytest.fixture
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that `record` is asked to write."""
+    """The file that the environment names for `record`."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     return path
@@ -42,7 +42,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def raised(error: BaseException) -> BaseException:
     try:
         raise error
-    except BaseException as caught:  # noqa: BLE001  # handed back
+    except BaseException as caught:  # noqa: BLE001  # returned
         return caught
 
 
@@ -50,25 +50,25 @@ def read(path: Path) -> WorkerError | None:
     return parse_error_file(path.read_bytes(), str(path), path.stat().st_mtime)
 
 
-def test_the_form_is_torchs(tmp_path: Path) -> None:
-    """Message, call stack and a time in whole seconds as text, in one line of ASCII."""
+def test_the_format_is_torchs(tmp_path: Path) -> None:
+    """One line of ASCII; the time is whole seconds as text."""
     path = tmp_path / "error.json"
-    write_error_file(raised(ValueError("naïve\n\udcff")), str(path))
+    write_error_file(worker_error(raised(ValueError("naïve\n\udcff")), str(path)))
     content = path.read_bytes()
     assert content.isascii()
     assert b"\n" not in content
-    said = json.loads(content)["message"]
-    assert said["message"] == "ValueError: naïve\n\udcff"
-    assert said["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):\n")
-    assert "in raised" in said["extraInfo"]["py_callstack"]
-    assert said["extraInfo"]["timestamp"] == str(int(said["extraInfo"]["timestamp"]))
-    assert abs(float(said["extraInfo"]["timestamp"]) - path.stat().st_mtime) < 2
+    message = json.loads(content)["message"]
+    assert message["message"] == "ValueError: naïve\n\udcff"
+    assert message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):\n")
+    assert "in raised" in message["extraInfo"]["py_callstack"]
+    assert message["extraInfo"]["timestamp"] == str(int(message["extraInfo"]["timestamp"]))
+    assert abs(float(message["extraInfo"]["timestamp"]) - path.stat().st_mtime) < 2
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    """Reading gives message, stack, path and the file's own, finer time."""
+def test_an_error_file_survives_a_round_trip(tmp_path: Path) -> None:
+    """With the file's modification time, which is finer."""
     path = tmp_path / "error.json"
-    write_error_file(raised(KeyError("x")), str(path))
+    write_error_file(worker_error(raised(KeyError("x")), str(path)))
     error = read(path)
     assert error is not None
     assert error.message == "KeyError: 'x'"
@@ -77,29 +77,29 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (error.path, error.timestamp) == (str(path), path.stat().st_mtime)
 
 
-def test_a_reader_sees_all_or_nothing(tmp_path: Path) -> None:
-    """While a file is written over and over, every look finds a whole error or none."""
+def test_writing_is_atomic(tmp_path: Path) -> None:
+    """50 reads while the file is written again and again."""
     path = tmp_path / "error.json"
     error = raised(ValueError("x" * 200_000))
     stop = threading.Event()
 
     def write() -> None:
         while not stop.is_set():
-            write_error_file(error, str(path))
+            write_error_file(worker_error(error, str(path)))
 
     writer = threading.Thread(target=write)
     writer.start()
-    looks = 0
+    reads = 0
     try:
-        while looks < 50:
+        while reads < 50:
             try:
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue
-            found = parse_error_file(content, str(path), NOW)
-            assert found is not None
-            assert len(found.message) == 200_012
-            looks += 1
+            parsed = parse_error_file(content, str(path), NOW)
+            assert parsed is not None
+            assert len(parsed.message) == 200_012
+            reads += 1
     finally:
         stop.set()
         writer.join()
@@ -107,18 +107,18 @@ def test_a_reader_sees_all_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
-    """A folder that is not there is told, and nothing is left."""
+    """The directory is missing."""
     with pytest.raises(OSError, match="No such file"):
-        write_error_file(ValueError(), str(tmp_path / "missing" / "error.json"))
+        write_error_file(worker_error(ValueError(), str(tmp_path / "missing" / "error.json")))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_failed_write_leaves_no_unfinished_file(tmp_path: Path) -> None:
-    """Where the last step fails, the unfinished file does not stay in the log folder."""
+    """The rename fails."""
     path = tmp_path / "error.json"
     path.mkdir()
-    with pytest.raises(OSError, match=r"directory|folder"):
-        write_error_file(ValueError("x"), str(path))
+    with pytest.raises(OSError, match="directory"):
+        write_error_file(worker_error(ValueError("x"), str(path)))
     assert os.listdir(tmp_path) == ["error.json"]
 
 
@@ -151,10 +151,10 @@ def document(**extra: Any) -> bytes:
         ('{"message": "ü"}'.encode(), "ü", None, NOW),
     ],
 )
-def test_every_known_form_is_read(
+def test_every_known_format_is_read(
     content: bytes, message: str, traceback: str | None, timestamp: float
 ) -> None:
-    """torch's two forms are read, and what is wrong in the details is left out."""
+    """torch's two formats; invalid details are ignored."""
     assert parse_error_file(content, "p", NOW) == WorkerError(message, traceback, timestamp, "p")
 
 
@@ -186,25 +186,24 @@ def test_every_known_form_is_read(
     ],
     ids=lambda content: str(content[:16]),
 )
-def test_no_content_is_an_error_here(content: bytes) -> None:
-    """Truncated, foreign, huge or deep content says nothing, and breaks nothing."""
+def test_malformed_content_is_none(content: bytes) -> None:
+    """Truncated, foreign, huge or deeply nested."""
     assert parse_error_file(content, "p", NOW) is None
 
 
-def test_every_truncation_is_read_as_nothing(tmp_path: Path) -> None:
-    """A worker killed in the middle of another writer's write has recorded nothing."""
+def test_every_truncation_is_none(tmp_path: Path) -> None:
+    """A writer may be killed."""
     path = tmp_path / "error.json"
-    write_error_file(ValueError("x"), str(path))
+    write_error_file(worker_error(ValueError("x"), str(path)))
     content = path.read_bytes()
     for length in range(len(content)):
         assert parse_error_file(content[:length], "p", NOW) is None
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_survived(content: bytes) -> None:
-    """Whatever stands there, the answer is an error or None."""
-    found = parse_error_file(content, "p", NOW)
-    assert found is None or found.message or found.traceback
+def test_any_bytes_are_accepted(content: bytes) -> None:
+    error = parse_error_file(content, "p", NOW)
+    assert error is None or error.message or error.traceback
 
 
 json_values = st.recursive(
@@ -222,25 +221,24 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_json_is_survived(value: Any) -> None:
-    """Any document gives an error whose parts have the right types, or None."""
-    found = parse_error_file(json.dumps({"message": value}).encode(), "p", NOW)
-    if found is not None:
-        assert isinstance(found.message, str)
-        assert found.traceback is None or isinstance(found.traceback, str)
-        assert isinstance(found.timestamp, float)
-        assert math.isfinite(found.timestamp)
+def test_any_json_is_accepted(value: Any) -> None:
+    error = parse_error_file(json.dumps({"message": value}).encode(), "p", NOW)
+    if error is not None:
+        assert isinstance(error.message, str)
+        assert error.traceback is None or isinstance(error.traceback, str)
+        assert isinstance(error.timestamp, float)
+        assert math.isfinite(error.timestamp)
 
 
 @pytest.mark.parametrize("timestamp", ["inf", "-inf", "nan", float("inf"), "1e400", 10**400])
-def test_a_time_that_is_none_is_not_believed(timestamp: object) -> None:
-    """Infinity would order failures wrongly and cannot be written as JSON."""
-    found = parse_error_file(document(timestamp=timestamp), "p", NOW)
-    assert found == WorkerError("m", None, NOW, "p")
+def test_an_invalid_time_is_replaced(timestamp: object) -> None:
+    """Infinity would order failures wrongly, and JSON has none."""
+    error = parse_error_file(document(timestamp=timestamp), "p", NOW)
+    assert error == WorkerError("m", None, NOW, "p")
 
 
 def test_the_exit_code_is_added_as_torch_does() -> None:
-    """A launcher inside a launcher passes the file on with `errorCode`."""
+    """A launcher inside a launcher adds `errorCode`."""
     added = json.loads(with_exit_code(document(timestamp="1"), 3))
     assert added == {
         "message": {"message": "m", "extraInfo": {"timestamp": "1"}, "errorCode": 3},
@@ -250,8 +248,7 @@ def test_the_exit_code_is_added_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 500_000], ids=len)
-def test_garbage_is_not_passed_on(content: bytes) -> None:
-    """What is no JSON is a ValueError, however it is broken."""
+def test_an_exit_code_needs_an_error_file(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         with_exit_code(content, 3)
 
@@ -260,7 +257,7 @@ def test_garbage_is_not_passed_on(content: bytes) -> None:
 
 
 class Awkward(Exception):
-    """An exception that cannot be told."""
+    """An exception whose text cannot be made."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -271,7 +268,7 @@ Raising = Callable[[BaseException], None]
 
 @pytest.fixture(params=["sync", "async"])
 def call_raising(request: pytest.FixtureRequest) -> Raising:
-    """Return a way to raise an error inside a recorded function of either kind."""
+    """A function that raises an error inside a recorded function of either kind."""
 
     def call(error: BaseException) -> None:
         @record
@@ -291,27 +288,24 @@ def call_raising(request: pytest.FixtureRequest) -> Raising:
     return call
 
 
-def test_an_exception_is_recorded_and_goes_on(call_raising: Raising, error_file: Path) -> None:
-    """The file holds the error, and the caller gets the very same exception."""
+def test_an_exception_is_recorded_and_raised(call_raising: Raising, error_file: Path) -> None:
     error = ValueError("x")
     with pytest.raises(ValueError, match="x") as caught:
         call_raising(error)
     assert caught.value is error
-    found = read(error_file)
-    assert found is not None
-    assert found.message == "ValueError: x"
+    recorded = read(error_file)
+    assert recorded is not None
+    assert recorded.message == "ValueError: x"
     assert os.listdir(error_file.parent) == ["error.json"]
 
 
 def test_exit_zero_is_a_return(call_raising: Raising, error_file: Path) -> None:
-    """`sys.exit(0)` inside a recorded function is a normal end."""
     call_raising(SystemExit(0))
     assert not error_file.exists()
 
 
 @pytest.mark.parametrize("code", [1, "message", None])
 def test_other_exits_leave_no_file(call_raising: Raising, error_file: Path, code: object) -> None:
-    """An exit says all by its code."""
     with pytest.raises(SystemExit) as caught:
         call_raising(SystemExit(code))
     assert caught.value.code == code
@@ -319,14 +313,12 @@ def test_other_exits_leave_no_file(call_raising: Raising, error_file: Path, code
 
 
 def test_an_interrupt_leaves_no_file(call_raising: Raising, error_file: Path) -> None:
-    """Ctrl-C is nobody's failure."""
     with pytest.raises(KeyboardInterrupt):
         call_raising(KeyboardInterrupt())
     assert not error_file.exists()
 
 
 def test_a_cancellation_leaves_no_file(error_file: Path) -> None:
-    """A cancelled worker function was stopped, not broken."""
 
     @record
     async def main() -> None:
@@ -337,28 +329,27 @@ def test_a_cancellation_leaves_no_file(error_file: Path) -> None:
     assert not error_file.exists()
 
 
-@pytest.mark.parametrize("place", [None, "", "/nonexistent/folder/error.json"])
-def test_without_a_place_the_error_goes_on_alone(
-    call_raising: Raising, monkeypatch: pytest.MonkeyPatch, place: str | None
+@pytest.mark.parametrize("path", [None, "", "/nonexistent/error.json"])
+def test_an_exception_is_raised_if_it_cannot_be_recorded(
+    call_raising: Raising, monkeypatch: pytest.MonkeyPatch, path: str | None
 ) -> None:
-    """No variable, or a file that cannot be written, does not change what is raised."""
-    if place is None:
+    """Without the variable, or if the file cannot be written."""
+    if path is None:
         monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     else:
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     with pytest.raises(KeyError, match="x"):
         call_raising(KeyError("x"))
 
 
 @pytest.mark.usefixtures("error_file")
-def test_an_exception_that_cannot_be_told_is_still_raised(call_raising: Raising) -> None:
-    """When its text raises, the error on its way is not replaced by that."""
+def test_an_exception_without_a_text_is_still_raised(call_raising: Raising) -> None:
+    """The error of its `__str__` does not replace it."""
     with pytest.raises(Awkward):
         call_raising(Awkward())
 
 
-def test_a_recorded_function_is_still_itself() -> None:
-    """Name, docstring, signature, arguments and result stay."""
+def test_a_recorded_function_keeps_its_signature() -> None:
 
     @record
     def main(a: int, *, b: int = 2) -> int:
@@ -388,20 +379,19 @@ def child(body: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_worker_process_fails_with_file_traceback_and_code(tmp_path: Path) -> None:
-    """From the outside: exit code 1, a traceback on stderr, and the file."""
     path = tmp_path / "error.json"
     done = child(
         "from elastic_aio.worker import record\n@record\ndef main(): 1 / 0\nmain()\n", path
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
-    found = read(path)
-    assert found is not None
-    assert found.message == "ZeroDivisionError: division by zero"
+    error = read(path)
+    assert error is not None
+    assert error.message == "ZeroDivisionError: division by zero"
 
 
 def test_a_crash_shows_a_stack(tmp_path: Path) -> None:
-    """A recorded function has the fault handler on: a segfault tells where."""
+    """`record` enables the fault handler."""
     body = (
         "import os, signal\nfrom elastic_aio.worker import record\n"
         "@record\ndef crashing(): os.kill(os.getpid(), signal.SIGSEGV)\ncrashing()\n"
@@ -412,7 +402,7 @@ def test_a_crash_shows_a_stack(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_stderr_still_records(tmp_path: Path) -> None:
-    """A closed stderr gives no fault handler and no other harm."""
+    """Only the fault handler is missing."""
     path = tmp_path / "error.json"
     body = (
         "import os, sys\nos.close(2)\nsys.stderr = None\n"
@@ -420,25 +410,25 @@ def test_a_worker_without_stderr_still_records(tmp_path: Path) -> None:
         "@record\ndef main(): raise ValueError('x')\nmain()\n"
     )
     assert child(body, path).returncode == 1
-    found = read(path)
-    assert found is not None
-    assert found.message == "ValueError: x"
+    error = read(path)
+    assert error is not None
+    assert error.message == "ValueError: x"
 
 
-def test_a_time_far_from_the_files_is_the_workers(tmp_path: Path) -> None:
-    """A file copied later keeps the time at which the error was recorded."""
+def test_a_time_far_from_the_files_is_kept(tmp_path: Path) -> None:
+    """Of a file that was copied later."""
     path = tmp_path / "error.json"
-    write_error_file(ValueError("x"), str(path))
+    write_error_file(worker_error(ValueError("x"), str(path)))
     recorded = path.stat().st_mtime
-    found = parse_error_file(path.read_bytes(), "p", recorded + 100)
-    assert found is not None
-    assert found.timestamp == int(found.timestamp)
-    assert abs(found.timestamp - recorded) < 2
+    error = parse_error_file(path.read_bytes(), "p", recorded + 100)
+    assert error is not None
+    assert error.timestamp == int(error.timestamp)
+    assert abs(error.timestamp - recorded) < 2
 
 
 @pytest.mark.parametrize("stack", ["Traceback ...\nValueError: x\n", None])
-def test_an_error_can_be_written_down_again(stack: str | None) -> None:
-    """What is known of an error on another host makes an error file here."""
+def test_a_rendered_error_file_can_be_read(stack: str | None) -> None:
+    """Of an error on another host."""
     error = WorkerError("ValueError: x \udcff", stack, 1_700_000_000.0, "/far/error.json")
     content = render_error_file(error)
     assert parse_error_file(content, "/far/error.json", 1_700_000_000.5) == WorkerError(

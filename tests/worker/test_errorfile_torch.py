@@ -1,4 +1,4 @@
-"""torch's own error files and ours are the same thing."""
+"""torch's error files and ours are compatible."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.worker.errorfile import parse_error_file, with_exit_code, write_error_file
+from elastic_aio.worker.recorder import worker_error
 
 torch = pytest.importorskip("torch")
 
@@ -35,8 +36,8 @@ def recorded_by_torch(body: str, path: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_what_torch_records_is_read(tmp_path: Path) -> None:
-    """An unmodified worker with torch's decorator is understood."""
+def test_torchs_error_files_are_read(tmp_path: Path) -> None:
+    """Of an unmodified worker with torch's decorator."""
     path = tmp_path / "error.json"
     began = time.time()
     done = recorded_by_torch("raise ValueError('from torch')", path)
@@ -51,26 +52,24 @@ def test_what_torch_records_is_read(tmp_path: Path) -> None:
 
 
 def test_torch_leaves_no_file_for_an_exit(tmp_path: Path) -> None:
-    """The rules of `record` about exits are torch's."""
     path = tmp_path / "error.json"
     assert recorded_by_torch("raise SystemExit(0)", path).returncode == 0
     assert recorded_by_torch("raise SystemExit(3)", path).returncode == 3
     assert not path.exists()
 
 
-def written(path: Path) -> None:
+def write_error(path: Path) -> None:
     try:
         raise ValueError("from here")
     except ValueError as error:
-        write_error_file(error, str(path))
+        write_error_file(worker_error(error, str(path)))
 
 
-def test_torch_reads_what_we_write(tmp_path: Path) -> None:
-    """torch's ProcessFailure takes message and time from our file."""
+def test_torch_reads_our_error_files(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     path = tmp_path / "error.json"
-    written(path)
+    write_error(path)
     failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file=str(path))
     assert failure.message == failure.error_file_data["message"]
     assert failure.message["message"] == "ValueError: from here"
@@ -79,24 +78,22 @@ def test_torch_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_torch_formats_our_failure(tmp_path: Path) -> None:
-    """torch's report of a failed job shows our message and time."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     path = tmp_path / "error.json"
-    written(path)
+    write_error(path)
     failure = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
     report = str(ChildFailedError("job", {0: failure}))
     assert "from here" in report
 
 
 def test_an_added_exit_code_is_where_torch_puts_it(tmp_path: Path) -> None:
-    """torch's own handler and ours make the same document of the same file."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
-    written(ours)
+    error_file, with_code = tmp_path / "error.json", tmp_path / "with_code.json"
+    write_error(error_file)
     handler = ErrorHandler()
-    document = json.loads(ours.read_bytes())
+    document = json.loads(error_file.read_bytes())
     handler.override_error_code_in_rootcause_data("root", document, 3)
-    theirs.write_bytes(with_exit_code(ours.read_bytes(), 3))
-    assert json.loads(theirs.read_bytes()) == document
+    with_code.write_bytes(with_exit_code(error_file.read_bytes(), 3))
+    assert json.loads(with_code.read_bytes()) == document

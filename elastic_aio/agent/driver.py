@@ -1,0 +1,362 @@
+"""Performs the effects of a job's state machine on this host, and feeds the results back.
+
+No task holds the job's life in its frame: an input is handed to the state machine at
+once, and an effect that takes time is a task whose result is the next input.  So it
+does not matter which task an event loop that shuts down cancels first: a cancelled
+effect asks the state machine to stop the job, and a cancelled stop is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+
+from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.machine import AgentMachine
+from elastic_aio.agent.messages import (
+    BackOff,
+    BackoffElapsed,
+    CallDecide,
+    CancelBackOff,
+    DecisionFailed,
+    DecisionMade,
+    Effect,
+    Finish,
+    GroupStarted,
+    GroupStopped,
+    Input,
+    Publish,
+    Start,
+    StartFailed,
+    StartGroup,
+    StopGroup,
+    StopReceived,
+    WorkerEnded,
+)
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.agent.worker_group import WorkerGroup
+from elastic_aio.aio import create_task
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
+from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
+from elastic_aio.process.base import ChildExit
+from elastic_aio.ranks import NodeSize, assign_node_ranks
+from elastic_aio.spec.restart import Decide, RestartAction
+
+
+class Driver:
+    """One job on this host: `done` when it is over and nothing of it is left.
+
+    Attributes:
+        done: done when the job is over.
+        outcome: how it ended.
+        result: what `Agent.wait` returns.
+        error: what `Agent.wait` raises in place of a result.
+    """
+
+    def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
+        """Prepare; nothing is started before `open`.
+
+        Args:
+            runtime: the job's resources on this host.
+            machine: decides what to do.
+            event_log: gets every event.
+        """
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outcome: JobOutcome | None = None
+        self.result: LaunchResult | None = None
+        self.error: BaseException | None = None
+        self._runtime = runtime
+        self._machine = machine
+        self._event_log = event_log
+        self._group: WorkerGroup | None = None
+        self._attempts: list[AttemptResult] = []
+        self._began = runtime.clock.now()
+        self._inputs: deque[Input] = deque()
+        self._is_handling = False
+        self._is_broken = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._waiting: asyncio.Task[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
+
+    async def open(self) -> None:
+        """Open the runtime and start the job.
+
+        Raises:
+            SpecError: a setting does not fit this host.
+            HostError: this host lacks something.
+        """
+        await self._runtime.open()
+        spec = self._runtime.spec
+        self._event_log.append(
+            JobStarted(
+                entrypoint=spec.name,
+                nproc_per_node=self._runtime.nproc,
+                nnodes=str(spec.nnodes),
+                max_restarts=spec.max_restarts,
+                agent_pid=os.getpid(),
+                log_dir=self._runtime.directory.log_dir,
+            )
+        )
+        self._on_input(Start())
+
+    # -------------------------------------------------------------- requests
+
+    def request_stop(self, reason: str, signal: int | None = None) -> None:
+        """End the job by its stop plan, which then starts with `signal`."""
+        self._on_input(StopReceived(reason, signal))
+
+    def kill(self) -> None:
+        """Shorten every stop to SIGKILL, and end the job."""
+        self._runtime.tree.escalate_to_kill()
+        self.request_stop("an immediate stop was requested")
+
+    def forward(self, signal: int) -> tuple[int, ...]:
+        """Send a signal to the leader of each live worker; return their pids."""
+        pids = self._runtime.tree.signal_leaders(signal)
+        self._event_log.append(
+            SignalForwarded(attempt=self._runtime.attempt, signal=signal, pids=pids)
+        )
+        return pids
+
+    async def suspend_while(self, wait: Callable[[], None]) -> None:
+        """Suspend all processes and deadlines of the job while `wait` blocks this process."""
+        await self._runtime.tree.signal_all(SIGSTOP)
+        began = time.monotonic()
+        wait()
+        self._runtime.clock.skip(time.monotonic() - began)
+        await self._runtime.tree.signal_all(SIGCONT)
+
+    # ---------------------------------------------------------------- inputs
+
+    def _on_input(self, received: Input) -> None:
+        """Hand an input to the state machine and perform the effects that it returns."""
+        self._inputs.append(received)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._inputs and not self._is_broken:
+                for effect in self._machine.handle(self._inputs.popleft()):
+                    self._perform(effect)
+        except Exception as error:  # noqa: BLE001  # a defect of ours: stop all processes
+            self._abort(error)
+        finally:
+            self._is_handling = False
+
+    def _on_exit(self, local_rank: int, ended: ChildExit) -> None:
+        group = self._current_group
+        is_victim = group.records[local_rank].is_victim
+        self._on_input(WorkerEnded(group.attempt, local_rank, ended.status, is_victim))
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Publish(event):
+                self._event_log.append(event)
+            case StartGroup():
+                self._group = self._make_group(effect)
+                self._run(effect, self._start_group(effect))
+            case StopGroup():
+                if not effect.leftovers_only:
+                    self._current_group.announce_stop(effect.plan, effect.reason, effect.signal)
+                self._run(effect, self._stop_group(effect))
+            case CallDecide():
+                self._waiting = self._run(effect, self._decide(effect))
+            case BackOff():
+                self._waiting = self._run(effect, self._back_off(effect))
+            case CancelBackOff():
+                self._cancel_waiting()
+            case Finish():
+                self._run(effect, self._finish(effect))
+
+    def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
+        """Perform an effect in a task; its result is the next input."""
+        task = create_task(work, name=f"{type(effect).__name__} of run {self._runtime.run_id}")
+        self._tasks.add(task)
+
+        def on_done(task: asyncio.Task[Input | None]) -> None:
+            self._tasks.discard(task)
+            if task in self._abandoned:
+                self._abandoned.discard(task)
+            elif task.cancelled():
+                self._on_cancelled(effect)
+            elif (error := task.exception()) is not None:
+                self._on_defect(effect, error)
+            elif (received := task.result()) is not None:
+                self._on_input(received)
+
+        task.add_done_callback(on_done)
+        return task
+
+    def _cancel_waiting(self) -> None:
+        if self._waiting is not None:
+            self._abandon(self._waiting)
+            self._waiting = None
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the task of an effect whose result is not needed any more."""
+        if task in self._tasks:
+            self._abandoned.add(task)
+            task.cancel()
+
+    def _on_cancelled(self, effect: Effect) -> None:
+        """Go on after an event loop that shuts down has cancelled the task of an effect."""
+        self.request_stop("the event loop is shutting down")
+        if isinstance(effect, StopGroup):
+            self._run(effect, self._stop_group(effect))
+        elif isinstance(effect, Finish):
+            self._run(effect, self._finish(effect))
+
+    def _on_defect(self, effect: Effect, error: BaseException) -> None:
+        """End the job after a defect of ours; no process may be left even so."""
+        if isinstance(effect, Finish):
+            self.error = self.error or error
+            self._settle()
+        elif not self._is_broken:
+            self._abort(error)
+
+    def _abort(self, error: BaseException) -> None:
+        self._is_broken = True
+        self._cancel_waiting()
+        outcome = JobOutcome(JobState.FAILED, f"internal error: {error!r}", 1)
+        finish = Finish(outcome, error)
+        self._run(finish, self._kill_and_finish(finish))
+
+    async def _kill_and_finish(self, finish: Finish) -> None:
+        self._runtime.tree.escalate_to_kill()
+        if self._group is not None:
+            await self._group.stop_processes(self._runtime.spec.stop)
+        await self._finish(finish)
+
+    # --------------------------------------------------------------- effects
+
+    def _make_group(self, effect: StartGroup) -> WorkerGroup:
+        placement, nproc = effect.placement, self._runtime.nproc
+        if placement is None:
+            (node,) = assign_node_ranks([NodeSize(self._runtime.spec.role, nproc)])
+            master = None
+        else:
+            node = placement.span
+            master = placement.master_addr, placement.master_port
+        return WorkerGroup(
+            self._runtime,
+            node.worker_ranks(nproc),
+            on_exit=self._on_exit,
+            attempt=effect.attempt,
+            restarts=effect.restarts,
+            master=master,
+        )
+
+    @property
+    def _current_group(self) -> WorkerGroup:
+        assert self._group is not None, "the state machine starts a group first"
+        return self._group
+
+    async def _start_group(self, effect: StartGroup) -> Input:
+        try:
+            await self._current_group.start()
+        except SpawnError as error:
+            return StartFailed(
+                effect.attempt, str(error), error.permanent, error.exit_code, error.local_rank
+            )
+        except HostError as error:
+            return StartFailed(effect.attempt, str(error), False, 1, 0)
+        return GroupStarted(effect.attempt, self._runtime.clock.now())
+
+    async def _stop_group(self, effect: StopGroup) -> Input:
+        group = self._current_group
+        survivors = await group.stop(effect.plan, leftovers_only=effect.leftovers_only)
+        result = await group.result()
+        self._attempts.append(result)
+        now = self._runtime.clock.now()
+        return GroupStopped(effect.attempt, now, result.failures, bool(survivors))
+
+    async def _decide(self, effect: CallDecide) -> Input:
+        decide = self._runtime.spec.restart.decide
+        assert decide is not None, "the state machine asks only if there is a callback"
+        decision = await call_decide(decide, effect.failure)
+        if isinstance(decision, RestartAction):
+            return DecisionMade(effect.attempt, decision)
+        return DecisionFailed(effect.attempt, decision)
+
+    async def _back_off(self, effect: BackOff) -> Input:
+        await self._runtime.clock.sleep(effect.delay)
+        return BackoffElapsed(effect.attempt)
+
+    async def _finish(self, effect: Finish) -> None:
+        outcome = effect.outcome
+        if self._group is not None:
+            await self._group.close()
+        has_logs = await self._runtime.close()
+        duration = self._runtime.clock.now() - self._began
+        self.result = self._make_result(outcome, duration, has_logs=has_logs)
+        self.error = effect.error
+        self.outcome = outcome
+        self._event_log.append(
+            JobFinished(
+                attempt=self._machine.attempt,
+                state=outcome.state,
+                why=outcome.why,
+                exit_code=outcome.exit_code,
+                duration=duration,
+                restarts=outcome.restarts,
+            )
+        )
+        self._settle()
+
+    def _make_result(self, outcome: JobOutcome, duration: float, *, has_logs: bool) -> LaunchResult:
+        attempts = self._attempts
+        if outcome.failures:
+            # A node that had no failure itself, or no attempt at all, gets the job's.
+            last = attempts[-1:] or [AttemptResult(self._machine.attempt, time.time(), 0.0)]
+            attempts = [*attempts[:-1], replace(last[0], failures=outcome.failures)]
+        values = {}
+        if outcome.state is JobState.SUCCEEDED and attempts:
+            values = {worker.rank: worker.return_value for worker in attempts[-1].workers}
+        return LaunchResult(
+            run_id=self._runtime.run_id,
+            state=outcome.state,
+            reason=outcome.why,
+            exit_code=outcome.exit_code,
+            duration=duration,
+            restarts=outcome.restarts,
+            attempts=tuple(attempts),
+            return_values=values,
+            log_dir=self._runtime.directory.path if has_logs else None,
+        )
+
+    def _settle(self) -> None:
+        self._event_log.close()
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:
+    """Return the decision of the user's `restart.decide`, or what it raised.
+
+    Cancellation: raised only if the caller's task was cancelled; a CancelledError of
+    the callback's own is returned.
+    """
+    try:
+        decision = decide(failure)
+        action = await decision if inspect.isawaitable(decision) else decision
+        if not isinstance(action, RestartAction):
+            raise TypeError(f"restart.decide must return a RestartAction (got {action!r})")
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return error
+    except Exception as error:  # noqa: BLE001  # the user's code: handed to the user
+        return error
+    return action

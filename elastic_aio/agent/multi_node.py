@@ -1,0 +1,357 @@
+"""The state machine of one node of a job of many.
+
+The rendezvous decides for all nodes whether to restart and which failure is the root
+cause; this module decides what one node does about it.
+
+Rules
+=====
+
+* The rendezvous instructs; the node follows and reports.  `machine` has the rules for
+  its workers.
+* A round ends in one report: RoundSucceeded, or RoundStopped when no process is left.  A
+  failure is reported twice: as RoundFailing at once, since the other nodes' workers hang
+  from now on, and with all details in RoundStopped, whatever was instructed meanwhile.
+* Only the newest instruction counts.  A StartRound whose round is not newer than that of
+  the last StartRound or StopRound is dropped, and so is a StopRound that is older or
+  already answered.
+* A running group is stopped before a new round starts.  If a process could not be killed,
+  no further group is started: it holds what the workers would need.
+* A node that has succeeded waits for the other nodes at a barrier and still follows
+  instructions.  When the barrier times out or the node is stopped, it ends as a success.
+* A stop of this node ends the job for this node only.  It leaves at once, while its
+  workers are being stopped, so that the other nodes need not wait.  If all workers had
+  succeeded, that is reported first, and the node ends as a success.
+* EndJob ends the job here with the outcome of all nodes.
+* Once the end is decided, no instruction changes it.
+
+::
+
+    phase      input                             next      effects
+    ---------  --------------------------------  --------  -----------------------------
+    NEW        Start                             IDLE      Join
+    NEW        StopReceived                      DONE      Finish
+    IDLE       StartRound                        STARTING  Publish, StartGroup
+    IDLE       StopRound                         IDLE      SendReport RoundStopped
+    STARTING   GroupStarted                      RUNNING   SendReport RoundStarted
+    STARTING,
+    RUNNING    a failure                         STOPPING  SendReport RoundFailing,
+                                                           StopGroup
+    RUNNING    the last success                  STOPPING  StopGroup (leftovers)
+    STARTING,
+    RUNNING    StartRound                        STOPPING  Publish, StopGroup
+    STARTING,
+    RUNNING    StopRound                         STOPPING  StopGroup
+    STARTING,
+    RUNNING    StopReceived, EndJob              STOPPING  Leave, StopGroup
+    STOPPING   StartRound, StopRound             STOPPING  (decides what follows)
+    STOPPING   StopReceived, all succeeded       STOPPING  (decides what follows)
+    STOPPING   StopReceived, EndJob              STOPPING  Leave
+    STOPPING   GroupStopped, the end is decided  LEAVING
+    STOPPING   GroupStopped, all succeeded       BARRIER   SendReport RoundSucceeded,
+                                                           StartBarrier
+    STOPPING   GroupStopped, anything else       IDLE      SendReport RoundStopped
+    BARRIER,
+    IDLE       ... and a StartRound is pending   STARTING  StartGroup
+    BARRIER,
+    IDLE       ... and a stop was received       LEAVING   Leave
+    BARRIER    StartRound                        STARTING  CancelBackOff, Publish,
+                                                           StartGroup
+    BARRIER    StopRound                         IDLE      CancelBackOff,
+                                                           SendReport RoundStopped
+    BARRIER    BarrierTimedOut                   LEAVING   Leave
+    BARRIER    StopReceived, EndJob              LEAVING   CancelBackOff, Leave
+    IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
+    LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
+    any        RestartPending                    the same  Publish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic_aio.agent.machine import LIVE, AgentMachine, AgentPhase, why_stopped
+from elastic_aio.agent.messages import (
+    BarrierTimedOut,
+    CancelBackOff,
+    Effect,
+    EffectResult,
+    Finish,
+    GroupStarted,
+    GroupStopped,
+    InstructionReceived,
+    Join,
+    JoinFailed,
+    Leave,
+    LeftRendezvous,
+    Publish,
+    Request,
+    SendReport,
+    Start,
+    StartBarrier,
+    StartGroup,
+    StopReceived,
+)
+from elastic_aio.events import AttemptFailed, Event, Restarting
+from elastic_aio.outcome import Failure, JobOutcome, JobState
+from elastic_aio.rendezvous.base import (
+    EndJob,
+    Instruction,
+    Placement,
+    RestartCause,
+    RestartPending,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
+    cause_event,
+    restarting_event,
+    round_formed_event,
+)
+from elastic_aio.spec.job import LaunchSpec
+
+_SUCCESS = "all workers have finished"
+_CANNOT_KILL = "a process could not be killed"
+
+
+class MultiNodeMachine(AgentMachine):
+    """Decides for one node of a job of many (see `AgentMachine`)."""
+
+    def __init__(self, spec: LaunchSpec, nproc: int) -> None:
+        """Begin with `nproc` workers on this host."""
+        super().__init__(spec, nproc)
+        self.round = -1
+        self._newest_round = -1  # of the last StartRound or StopRound
+        self._stopped_round = -1  # of the last StopRound
+        self._reported_round = -1  # of the last RoundStopped
+        self._restarts = 0
+        self._next: StartRound | None = None
+        self._stop: StopReceived | None = None
+        self._finish: Finish | None = None
+        self._is_member = False
+        self._published_failure = -1
+        self._published_restart = -1
+
+    def __repr__(self) -> str:
+        return f"<MultiNodeMachine {self.phase.value}, attempt {self.attempt}, round {self.round}>"
+
+    # ---------------------------------------------------------------- inputs
+
+    def _on_request(self, request: Request) -> list[Effect]:
+        match request:
+            case Start():
+                return self._join()
+            case StopReceived():
+                return self._on_stop_received(request)
+            case InstructionReceived(instruction):
+                return [] if self._finish is not None else self._on_instruction(instruction)
+            case JoinFailed(error):
+                failed = Finish(JobOutcome(JobState.FAILED, str(error), 1, self._restarts), error)
+                return [] if self._finish is not None else self._end(failed)
+            case LeftRendezvous():
+                self._is_member = False
+                return self._done() if self.phase is AgentPhase.LEAVING else []
+
+    def _join(self) -> list[Effect]:
+        if self.phase is not AgentPhase.NEW:
+            raise self._impossible("a second start")
+        self.phase = AgentPhase.IDLE
+        self._is_member = True
+        return [Join()]
+
+    def _on_instruction(self, instruction: Instruction) -> list[Effect]:
+        match instruction:
+            case StartRound():
+                return self._on_start_round(instruction)
+            case StopRound():
+                return self._on_stop_round(instruction)
+            case RestartPending(cause):
+                return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
+            case EndJob(outcome):
+                return self._end(Finish(outcome))
+
+    def _on_start_round(self, start: StartRound) -> list[Effect]:
+        if start.placement.round <= self._newest_round or self._stop is not None:
+            return []
+        self._newest_round = start.placement.round
+        self._next = start
+        why = "the nodes form another round" if start.cause is None else start.cause.why
+        return [*self._publish_round(start), *self._stop_and_continue(why)]
+
+    def _on_stop_round(self, stop: StopRound) -> list[Effect]:
+        if stop.round < self._newest_round or stop.round <= self._stopped_round:
+            return []
+        self._newest_round = self._stopped_round = stop.round
+        self._next = None
+        return self._stop_and_continue(stop.why)
+
+    def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
+        if self._finish is not None or self._stop is not None:
+            return []
+        if self.phase is AgentPhase.BARRIER:
+            why = why_stopped(stop)[0]
+            return self._end(self._success(f"{_SUCCESS}; the others are not waited for: {why}"))
+        self._stop = stop
+        if self.phase is AgentPhase.STOPPING and self._all_succeeded:
+            return []  # GroupStopped will show whether the round is a success
+        return self._end(self._stopped(stop))
+
+    def _on_other_result(self, result: EffectResult) -> list[Effect]:
+        if not isinstance(result, BarrierTimedOut) or self.phase is not AgentPhase.BARRIER:
+            return []
+        self.phase = AgentPhase.IDLE
+        timeout = self._spec.rendezvous.exit_barrier_timeout
+        others = f"others had not after {timeout:g} s (rendezvous.exit_barrier_timeout)"
+        return self._end(self._success(f"{_SUCCESS} on this node; {others}"))
+
+    # ---------------------------------------------------------------- the group
+
+    def _on_group_started(self, started: GroupStarted) -> list[Effect]:
+        if self.phase is not AgentPhase.STARTING:
+            return super()._on_group_started(started)
+        return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
+
+    def _on_failing(self, why: str) -> list[Effect]:
+        # Before the stop: the other nodes' workers wait for one that has exited.
+        return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
+
+    def _stop_and_continue(self, why: str) -> list[Effect]:
+        """Stop the group if it runs, then follow the newest instruction."""
+        if self.phase in LIVE:
+            return self._stop_group(why)
+        if self.phase is AgentPhase.STOPPING:
+            return []
+        return [*self._cancel_barrier(), *self._continue()]
+
+    def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
+        self.phase = AgentPhase.IDLE
+        if self._finish is not None:
+            return self._done()
+        if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
+            return [SendReport(RoundSucceeded(self.round)), *self._after_success()]
+        reports = self._report_stopped(has_survivors=stopped.has_survivors)
+        if self._stop is not None:
+            return [*reports, *self._end(self._stopped(self._stop))]
+        return [*reports, *self._continue()]
+
+    def _after_success(self) -> list[Effect]:
+        if self._stop is not None:
+            return self._end(self._success(_SUCCESS))
+        if self._next is not None:
+            return self._continue()
+        self.phase = AgentPhase.BARRIER
+        return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]
+
+    def _report_stopped(self, *, has_survivors: bool) -> list[Effect]:
+        reason = _CANNOT_KILL if has_survivors else ""
+        if self._start_failure is not None and self._start_failure.permanent:
+            reason = "another attempt could not start it either"
+        code = self._exit_code_of_failure()
+        stopped = RoundStopped(self.round, self._failures, bool(reason), reason, code, self._uptime)
+        self._reported_round = self.round
+        if not has_survivors or self._newest_round == self.round:
+            return [SendReport(stopped)]
+        # The round that was to follow cannot be started here either.
+        self._next, self._reported_round = None, self._newest_round
+        return [
+            SendReport(stopped),
+            SendReport(
+                RoundStopped(self._newest_round, is_permanent=True, permanent_reason=reason)
+            ),
+        ]
+
+    def _continue(self) -> list[Effect]:
+        """Follow the newest instruction; no group is running."""
+        if self._next is not None:
+            return self._start_round(self._next.placement)
+        self.phase = AgentPhase.IDLE
+        if self._stopped_round <= self._reported_round:
+            return []
+        self._reported_round = self._stopped_round
+        return [SendReport(RoundStopped(self._stopped_round))]
+
+    def _start_round(self, placement: Placement) -> list[Effect]:
+        self._next = None
+        self.round, self._restarts = placement.round, placement.restarts
+        return self._start_group(StartGroup(placement.attempt, placement.restarts, placement))
+
+    # ------------------------------------------------------------------ the end
+
+    def _end(self, finish: Finish) -> list[Effect]:
+        """Leave at once and stop the group; finish when both are done."""
+        self._finish, self._next = finish, None
+        leaving: list[Effect] = [Leave(finish.outcome.why)] if self._is_member else []
+        if self.phase in LIVE:
+            signal = None if self._stop is None else self._stop.signal
+            return [*leaving, *self._stop_group(finish.outcome.why, signal)]
+        if self.phase is AgentPhase.STOPPING:
+            return leaving
+        return [*self._cancel_barrier(), *leaving, *self._done()]
+
+    def _done(self) -> list[Effect]:
+        """Finish, unless this node is still leaving; no group is running."""
+        finish = self._finish
+        if finish is None:
+            raise self._impossible("an end that was not decided")
+        if self._is_member:
+            self.phase = AgentPhase.LEAVING
+            return []
+        self.phase = AgentPhase.DONE
+        failures = _merge(finish.outcome.failures, self._failures)
+        if finish.outcome.failures:
+            finish = Finish(replace(finish.outcome, failures=failures), finish.error)
+        return [*self._publish_failed(self.attempt, failures), finish]
+
+    def _cancel_barrier(self) -> list[Effect]:
+        return [CancelBackOff()] if self.phase is AgentPhase.BARRIER else []
+
+    def _success(self, why: str) -> Finish:
+        return Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
+
+    def _stopped(self, stop: StopReceived) -> Finish:
+        return Finish(JobOutcome(JobState.STOPPED, *why_stopped(stop), self._restarts))
+
+    # ---------------------------------------------------------------- events
+
+    def _publish_round(self, start: StartRound) -> list[Effect]:
+        placement, cause = start.placement, start.cause
+        effects: list[Effect] = []
+        if cause is not None:
+            effects += self._publish_root(cause)
+            effects += self._publish_restart(cause_event(cause, placement))
+        return [*effects, Publish(round_formed_event(placement, placement.span.group_rank))]
+
+    def _publish_restart(self, event: Event) -> list[Effect]:
+        if isinstance(event, Restarting):
+            if event.attempt <= self._published_restart:
+                return []
+            self._published_restart = event.attempt
+        return [Publish(event)]
+
+    def _publish_root(self, cause: RestartCause) -> list[Effect]:
+        if cause.root is None:
+            return []
+        failed = cause.attempt - 1
+        own = self._failures if failed == self.attempt else ()
+        return self._publish_failed(failed, _merge((cause.root,), own))
+
+    def _publish_failed(self, attempt: int, failures: tuple[Failure, ...]) -> list[Effect]:
+        if not failures or attempt <= self._published_failure:
+            return []
+        self._published_failure = attempt
+        return [Publish(AttemptFailed(attempt=attempt, root=failures[0], failures=failures))]
+
+
+def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Return the job's failures in their order, then those that only this node has seen.
+
+    This node's own failures replace the job's copies, which may be truncated.
+    """
+    seen = {_worker_key(failure): failure for failure in own}
+    return (*(seen.pop(_worker_key(failure), failure) for failure in job), *seen.values())
+
+
+def _worker_key(failure: Failure) -> tuple[str, int, int | None]:
+    return failure.host, failure.rank, failure.pid

@@ -1,0 +1,189 @@
+"""Performs the effects that concern the other nodes, and passes on the rendezvous's instructions.
+
+Leaving is like stopping: it is started again when an event loop that shuts down cancels
+it, and the job is not done before it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from elastic_aio.agent.driver import Driver, call_decide
+from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.messages import (
+    BarrierTimedOut,
+    Effect,
+    Finish,
+    Input,
+    InstructionReceived,
+    Join,
+    JoinFailed,
+    Leave,
+    LeftRendezvous,
+    SendReport,
+    StartBarrier,
+)
+from elastic_aio.agent.multi_node import MultiNodeMachine
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.events import Event
+from elastic_aio.outcome import Failure, JobState
+from elastic_aio.rendezvous.base import AgentPort, Instruction, NodeInfo, Rendezvous, StartRound
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import RestartAction
+
+RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
+"""Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
+
+
+class MultiNodeDriver(Driver):
+    """One node of a job of many; the rendezvous sees it as its `AgentPort`."""
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        event_log: EventLog,
+        *,
+        make_rendezvous: RendezvousFactory | None = None,
+    ) -> None:
+        """Prepare; nothing is started before `open`.
+
+        Args:
+            runtime: the job's resources on this host.
+            event_log: gets every event.
+            make_rendezvous: None takes the backend that the job names.
+
+        Raises:
+            SpecError: the backend does not exist, or does not support a setting.
+        """
+        spec, nproc = runtime.spec, runtime.nproc
+        super().__init__(runtime, MultiNodeMachine(spec, nproc), event_log)
+        node = NodeInfo(name=runtime.host, pid=os.getpid(), nproc=nproc, role=spec.role)
+        make = make_rendezvous or _make_from_backend
+        self._rendezvous = make(spec, node, runtime.run_id, self)
+        self._joining: asyncio.Task[Any] | None = None
+        self._leaving: asyncio.Task[Any] | None = None
+        self._is_member = False
+        self._decide_error: BaseException | None = None
+
+    # ------------------------------------------------ calls of the rendezvous
+
+    def on_instruction(self, instruction: Instruction) -> None:
+        """Take an instruction."""
+        if isinstance(instruction, StartRound):
+            self._decide_error = None
+            if instruction.placement.span.group_rank == 0:
+                self._runtime.master_ports.claim(instruction.placement.master_port)
+        self._on_input(InstructionReceived(instruction))
+
+    def on_event(self, event: Event) -> None:
+        """Take an event for this node's readers."""
+        if not self.done.done():
+            attempt = event.attempt or self._machine.attempt
+            self._event_log.append(replace(event, attempt=attempt))
+
+    async def decide(self, failure: Failure) -> RestartAction:
+        """Return the decision of the user's `restart.decide`.
+
+        Raises:
+            Exception: the callback failed; if that ends the job, the callers on this
+                node get what it raised.
+        """
+        decide = self._runtime.spec.restart.decide
+        if decide is None:
+            return RestartAction.DEFAULT
+        decision = await call_decide(decide, failure)
+        if isinstance(decision, RestartAction):
+            return decision
+        self._decide_error = decision
+        if isinstance(decision, Exception):
+            raise decision
+        raise RuntimeError(f"restart.decide raised {type(decision).__name__}") from decision
+
+    def reserve_master_port(self, address: str) -> int:
+        """Return the port that is reserved for the next round's workers at `address`.
+
+        Raises:
+            HostError: there is no free port.
+        """
+        return self._runtime.master_ports.reserve(address)
+
+    # -------------------------------------------------------------- requests
+
+    def kill(self) -> None:
+        """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
+        super().kill()
+        if self._leaving is not None and not self._leaving.done():
+            why = "an immediate stop was requested"
+            self._run(Leave(why), self._rendezvous.leave(why))
+
+    # --------------------------------------------------------------- effects
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Join():
+                self._is_member = True
+                self._joining = self._run(effect, self._join())
+            case SendReport(report):
+                self._rendezvous.report(report)
+            case StartBarrier():
+                self._waiting = self._run(effect, self._wait_at_barrier(effect))
+            case Leave():
+                self._leaving = self._run(effect, self._leave(effect))
+            case _:
+                super()._perform(effect)
+
+    async def _join(self) -> Input | None:
+        try:
+            await self._rendezvous.open()
+        except (SpecError, HostError) as error:
+            return JoinFailed(error)
+        return None
+
+    async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
+        await self._runtime.clock.sleep(effect.timeout)
+        return BarrierTimedOut(effect.attempt)
+
+    async def _leave(self, effect: Leave) -> Input:
+        await self._leave_rendezvous(effect.why)
+        return LeftRendezvous()
+
+    async def _leave_rendezvous(self, why: str) -> None:
+        """Leave, whether or not the rendezvous is open yet.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        if self._joining is not None and not self._joining.done():
+            self._abandon(self._joining)
+            await asyncio.wait([self._joining])
+        await self._rendezvous.leave(why)
+        self._is_member = False
+
+    def _on_cancelled(self, effect: Effect) -> None:
+        super()._on_cancelled(effect)
+        if isinstance(effect, Leave):
+            self._leaving = self._run(effect, self._leave(effect))
+
+    async def _finish(self, effect: Finish) -> None:
+        if self._is_member:
+            # A defect ended the job; an error that follows from it must not hide it.
+            with contextlib.suppress(Exception):
+                await self._leave_rendezvous(effect.outcome.why)
+        if effect.outcome.state is JobState.FAILED and effect.error is None:
+            effect = replace(effect, error=self._decide_error)
+        await super()._finish(effect)
+
+
+def _make_from_backend(
+    spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
+) -> Rendezvous:
+    # Imported here: a rendezvous of the caller's own needs no backend.
+    from elastic_aio.rendezvous.backends import make_rendezvous
+
+    return make_rendezvous(spec, node, run_id, agent)

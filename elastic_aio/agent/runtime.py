@@ -1,0 +1,376 @@
+"""What a job has on this host from start to end: directory, process tree, guardian, logs.
+
+What belongs to one attempt is in `worker_group`.
+
+The order of closing
+====================
+
+`LocalRuntime.close` runs when no worker is left and the last group is closed.  The
+launcher can be killed between any two steps, and a cancelled close is called again, so
+no step may release what a later step, or the guardian in place of this process, needs:
+
+1. The stores of reserved master ports are closed first: no worker connects any more,
+   another job may want the ports, and the next step can take seconds.
+2. The tee drains: what the workers wrote is shown to the end, unless the console takes
+   nothing for 5 s.  The guardian still runs, so a kill of this process meanwhile leaves
+   neither the fork server nor a survivor behind.
+3. The tee is closed, which ends the tasks that write to the console.
+4. The console is closed: those tasks were its only users.
+5. The program is closed: the fork server exits, and the memory files with the calls and
+   results of functions are closed.  The group has read the results by now.
+6. The guardian exits.  It has to outlive the fork server, which it would otherwise not
+   kill if this process were killed between the two steps.
+7. The tree is closed: a survivor that exits later must not write to the session list.
+8. The session list and `/dev/null` are closed.  The guardian (and its replacement, if one
+   is being started) inherits the list, so it is open for as long as a guardian runs.
+9. The descriptor limit is released: everything that needed the higher one is closed.
+10. The directory is tidied: empty files and directories are removed, which the tee had
+    open until step 3.  The answer, whether logs remain, goes into the job's result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from elastic_aio.agent.preflight import worker_env
+from elastic_aio.agent.program import PerRankOverrides, Program
+from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
+from elastic_aio.aio import PausableClock, run_shielded
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.events import ConsoleLost, Event, GuardianRestarted
+from elastic_aio.logs.files import RunDirectory
+from elastic_aio.logs.lines import PrefixFields, make_prefix
+from elastic_aio.logs.paths import WorkerLogs, attempt_directory, plan_logs
+from elastic_aio.logs.sink import Console, Sink, open_console
+from elastic_aio.logs.tee import Tee
+from elastic_aio.process.base import Child, ChildSpec, Spawner
+from elastic_aio.process.fd_limit import limit, with_descriptor_limit
+from elastic_aio.process.guardian import Guardian, open_session_list
+from elastic_aio.process.tree import ProcessTree
+from elastic_aio.ranks import WorkerRanks
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.worker.context import ERROR_FILE, WorkerContext
+
+# Seconds without any progress after which a blocked console is given up, once the
+# workers are gone.  Their output is in the files.
+_PATIENCE_S = 5.0
+
+
+class LocalRuntime:
+    """The resources of one job on this host; must be closed."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        *,
+        run_id: str,
+        host: str,
+        nproc: int,
+        spawner: Spawner,
+        publish: Callable[[Event], None],
+        console: tuple[int, int] | None = None,
+        overrides: PerRankOverrides | None = None,
+    ) -> None:
+        """Prepare; nothing is opened before `open`.
+
+        Args:
+            spec: the job.
+            run_id: name of the run.
+            host: name of this host.
+            nproc: number of workers on it.
+            spawner: starts processes.
+            publish: called with every event.
+            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            overrides: differences between the workers of a bare group, which has no
+                master port either.
+        """
+        self.spec = spec
+        self.run_id = run_id
+        self.host = host
+        self.nproc = nproc
+        self.publish = publish
+        self.clock = PausableClock()
+        self.program = Program(spec, spawner, overrides)
+        self.master_ports = MasterPorts(spec)
+        self.directory = RunDirectory(None)
+        self.exit_numbers = itertools.count()
+        self.attempt = 0  # -1 once closed
+        self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+        self._console_descriptors = console or (1, 2)
+        self._console: Console | None = None
+        self._tee: Tee | None = None
+        self._tree: ProcessTree | None = None
+        self._guardian: Guardian | None = None
+        self._holds_limit = False
+        self._session_list = -1
+        self._null = -1
+
+    def __repr__(self) -> str:
+        return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
+
+    @property
+    def tree(self) -> ProcessTree:
+        """All processes of the job on this host."""
+        assert self._tree is not None, "open() comes first"
+        return self._tree
+
+    # --------------------------------------------------------- open and close
+
+    async def open(self) -> None:
+        """Make the run's directory, and start the guardian and the fork server.
+
+        Cancellation: nothing of the runtime is left open.
+
+        Raises:
+            SpecError: the log directory cannot be used, or a function not be pickled.
+            HostError: this host lacks something.
+        """
+        try:
+            await self._open()
+        except BaseException:  # a cancellation too: what was opened so far is closed
+            await run_shielded(self.close)
+            raise
+
+    async def _open(self) -> None:
+        self.program.check()
+        try:
+            limit.acquire(self.nproc, self.program.descriptors_each)
+            self._holds_limit = True
+            self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise HostError(f"cannot start a job here: {error}") from error
+        self._session_list = open_session_list()
+        self._tree = ProcessTree(self._marker, self.clock, self._session_list)
+        self.directory = RunDirectory.make(self.spec.logs, self.run_id)
+        self._guardian = Guardian(
+            self.program.command_spawner,
+            marker=self._marker,
+            since=self._tree.since,
+            session_list=self._session_list,
+            on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
+        )
+        await self._guardian.start()
+        env = worker_env(self.spec, self.nproc, {self._marker: "1"})
+        streams = (self._null, self._inherited(1), self._inherited(2))
+        try:
+            await self.program.start(env, streams, _with_original_limit, self._tree.exclude)
+        except SpawnError as error:
+            raise HostError(f"cannot start the server that forks: {error}") from error
+
+    async def close(self) -> bool:
+        """Show the rest of the output and release everything; see the module for the order.
+
+        Returns whether a log directory remains.  Idempotent; safe to call again after
+        cancellation.
+        """
+        await self.master_ports.aclose()
+        if self._tee is not None:
+            for sink in await self._tee.drain(_PATIENCE_S):
+                self._on_console_lost(sink, "it was not read since the workers ended")
+            await self._tee.aclose()
+            self._tee = None
+        if self._console is not None:
+            self._console.close()
+            self._console = None
+        await self.program.aclose()
+        if self._guardian is not None:
+            await self._guardian.aclose()
+        if self._tree is not None:
+            self._tree.close()
+        for descriptor in (self._session_list, self._null):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._session_list = self._null = -1
+        if self._holds_limit:
+            self._holds_limit = False
+            limit.release()
+        has_logs = self.directory.remove_empty()
+        self.attempt = -1
+        return has_logs
+
+    # ------------------------------------------------------------ an attempt
+
+    def begin_attempt(self, attempt: int) -> str | None:
+        """Note the current attempt; return its log directory, None if there is none."""
+        self.attempt = attempt
+        path = self.directory.path
+        return None if path is None else attempt_directory(path, attempt)
+
+    def is_current(self, attempt: int) -> bool:
+        """Whether no later attempt has begun, and the runtime is open."""
+        return attempt == self.attempt
+
+    async def open_master(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
+        """Return address and port at which the workers of the current attempt meet.
+
+        Args:
+            group_rank: of this node; rank 0 serves the store.
+            master: what the nodes agreed on; None if all workers are on this host.
+
+        Raises:
+            HostError: the port cannot be bound.
+        """
+        if self.program.overrides is not None:
+            return MASTER_ADDR, 0
+        if master is None:
+            return await self.master_ports.open_local()
+        if group_rank == 0:
+            await self.master_ports.serve(*master)
+        return master
+
+    def prepare_attempt(self, attempt: int) -> None:
+        """Drop the results of the previous attempt, and make the directory of this one.
+
+        Raises:
+            SpawnError: the directory cannot be made.
+        """
+        self.program.forget_results()
+        try:
+            self.directory.make_attempt(attempt)
+        except OSError as error:
+            raise _log_error(error) from error
+
+    # -------------------------------------------------------------- a worker
+
+    def plan_logs(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Return where one worker's output goes.
+
+        Raises:
+            SpawnError: the `LogLayout` of the job raised.
+        """
+        try:
+            return plan_logs(self.spec.logs, self.directory.path, attempt, local_rank)
+        except Exception as error:
+            message = f"the plan of the logs failed: {type(error).__name__}: {error}"
+            raise SpawnError(message, permanent=True, exit_code=1) from error
+
+    @contextmanager
+    def open_logs(self, logs: WorkerLogs) -> Iterator[tuple[int, int]]:
+        """Open a worker's stdout and stderr for as long as it is being spawned.
+
+        Raises:
+            SpawnError: a log file cannot be made.
+        """
+        inherited = self._inherited(1), self._inherited(2)
+        try:
+            with self.directory.open_streams(logs, inherited, self._null) as streams:
+                yield streams
+        except OSError as error:
+            raise _log_error(error) from error
+
+    def environment(
+        self, ranks: WorkerRanks, restarts: int, master: tuple[str, int], error_file: str
+    ) -> dict[str, str]:
+        """Return the environment variables of one worker."""
+        overrides = self.program.overrides
+        if overrides is not None:
+            own = {ERROR_FILE: error_file, self._marker: "1"}
+            return {**os.environ, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
+        context = WorkerContext(
+            **asdict(ranks),
+            role=self.spec.role,
+            run_id=self.run_id,
+            master_addr=master[0],
+            master_port=master[1],
+            restart_count=restarts,
+            max_restarts=self.spec.max_restarts,
+            use_agent_store=self.spec.host_store,
+            error_file=error_file,
+        )
+        own = {**context.to_env(), self._marker: "1"}
+        return worker_env(self.spec, ranks.local_world_size, own)
+
+    async def spawn(
+        self, local_rank: int, env: Mapping[str, str], streams: tuple[int, int]
+    ) -> Child:
+        """Start one worker of the current attempt.
+
+        Args:
+            local_rank: its local rank.
+            env: its environment variables.
+            streams: its stdout and stderr.
+
+        Raises:
+            SpawnError: it could not be started.
+            HostError: no descriptor is left for a function's result.
+        """
+        takes_stdin = self.spec.stdin == "rank0" and local_rank == 0
+        command = self.program.command(local_rank)
+        child_spec = ChildSpec(
+            argv=command.argv,
+            env=env,
+            cwd=self.spec.cwd,
+            stdin=self._inherited(0) if takes_stdin else self._null,
+            stdout=streams[0],
+            stderr=streams[1],
+            pass_fds=command.pass_fds,
+            call=command.call,
+        )
+        if not self.program.uses_forkserver:
+            child_spec = _with_original_limit(child_spec)
+        return await self.program.spawner(child_spec)
+
+    def _inherited(self, descriptor: int) -> int:
+        """Return a standard stream of this process; `/dev/null` if it is closed."""
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            return self._null
+        return descriptor
+
+    # ---------------------------------------------------------------- output
+
+    def follow(self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks) -> Iterator[int]:
+        """Show a worker's tee'd streams as they grow; yield tokens for `finish_logs`.
+
+        One by one: the caller has the first token even if the second file fails.
+
+        Raises:
+            OSError: a log file cannot be opened.
+        """
+        for stream, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr")):
+            if stream.is_shown and stream.path is not None:
+                yield self._follow(stream.path, name, attempt, ranks)
+
+    def _follow(self, path: str, name: str, attempt: int, ranks: WorkerRanks) -> int:
+        if self._tee is None:
+            self._tee = Tee(self._on_console_lost)
+            self._console = open_console(*self._console_descriptors)
+        assert self._console is not None
+        sink = self._console.out if name == "stdout" else self._console.err
+        fields = PrefixFields(
+            self.spec.role, ranks.rank, ranks.local_rank, attempt, self.host, name
+        )
+        prefix = make_prefix(self.spec.logs.prefix, fields, _timestamp)
+        return self._tee.follow(path, sink, prefix)
+
+    def finish_logs(self, tokens: list[int]) -> None:
+        """Note that the logs of these tokens grow no more: their rest is shown."""
+        if self._tee is not None:
+            self._tee.finish(tokens)
+
+    def _on_console_lost(self, sink: Sink, why: str) -> None:
+        self.publish(ConsoleLost(attempt=self.attempt, stream=sink.name, why=why))
+
+
+def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:
+    """Give a child the descriptor limit that this process had before it raised its own."""
+    soft = limit.original
+    return child_spec if soft is None else with_descriptor_limit(child_spec, soft)
+
+
+def _log_error(error: OSError) -> SpawnError:
+    where = f": {error.filename}" if error.filename else ""
+    reason = (error.strerror or str(error)).lower()
+    return SpawnError(f"cannot make the log files ({reason}){where}", permanent=False, exit_code=1)
+
+
+def _timestamp() -> str:
+    now = time.time()
+    clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
+    return f"{clock}.{int(now % 1 * 1000):03d}"

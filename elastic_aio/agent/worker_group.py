@@ -1,0 +1,257 @@
+"""One attempt's workers on this host: started, watched, stopped, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from elastic_aio.agent.failures import WorkerRecord, collect_failures, oom_kills
+from elastic_aio.agent.preflight import check_runnable
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.aio import create_task
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.events import (
+    StopEscalated,
+    StopRequested,
+    WorkerAbandoned,
+    WorkerExited,
+    WorkerStarted,
+)
+from elastic_aio.logs.paths import WorkerLogs
+from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
+from elastic_aio.process.base import Child, ChildExit
+from elastic_aio.process.calls import CallResult
+from elastic_aio.process.tree import Survivor
+from elastic_aio.ranks import WorkerRanks
+from elastic_aio.spec.stop import StopPlan
+
+
+class WorkerGroup:
+    """The workers of one attempt, by local rank.
+
+    Start it once, stop it in any case, then ask for `failures` or `result`.  Every
+    start and exit is published as an event of the runtime.
+    """
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        ranks: Sequence[WorkerRanks],
+        *,
+        on_exit: Callable[[int, ChildExit], None],
+        attempt: int = 0,
+        restarts: int = 0,
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        """Begin an attempt; nothing is started yet.
+
+        Args:
+            runtime: what the job has on this host.
+            ranks: of the workers, by local rank.
+            on_exit: called with the local rank and the exit of each worker, after its
+                record has been updated.
+            attempt: number of the attempt.
+            restarts: restarts after failures so far.
+            master: address and port at which the workers of all nodes meet; None if
+                all workers are on this host.
+        """
+        self.attempt = attempt
+        self.records: dict[int, WorkerRecord] = {}
+        self._runtime = runtime
+        self._ranks = ranks
+        self._on_exit = on_exit
+        self._restarts = restarts
+        self._master = master
+        self._log_dir = runtime.begin_attempt(attempt)
+        self._began, self._began_at = time.monotonic(), time.time()
+        self._oom_kills = oom_kills()
+        self._starting: asyncio.Task[None] | None = None
+        self._start_error: SpawnError | HostError | None = None
+        self._is_abandoned = False
+        self._stopped_at = 0.0
+        self._tee_tokens: list[int] = []
+        self._results: dict[int, CallResult] | None = None
+
+    def __repr__(self) -> str:
+        running = sum(record.exit is None for record in self.records.values())
+        return f"<WorkerGroup, attempt {self.attempt}: {running} of {len(self._ranks)} running>"
+
+    # ------------------------------------------------------------------ start
+
+    async def start(self) -> None:
+        """Spawn the workers one after the other, in order of local rank.
+
+        Cancellation: spawning goes on; `stop` ends it.
+
+        Raises:
+            SpawnError: a worker could not be spawned; it names the local rank.  Those
+                before it run on until `stop`.
+            HostError: the master port cannot be bound.
+        """
+        try:
+            check_runnable(self._runtime.spec)
+            # In a task of its own: a stop can wait for the child that is being spawned.
+            self._starting = create_task(self._spawn_all(), name=f"start {self.attempt}")
+            await asyncio.shield(self._starting)
+        except (SpawnError, HostError) as error:
+            self._start_error = error
+            raise
+
+    async def _spawn_all(self) -> None:
+        runtime = self._runtime
+        master = await runtime.open_master(self._ranks[0].group_rank, self._master)
+        runtime.prepare_attempt(self.attempt)
+        for ranks in self._ranks:
+            if self._is_abandoned:
+                break
+            try:
+                # Each worker's descriptors are open only while it is spawned.
+                logs = runtime.plan_logs(self.attempt, ranks.local_rank)
+                with runtime.open_logs(logs) as streams:
+                    self._tee_tokens.extend(runtime.follow(logs, self.attempt, ranks))
+                    env = runtime.environment(ranks, self._restarts, master, logs.error_file)
+                    child = await runtime.spawn(ranks.local_rank, env, streams)
+            except SpawnError as error:
+                error.local_rank = ranks.local_rank
+                raise
+            self._on_started(ranks, logs, child)
+            await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
+
+    def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
+        # The tree knows each child before the next one starts: an interruption leaves
+        # no child that a stop would not find.
+        self._runtime.tree.add(child)
+        record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
+        self.records[ranks.local_rank] = record
+        self._runtime.publish(
+            WorkerStarted(
+                attempt=self.attempt, rank=ranks.rank, local_rank=ranks.local_rank, pid=child.pid
+            )
+        )
+        child.exited.add_done_callback(partial(self._on_exited, record))
+
+    def _on_exited(self, record: WorkerRecord, exited: asyncio.Future[ChildExit]) -> None:
+        if not self._runtime.is_current(self.attempt):
+            return  # it could not be killed, and exits after the end of its attempt
+        record.exit = exited.result()
+        record.exited_at = time.time()
+        record.order = next(self._runtime.exit_numbers)
+        record.is_victim = self._runtime.tree.was_signalled(record.pid)
+        self._runtime.publish(
+            WorkerExited(
+                attempt=self.attempt,
+                rank=record.ranks.rank,
+                local_rank=record.ranks.local_rank,
+                pid=record.pid,
+                status=record.exit.status,
+                duration=record.duration,
+                is_victim=record.is_victim,
+                usage=record.exit.usage,
+            )
+        )
+        self._on_exit(record.ranks.local_rank, record.exit)
+
+    # ------------------------------------------------------------------- stop
+
+    def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
+        """Note that a stop begins now, and publish why; `stop` follows."""
+        self._stopped_at = self._stopped_at or time.time()
+        self._runtime.publish(
+            StopRequested(attempt=self.attempt, reason=reason, plan=str(plan), signal=signal)
+        )
+
+    async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
+        """Stop every process of the attempt; return those that could not be killed.
+
+        With `leftovers_only` all workers have exited, and only processes that they left
+        behind are stopped.  Idempotent; safe to call again after cancellation.
+        """
+        self._stopped_at = self._stopped_at or time.time()
+        survivors: list[Survivor] = []
+        if not (leftovers_only and await self._runtime.tree.forget_if_empty()):
+            if leftovers_only:
+                self.announce_stop(plan, "the workers have left processes behind")
+            survivors = await self.stop_processes(plan)
+        for survivor in survivors:
+            self._runtime.publish(
+                WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
+            )
+        await self.close()
+        return survivors
+
+    async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
+        """Spawn no further worker and stop every process; return those that survive SIGKILL.
+
+        Safe to call again after cancellation.
+        """
+        self._is_abandoned = True
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        return await self._runtime.tree.stop(plan, self._on_escalated)
+
+    def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
+        self._runtime.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
+
+    async def close(self) -> None:
+        """Finish the logs and close the store; no worker runs any more.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        tokens, self._tee_tokens = self._tee_tokens, []
+        self._runtime.finish_logs(tokens)
+        await self._runtime.master_ports.end_attempt()
+
+    # ---------------------------------------------------------------- results
+
+    async def results(self) -> dict[int, CallResult]:
+        """Return, by local rank, how the workers' functions ended; empty for commands."""
+        if self._results is None:
+            self._results = await self._runtime.program.results()
+        return self._results
+
+    async def failures(self) -> tuple[Failure, ...]:
+        """Return the failures of a stopped group, the root cause first."""
+        failures = await collect_failures(
+            self.records.values(),
+            await self.results(),
+            host=self._runtime.host,
+            stopped_at=self._stopped_at,
+            oom_kills_before=self._oom_kills,
+        )
+        if self._start_error is not None:
+            return self._failure_to_start(self._start_error), *failures
+        return failures
+
+    async def result(self) -> AttemptResult:
+        """Return what became of a stopped group.
+
+        It has no failures if all workers that failed are victims of the stop.
+        """
+        failures = await self.failures()
+        results = await self.results()
+        return AttemptResult(
+            number=self.attempt,
+            started_at=self._began_at,
+            duration=time.monotonic() - self._began,
+            workers=tuple(
+                record.result(results.get(local_rank))
+                for local_rank, record in self.records.items()
+            ),
+            failures=failures if failures and not failures[0].is_victim else (),
+            log_dir=self._log_dir,
+        )
+
+    def _failure_to_start(self, error: SpawnError | HostError) -> Failure:
+        local_rank = error.local_rank if isinstance(error, SpawnError) else 0
+        return Failure(
+            rank=self._ranks[local_rank].rank,
+            local_rank=local_rank,
+            pid=None,
+            host=self._runtime.host,
+            status=ExitStatus(code=error.exit_code if isinstance(error, SpawnError) else 1),
+            time=time.time(),
+            order=-1,
+            message=str(error),
+        )

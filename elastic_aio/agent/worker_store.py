@@ -1,0 +1,234 @@
+"""The store at which the workers of one attempt meet, and the ports of those stores.
+
+torch's workers find each other through it (MASTER_ADDR, MASTER_PORT, with
+TORCHELASTIC_USE_AGENT_STORE=True).  Each attempt gets a new one: it holds no keys of
+an attempt that failed, and since the port is bound before it is announced, no other
+process can take it before a worker connects.  The server itself is imported and
+started on the first connection: jobs without torch do not pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from elastic_aio.agent.preflight import free_port
+from elastic_aio.aio import create_task, run_in_thread
+from elastic_aio.errors import HostError
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.store.sockets import bind_listeners, port_owner
+
+if TYPE_CHECKING:
+    from elastic_aio.store.server import StoreServer
+
+MASTER_ADDR = "127.0.0.1"
+"""Address at which the workers of a single-node job meet: no other host can reach it."""
+
+_PEER_TIMEOUT_S = 60.0
+
+
+class WorkerStore:
+    """A listening socket that becomes a store on the first connection; must be closed."""
+
+    def __init__(self, port: int, host: str | None = MASTER_ADDR) -> None:
+        """Bind `port`, 0 for a free one, at an address of this host.
+
+        Args:
+            port: the port.
+            host: the address; None: all addresses, IPv4 and IPv6.
+
+        Raises:
+            HostError: the port cannot be bound.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._sockets = bind_listeners(host, port, _PEER_TIMEOUT_S)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._server: StoreServer | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._listen()
+
+    def __repr__(self) -> str:
+        return f"<WorkerStore on port {self.port}: {self._server or 'no connection yet'}>"
+
+    async def aclose(self) -> None:
+        """Close all connections and free the port, within about a second.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        if self._starting is None:
+            for listener in self._sockets:
+                self._loop.remove_reader(listener)
+                listener.close()
+            return
+        await asyncio.wait([self._starting])
+        if self._server is not None:
+            await self._server.aclose()
+
+    def _listen(self) -> None:
+        try:
+            for listener in self._sockets:
+                listener.listen(socket.SOMAXCONN)
+        except OSError as error:  # another process bound the port too, and listened first
+            for listener in self._sockets:
+                listener.close()
+            raise HostError(f"cannot listen on port {self.port}: {error.strerror}") from None
+        for listener in self._sockets:
+            self._loop.add_reader(listener, self._on_first_connection)
+
+    def _on_first_connection(self) -> None:
+        for listener in self._sockets:
+            self._loop.remove_reader(listener)
+        self._starting = create_task(self._serve(), name=f"store on port {self.port}")
+
+    async def _serve(self) -> None:
+        from elastic_aio.store.server import StoreServer
+
+        self._server = StoreServer(listening=self._sockets)
+        await self._server.start()
+
+
+async def bind_store(port: int, host: str | None = MASTER_ADDR) -> WorkerStore:
+    """Return a store at `port`.
+
+    Raises:
+        HostError: the port cannot be bound; names the process that has it, if known.
+    """
+    try:
+        return WorkerStore(port, host)
+    except HostError as error:
+        owner = await run_in_thread(port_owner, port)
+        if not owner:
+            raise
+        raise HostError(f"{error}; it is taken by {owner}") from None
+
+
+class _ReservedPort(Struct, frozen=True):
+    """A port for the workers of a round; without a `store` it is not bound yet."""
+
+    address: str
+    port: int
+    store: WorkerStore | None
+
+
+class MasterPorts:
+    """The worker stores of this host: that of the current attempt and a reserved one.
+
+    In a job of many nodes each node keeps a port ready for the next round.  Its store
+    is bound before the port is announced, and is used if this node gets group rank 0.
+    A `master_port` that the user chose can serve one round at a time, so it is bound
+    when a round starts here.  A port that was never reserved here belongs to the node
+    that announced it: the workers of a static rendezvous meet at the nodes' own store.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        """Begin without any port."""
+        self._fixed_port = spec.master_port
+        self._host_store = spec.host_store
+        self._ever_reserved: set[int] = set()
+        self._reserved: list[_ReservedPort] = []  # the last one is the current
+        self._claimed: list[_ReservedPort] = []
+        self._unused: list[_ReservedPort] = []
+        self._serving: WorkerStore | None = None
+
+    def __repr__(self) -> str:
+        ports = [reserved.port for reserved in self._reserved]
+        return f"<MasterPorts: next port {ports[-1:]}, now {self._serving}>"
+
+    def reserve(self, address: str) -> int:
+        """Return the port for the next round at `address`; the same until it is claimed.
+
+        Raises:
+            HostError: there is no free port.
+        """
+        if not self._reserved or self._reserved[-1].address != address:
+            reserved = self._reserve_new(address)
+            self._reserved.append(reserved)
+            self._ever_reserved.add(reserved.port)
+        return self._reserved[-1].port
+
+    def _reserve_new(self, address: str) -> _ReservedPort:
+        if self._fixed_port is not None:
+            return _ReservedPort(address, self._fixed_port, None)
+        if not self._host_store:
+            return _ReservedPort(address, free_port(), None)
+        store = WorkerStore(0, _bindable(address))
+        return _ReservedPort(address, store.port, store)
+
+    def claim(self, port: int) -> None:
+        """Note that `port` belongs to a round: the next reservation is another port."""
+        if (reserved := self._take(self._reserved, port)) is not None:
+            self._claimed.append(reserved)
+
+    async def open_local(self) -> tuple[str, int]:
+        """Return address and port for an attempt whose workers are all on this host.
+
+        A store listens there, unless the workers host it themselves (torch's
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+        Raises:
+            HostError: the port cannot be bound.
+        """
+        if self._host_store:
+            self._serving = await bind_store(self._fixed_port or 0)
+            return MASTER_ADDR, self._serving.port
+        return MASTER_ADDR, self._fixed_port or free_port()
+
+    async def serve(self, address: str, port: int) -> None:
+        """Serve the workers of a round in which this node has group rank 0.
+
+        Raises:
+            HostError: the port cannot be bound.
+        """
+        claimed = self._take(self._claimed, port)
+        if claimed is not None and claimed.store is not None:
+            self._serving = claimed.store
+        elif self._host_store and port in self._ever_reserved:
+            self._serving = await bind_store(port, _bindable(address))
+
+    def _take(self, pool: list[_ReservedPort], port: int) -> _ReservedPort | None:
+        """Take a port from a pool; those reserved before it are not used any more."""
+        for position, reserved in enumerate(pool):
+            if reserved.port == port:
+                self._unused += pool[:position]
+                del pool[: position + 1]
+                return reserved
+        return None
+
+    async def end_attempt(self) -> None:
+        """Close the store of the current attempt, and unused ones.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        if self._serving is not None:
+            await self._serving.aclose()
+            self._serving = None
+        while self._unused:
+            if (store := self._unused[-1].store) is not None:
+                await store.aclose()
+            self._unused.pop()
+
+    async def aclose(self) -> None:
+        """Close every store.  Idempotent; safe to call again after cancellation."""
+        self._unused += self._claimed + self._reserved
+        self._claimed, self._reserved = [], []
+        await self.end_attempt()
+
+
+def _bindable(address: str) -> str | None:
+    """Return `address` if it can be bound here, else None for all interfaces.
+
+    It cannot be bound if it is translated (NAT), or is a name: resolving that could
+    block.
+    """
+    try:
+        family, kind, _, _, sockaddr = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(sockaddr)
+    except (OSError, UnicodeError):
+        return None
+    return address

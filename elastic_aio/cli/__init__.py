@@ -1,0 +1,91 @@
+"""`aio-elastic`: the command line.
+
+Exit codes: 0 success; the exit code of the root cause (128 + n for a signal) when the job
+failed; 128 + n when signal n stopped the job; 126 and 127 when a worker's command cannot be
+executed or found; 75 when the rendezvous failed; 2 for an invalid command line; 1 when the
+host lacks something that the job needs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from elastic_aio._version import __version__
+
+_USAGE = """\
+usage: aio-elastic run [options] script [arguments of the script]
+       aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
+       aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+       aio-elastic store ping ENDPOINT
+       aio-elastic --version
+
+`aio-elastic run --help` lists the options of a run; they are torchrun's.
+"""
+
+
+def entry() -> int:
+    """Run `aio-elastic` with the arguments of this process; return the exit code."""
+    code = main()
+    # The exit code is settled.  The interpreter's shutdown restores default actions, so
+    # a late signal would replace the code.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # The shutdown collects garbage several times; without this each collection traverses
+    # all live objects (10 ms).
+    gc.freeze()
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+    """
+    # Imported here, one sub-command at a time: `elastic_aio.cli.options` must not load the
+    # launcher, and a run must not load the store's client.
+    from elastic_aio.cli.options import print_error
+
+    _fix_inherited_state()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    match arguments:
+        case ["run", *rest]:
+            from elastic_aio.cli.run import main_run
+
+            return main_run(rest)
+        case ["store", *rest]:
+            from elastic_aio.cli.store import main_store
+
+            return main_store(rest)
+        case ["events", *rest]:
+            from elastic_aio.cli.events import main_events
+
+            return main_events(rest)
+        case ["--version" | "-V"]:
+            print(f"aio-elastic {__version__}")
+            return 0
+        case ["--help" | "-h"]:
+            print(_USAGE, end="")
+            return 0
+        case []:
+            return print_error("", "a command is required: aio-elastic run [options] script", 2)
+    problem = "must be 'run', 'events' or 'store'"
+    return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
+
+
+def _fix_inherited_state() -> None:
+    """Open closed standard streams, and restore an ignored SIGCHLD.
+
+    The next opened file would otherwise become a closed standard stream; with an ignored
+    SIGCHLD the kernel discards the exit statuses of the workers (wait(2)).
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,0 +1,123 @@
+"""`aio-elastic events`: print the events of a multi-node job, on any host.
+
+::
+
+    aio-elastic events --rdzv-endpoint HOST:PORT[,...] --rdzv-id ID
+                       [--token-file FILE] [--json] [--after N] [--timeout SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from elastic_aio.cli.options import (
+    OptionParser,
+    UsageError,
+    add_timeout_option,
+    add_token_option,
+    invalid_value,
+    parse_int,
+    print_error,
+)
+from elastic_aio.cli.torchrun import as_option_error
+from elastic_aio.errors import HostError, SpecError, StoreError
+from elastic_aio.events import event_to_json
+from elastic_aio.launcher import run_coroutine
+from elastic_aio.rendezvous.event_reader import follow_job
+from elastic_aio.report import describe
+from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
+
+
+def main_events(argv: Sequence[str]) -> int:
+    """Run `aio-elastic events` with these arguments; return the exit code.
+
+    0: the job has finished.  1: no store answers, or the store was lost.  2: the arguments
+    are invalid.  130: Ctrl-C.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        run_coroutine(lambda: _follow(arguments))
+    except SpecError as error:
+        return print_error("events", as_option_error(error), 2)
+    except (UsageError, HostError) as error:
+        return print_error("events", str(error), 2)
+    except StoreError as error:
+        return print_error("events", str(error), 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+def _parser() -> OptionParser:
+    default = RendezvousSpec()
+    parser = OptionParser(
+        prog="aio-elastic events",
+        description="Print the events of a multi-node job from its beginning to its end:"
+        " nodes that join and leave, rounds, failures, restarts.",
+        epilog="Exit codes: 0 the job has finished, 1 no store answers, 2 invalid arguments.",
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        default=default.endpoint,
+        metavar="HOST:PORT[,...]",
+        help=f"endpoints of the job's store (default {default.endpoint}); for the backend"
+        f" 'static' MASTER_ADDR:MASTER_PORT of the job (its default port is {STATIC_PORT})",
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        "--rdzv_id",
+        default="none",
+        metavar="ID",
+        help="id of the run (default 'none', as for a run)",
+    )
+    add_token_option(parser, "file with the store's token")
+    parser.add_argument(
+        "--json", action="store_true", help="print each event as a line of JSON (default: text)"
+    )
+    parser.add_argument(
+        "--after",
+        type=_event_number,
+        default=-1,
+        metavar="N",
+        help="start after the event whose `seq` is N (default -1: at the first event)",
+    )
+    add_timeout_option(parser, 30, "seconds to search for a store, at the start and after a loss")
+    return parser
+
+
+def _event_number(text: str) -> int:
+    if text == "-1":
+        return -1
+    if (number := parse_int(text)) is None:
+        raise invalid_value("--after", "must be the number of an event", text)
+    return number
+
+
+async def _follow(arguments: argparse.Namespace) -> None:
+    reader = follow_job(
+        arguments.rdzv_endpoint,
+        arguments.rdzv_id,
+        token=arguments.token,
+        after=arguments.after,
+        timeout=arguments.timeout,
+    )
+    async with reader as events:
+        if not events.has_begun:
+            print_error("events", f"no events of run {arguments.rdzv_id!r} yet: waiting", 0)
+        # Printing is the only task of this process, so a slow reader may block the loop.
+        async for event in events:
+            if arguments.json:
+                line = event_to_json(event).decode()
+            else:
+                line = f"{event.node}: " if event.node else ""
+                line += describe(event)[1]
+            print(line, flush=True)

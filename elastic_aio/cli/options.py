@@ -1,0 +1,304 @@
+"""The option grammar of all sub-commands: parsers, values of options, one-line errors.
+
+`aio-elastic run` spells options as torchrun does: dashed, underscored, abbreviated, or as
+PET_* variables.  argparse cannot abbreviate an option that exists in two spellings (Python
+3.11 calls it ambiguous), so `split_options` first brings every option into one spelling,
+which also finds the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from msgspec import Struct
+
+from elastic_aio.errors import SpecError
+from elastic_aio.text import one_line
+
+if TYPE_CHECKING:
+    from elastic_aio.launcher import LoopFactory
+
+MAX_INT: Final = 999_999_999
+"""The largest whole number that an option accepts."""
+
+LOOPS: Final = ("auto", "asyncio", "uvloop")
+"""Event loops that `--loop` accepts."""
+
+_UVLOOP_DESCRIPTORS: Final = 32
+"""Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
+
+
+class UsageError(Exception):
+    """A command line is invalid; the message is one line."""
+
+
+class Option(Struct, frozen=True):
+    """One option of `aio-elastic run`: a flag unless it has a `metavar`.
+
+    `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is
+    the fallback for the option.
+    """
+
+    name: str
+    help: str
+    short: str = ""
+    metavar: str = ""
+    has_variable: bool = True
+
+    @property
+    def is_flag(self) -> bool:
+        return not self.metavar
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
+
+
+class OptionParser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `UsageError` where argparse prints usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def split_options(
+    argv: Sequence[str], options: Sequence[Option], unsupported: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Separate options, in their full dashed spelling, from the script and its arguments.
+
+    Args:
+        argv: the whole command line after `run`.
+        options: the supported options.
+        unsupported: metavars of torchrun's other options by name, empty for flags.
+
+    Raises:
+        UsageError: an option is unknown, ambiguous, unsupported, or lacks its value.
+    """
+    metavars = {option.name: option.metavar for option in options} | {**unsupported, "help": ""}
+    shorts = {option.short: option.metavar for option in options if option.short} | {"-h": ""}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest[0]
+        if word == "--":
+            return words, rest[1:]
+        if not word.startswith("-") or word == "-":
+            break
+        del rest[0]
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = _full_name(name.replace("_", "-"), metavars)
+            if name in unsupported:
+                raise UsageError(f"--{name}: is an option of torchrun that is not supported yet")
+            if equals and not metavars[name]:
+                raise invalid_value(f"--{name}", "takes no value", value)
+            words.append(f"--{name}{equals}{value}")
+            missing = "" if equals else metavars[name]
+        elif word[:2] in shorts:
+            words.append(word)
+            missing = shorts[word[:2]] if len(word) == 2 else ""
+        else:
+            raise _unknown_option(word)
+        if missing:
+            if not rest:
+                raise UsageError(f"{words[-1]}: needs a value")
+            # Joined, so that argparse accepts a value that begins with a dash.
+            joint = "=" if words[-1].startswith("--") else ""
+            words[-1] += joint + rest.pop(0)
+    return words, rest
+
+
+def _full_name(name: str, known: Mapping[str, str]) -> str:
+    if name in known:
+        return name
+    matches = [full for full in known if full.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        could = ", ".join(f"--{full}" for full in matches)
+        raise UsageError(f"--{name}: is ambiguous: {could}")
+    raise _unknown_option(f"--{name}")
+
+
+def _unknown_option(word: str) -> UsageError:
+    return UsageError(f"{word}: is not an option (aio-elastic run --help lists the options)")
+
+
+def option_parser(options: Sequence[Option], epilog: str) -> OptionParser:
+    """Return the parser of the words that `split_options` returns."""
+    parser = OptionParser(
+        prog="aio-elastic run",
+        usage="aio-elastic run [options] script [arguments of the script]",
+        description="Run a script as a group of worker processes; restart the group when a"
+        " worker fails.",
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+    )
+    for option in options:
+        names = [option.short] if option.short else []
+        names.append(f"--{option.name}")
+        if option.is_flag:
+            parser.add_argument(
+                *names, dest=option.dest, help=option.help, action="store_const", const="1"
+            )
+        else:
+            parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
+    return parser
+
+
+def variable_of(name: str) -> str:
+    """Return the PET_* variable of an option."""
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
+    """Return the value of the option's PET_* variable; None if it is unset or a flag is 0.
+
+    Raises:
+        UsageError: the variable of a flag is not a number.
+    """
+    value = env.get(option.variable) if option.has_variable else None
+    if value is None or not option.is_flag:
+        return value
+    if (number := parse_int(value)) is None:
+        raise invalid_value(option.variable, "must be a number (0 is off)", value)
+    return "1" if number else None  # as in torchrun
+
+
+def invalid_value(option: str, problem: str, value: object) -> UsageError:
+    """Return the error of an option whose value cannot be accepted."""
+    return UsageError(str(SpecError(option, value, problem)))
+
+
+def parse_int(text: str) -> int | None:
+    """Return the whole number from 0 to `MAX_INT` that `text` is; None if it is not one."""
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if is_number else None
+
+
+def parse_number(
+    option: str, text: str, *, least: int = 0, most: int = MAX_INT, unit: str = "a whole number"
+) -> int:
+    """Return `text` as a whole number from `least` to `most`.
+
+    Raises:
+        UsageError: it is not one; the message names `option`, `unit` and the range.
+    """
+    number = parse_int(text)
+    if number is None or not least <= number <= most:
+        raise invalid_value(option, f"must be {unit} from {least} to {most}", text)
+    return number
+
+
+def parse_seconds(
+    option: str, text: str, *, is_positive: bool = False, limit: float = float("inf")
+) -> float:
+    """Return `text` as seconds: at least 0, or above 0 with `is_positive`, and below `limit`.
+
+    Raises:
+        UsageError: it is not a number, or out of range.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    # A comparison with NaN is false, so NaN is refused too.
+    if not 0 <= seconds < limit or (is_positive and not seconds):
+        bound = "above 0" if is_positive else "of at least 0"
+        raise invalid_value(option, f"must be a number of seconds {bound}", text)
+    return seconds
+
+
+def add_timeout_option(parser: OptionParser, default: int, purpose: str) -> None:
+    """Add `--timeout SECONDS` to a sub-command that connects to a store."""
+    parser.add_argument(
+        "--timeout",
+        type=lambda text: parse_seconds("--timeout", text, is_positive=True, limit=1e9),
+        default=float(default),
+        metavar="SECONDS",
+        help=f"{purpose} (default {default})",
+    )
+
+
+def add_token_option(parser: OptionParser, purpose: str) -> None:
+    """Add `--token-file FILE`; its value is `token`, the text of the file."""
+    parser.add_argument(
+        "--token-file",
+        type=partial(read_token, "--token-file"),
+        dest="token",
+        metavar="FILE",
+        help=f"{purpose} (default: no token)",
+    )
+
+
+def read_token(option: str, path: str) -> str:
+    """Return the store token in a file: its text without surrounding space.
+
+    Tokens come from files because every user of the host can read a command line.
+
+    Raises:
+        UsageError: the file cannot be read, is not UTF-8, or is empty; names `option`.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read().strip()
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or "it is not text").lower()
+        raise invalid_value(option, f"must be a file that can be read: {reason}", path) from None
+    if not token:
+        raise invalid_value(option, "must not be an empty file", path)
+    return token
+
+
+def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | None:
+    """Return the factory of the event loop for a sub-command; None is asyncio's own loop.
+
+    "auto" takes uvloop for `aio-elastic store`, if it is installed, and asyncio's loop for
+    `aio-elastic run`, where uvloop makes no difference beyond the noise: it takes 0.99 of the
+    time with 8 workers and 1.02 with 16 nodes, but 0.43 for a store with 64 clients (all
+    figures: docs/benchmarks.md, "Event loops").
+
+    Args:
+        choice: "auto", "asyncio" or "uvloop".
+        serves_store: whether the sub-command is a store server or its client.
+
+    Raises:
+        UsageError: `choice` is something else, or "uvloop" and cannot be used.
+    """
+    if choice not in LOOPS:
+        raise invalid_value("--loop", "must be 'auto', 'asyncio' or 'uvloop'", choice)
+    if choice == "asyncio" or (choice == "auto" and not serves_store):
+        return None
+    try:
+        import uvloop  # lazily: a run on asyncio's loop does not pay for it
+    except ImportError as error:
+        problem = f"cannot be imported: {error}"
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY or limit >= _UVLOOP_DESCRIPTORS:
+            factory: LoopFactory = uvloop.new_event_loop
+            return factory
+        problem = f"needs a limit of at least {_UVLOOP_DESCRIPTORS} descriptors, not {limit}"
+    if choice == "auto":
+        return None
+    raise invalid_value("--loop", problem, choice)
+
+
+def print_error(command: str, text: str, code: int) -> int:
+    """Write one line to stderr, if that is open; return the exit code `code`."""
+    prefix = f"aio-elastic {command}" if command else "aio-elastic"
+    try:
+        os.write(2, f"{prefix}: {one_line(text)}\n".encode("utf-8", "replace"))
+    except OSError:
+        pass  # closed, full or broken: the exit code remains
+    return code

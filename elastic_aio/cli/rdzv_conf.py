@@ -1,0 +1,119 @@
+"""`--rdzv-conf KEY=VALUE,...`: all keys of torchrun, and those of elastic_aio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from elastic_aio.cli.options import UsageError, invalid_value, parse_number
+
+TIMES: Final = {
+    "join_timeout": 1,
+    "last_call_timeout": 0,
+    "close_timeout": 0,
+    "heartbeat_timeout": 2,
+    "read_timeout": 1,
+    "store_grace": 0,
+}
+"""Keys that are times, with their least values."""
+
+_STATIC_TIMEOUT: Final = "900"
+"""Seconds; torchrun's default for its static backend."""
+
+SWITCHES: Final = ("is_host", "keep_workers")
+_YES: Final = frozenset({"1", "true", "t", "yes", "y"})
+_NO: Final = frozenset({"0", "false", "f", "no", "n"})
+
+_OPTION_OF_PARAMETER: Final = {
+    "backend": "--rdzv-backend",
+    "endpoint": "--rdzv-endpoint",
+    "run_id": "--rdzv-id",
+    "min_nodes": "--nnodes",
+    "max_nodes": "--nnodes",
+    "local_addr": "--local-addr",
+}
+
+_WITHOUT_EFFECT: Final = {
+    "keep_alive_interval": "heartbeat_timeout sets after how long an unreachable node is lost",
+    "keep_alive_max_attempt": "heartbeat_timeout sets after how long an unreachable node is lost",
+    "rank": "--node-rank sets the rank",
+}
+"""torchrun's keys that have no effect here, and their replacements."""
+
+_KNOWN: Final = frozenset(
+    {*TIMES, *SWITCHES, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"}
+)
+
+
+class Conf(Struct, frozen=True):
+    """A parsed `--rdzv-conf`.
+
+    Attributes:
+        settings: fields of `RendezvousSpec`.
+        token_file: path of the token's file, which has not been read.
+        pairs: all keys and values as text.
+        warnings: lines to print at the start.
+    """
+
+    settings: Mapping[str, Any]
+    token_file: str | None
+    pairs: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def parse_conf(text: str, backend: str) -> Conf:
+    """Parse `--rdzv-conf` for the backend "c10d", "static" or a plug-in's.
+
+    Raises:
+        UsageError: one line that names the key, the range and the value.
+    """
+    pairs = _pairs(text)
+    warnings: list[str] = []
+    settings: dict[str, Any] = {}
+    if backend == "static":
+        seconds = _seconds("timeout", pairs.get("timeout", _STATIC_TIMEOUT), 1)
+        settings.update(join_timeout=seconds, read_timeout=seconds)
+    elif "timeout" in pairs:
+        _seconds("timeout", pairs["timeout"], 1)
+        warnings.append("--rdzv-conf: timeout has no effect: use join_timeout")
+    for key, value in pairs.items():
+        if key in _OPTION_OF_PARAMETER:
+            raise UsageError(f"--rdzv-conf: {key} is set by {_OPTION_OF_PARAMETER[key]}")
+        if key in TIMES:
+            settings[key] = _seconds(key, value, TIMES[key])
+        elif key in SWITCHES:
+            if value.lower() not in _YES | _NO:
+                raise invalid_value(f"--rdzv-conf: {key}", "must be true or false", value)
+            settings[key] = value.lower() in _YES
+        elif key in _WITHOUT_EFFECT:
+            parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
+            warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+    if backend in ("c10d", "tcp", "static"):
+        if (store_type := pairs.get("store_type", "tcp")) != "tcp":
+            reason = "; a file store is not supported" if store_type == "file" else ""
+            problem = f"must be 'tcp'{reason}"
+            raise invalid_value("--rdzv-conf: store_type", problem, store_type)
+        warnings += [
+            f"--rdzv-conf: {key!r} is unknown and has no effect"
+            for key in pairs
+            if key not in _KNOWN
+        ]
+    if backend == "static" and settings.pop("is_host", None) is not None:
+        warnings.append("--rdzv-conf: is_host has no effect: the node of rank 0 serves the store")
+    return Conf(settings, pairs.get("token_file"), pairs, tuple(warnings))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else []:
+        key, equals, value = part.partition("=")
+        if not key.strip() or not equals or not value.strip():
+            raise invalid_value("--rdzv-conf", "must be KEY=VALUE,KEY=VALUE,...", text)
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _seconds(key: str, text: str, least: int) -> float:
+    return float(parse_number(f"--rdzv-conf: {key}", text, least=least, unit="whole seconds"))

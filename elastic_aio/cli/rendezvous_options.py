@@ -1,0 +1,208 @@
+"""The options for the number of nodes and their rendezvous, as in torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from elastic_aio.cli.options import (
+    Option,
+    UsageError,
+    invalid_value,
+    parse_number,
+    parse_seconds,
+    read_token,
+)
+from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.spec.checks import checked_host, format_host_port
+from elastic_aio.spec.job import NodeRange
+from elastic_aio.spec.rendezvous import DEFAULT_PORT, STATIC_PORT, RendezvousSpec
+
+Values = Mapping[str, str | None]
+
+RENDEZVOUS_OPTIONS: Final = (
+    Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
+    Option(
+        "standalone",
+        "run on a single node without rendezvous (default); excludes --nnodes with a minimum"
+        " above 1",
+    ),
+    Option(
+        "rdzv-backend",
+        "rendezvous of several nodes: 'c10d', 'static' or a plug-in (default 'static' as in"
+        " torchrun; 'c10d' in Python)",
+        metavar="NAME",
+    ),
+    Option(
+        "rdzv-endpoint",
+        f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
+        " MASTER_ADDR:MASTER_PORT); several, separated by commas, are tried in order",
+        metavar="HOST:PORT",
+    ),
+    Option(
+        "rdzv-id",
+        "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
+        " several)",
+        metavar="ID",
+    ),
+    Option(
+        "rdzv-conf",
+        "settings of the rendezvous, listed below (default: none)",
+        metavar="KEY=VALUE,...",
+    ),
+    Option(
+        "node-rank",
+        "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred with"
+        " 'c10d' (default: Slurm's, else none)",
+        metavar="N",
+    ),
+    Option(
+        "master-addr",
+        "host of the node with rank 0, for 'static' (default 127.0.0.1)",
+        metavar="ADDR",
+    ),
+    Option(
+        "master-port",
+        "TCP port of the workers' store (default: a free port per attempt); with 'static' the port"
+        f" of the rendezvous store (default {STATIC_PORT})",
+        metavar="PORT",
+    ),
+    Option(
+        "local-addr",
+        "address of this node for the other nodes (default: that of its connection to the store)",
+        metavar="ADDR",
+    ),
+    Option(
+        "exit-barrier-timeout",
+        "seconds that a finished node waits for the other nodes (default 300)",
+        metavar="SECONDS",
+    ),
+)
+
+_UNSUPPORTED: Final = ("etcd", "etcd-v2")
+_SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
+
+
+class RendezvousOptions(Struct, frozen=True):
+    """The number of nodes and their rendezvous.
+
+    `master_port` is the port of the workers' store; None takes a free one.
+    """
+
+    nodes: NodeRange
+    spec: RendezvousSpec
+    master_port: int | None
+    warnings: tuple[str, ...]
+
+
+def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> RendezvousOptions:
+    """Parse the values of `RENDEZVOUS_OPTIONS`, by their `dest`.
+
+    Raises:
+        UsageError: one line that names the option, the problem and the value.
+        SpecError: likewise, with the name of the field.
+    """
+    warnings: list[str] = []
+    nodes = _nodes(values, warnings)
+    is_many = nodes.maximum > 1
+    backend = values["rdzv_backend"] or ("static" if is_many else "c10d")
+    if values["rdzv_backend"]:
+        _check_backend(backend, is_many)
+    conf = parse_conf(values["rdzv_conf"] or "", backend)
+    port = None
+    if (text := values["master_port"]) is not None:
+        port = parse_number("--master-port", text, least=1, most=65535, unit="a port")
+    rank = _node_rank(values, env if is_many else {})
+    endpoint = _endpoint(values, port, is_static=is_many and backend == "static")
+    settings = dict(conf.settings)
+    if is_many:
+        warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
+        if conf.token_file is not None:
+            settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
+        if backend == "static":
+            if nodes.minimum < nodes.maximum:
+                warnings.append(
+                    f"--nnodes {nodes}: the backend 'static' waits for all {nodes.maximum};"
+                    " --rdzv-backend c10d can start with fewer"
+                )
+            nodes = NodeRange(nodes.maximum, nodes.maximum)
+            rank = rank or ("--node-rank", 0)
+            if rank[1] >= nodes.maximum:
+                problem = f"must be from 0 to {nodes.maximum - 1} for {nodes.maximum} nodes"
+                raise invalid_value(rank[0], f"{problem} of the backend 'static'", rank[1])
+            settings["is_host"] = rank[1] == 0
+    elif rank is not None and rank[1]:
+        warnings.append(f"--node-rank {rank[1]} has no effect: the job has one node")
+    if (barrier := values["exit_barrier_timeout"]) is not None:
+        settings["exit_barrier_timeout"] = parse_seconds("--exit-barrier-timeout", barrier)
+    spec = RendezvousSpec(
+        backend=backend,
+        endpoint=endpoint,
+        node_rank=None if rank is None else rank[1],
+        local_addr=values["local_addr"] or None,
+        conf=conf.pairs,
+        **settings,
+    )
+    is_taken = any(endpoint.endswith(f":{port}") for endpoint in spec.endpoints)
+    return RendezvousOptions(nodes, spec, None if is_many and is_taken else port, tuple(warnings))
+
+
+def _nodes(values: Values, warnings: list[str]) -> NodeRange:
+    nodes = NodeRange.parse(values["nnodes"] or "1")
+    if not values["standalone"] or nodes.maximum == 1:
+        return nodes
+    if nodes.minimum > 1:
+        raise UsageError(f"--standalone: is for one node (got --nnodes {nodes})")
+    warnings.append(f"--standalone is for one node: --nnodes {nodes} is taken as 1")
+    return NodeRange(1, 1)
+
+
+def _check_backend(name: str, is_many: bool) -> None:
+    if name in _UNSUPPORTED:
+        if is_many:
+            raise UsageError(
+                f"--rdzv-backend: {name!r} is not supported yet;"
+                " use 'c10d', whose store one of the nodes serves"
+            )
+        return
+    # Imported only for an explicit backend: searching for plug-ins takes a while.
+    from elastic_aio.rendezvous.backends import is_known_backend, known_backends
+
+    if not is_known_backend(name):
+        known = ", ".join(known_backends())
+        raise invalid_value("--rdzv-backend", f"must be one of: {known}", name)
+
+
+def _node_rank(values: Values, env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the option or variable that sets this node's rank, and the rank."""
+    if (text := values["node_rank"]) is not None:
+        return "--node-rank", parse_number("--node-rank", text)
+    for name in _SLURM_RANKS:
+        if text := env.get(name):
+            return name, parse_number(name, text)
+    return None
+
+
+def _endpoint(values: Values, port: int | None, *, is_static: bool) -> str:
+    host = values["master_addr"] or "127.0.0.1"
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    checked_host("--master-addr", host)
+    if values["rdzv_endpoint"]:
+        return values["rdzv_endpoint"]
+    if not is_static:
+        return RendezvousSpec().endpoint
+    return format_host_port(host, port or STATIC_PORT)
+
+
+def _usage_warnings(values: Values, backend: str, endpoint: str) -> Iterator[str]:
+    """Yield a line for each combination of options of several nodes that is likely wrong."""
+    is_static = backend == "static"
+    has_endpoint, has_address = bool(values["rdzv_endpoint"]), bool(values["master_addr"])
+    if not has_endpoint and not (is_static and has_address):
+        option = "--master-addr" if is_static else "--rdzv-endpoint"
+        yield f"{option} is not given: only nodes on this host can meet at {endpoint}"
+    if has_address and (has_endpoint or not is_static):
+        yield "--master-addr has no effect: --rdzv-endpoint sets the endpoint"

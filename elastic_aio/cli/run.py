@@ -1,0 +1,211 @@
+"""`aio-elastic run`: run a job, print its progress on stderr, return its exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, print_error
+from elastic_aio.cli.torchrun import RunRequest, as_option_error, parse_run
+from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed, SpecError
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobStarted,
+    NodeStandby,
+    Restarting,
+    RoundForming,
+    WorkerStarted,
+    event_to_json,
+)
+from elastic_aio.launcher import launch, run_coroutine, use_pidfd_child_watcher
+from elastic_aio.logs.sink import LineWriter, Sink, open_sink
+from elastic_aio.report import Level, describe, format_failure
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.text import one_line
+from elastic_aio.worker.context import ERROR_FILE
+from elastic_aio.worker.errorfile import render_error_file, with_exit_code
+
+_CONSOLE_PATIENCE = 5.0
+"""Seconds without progress after which a blocked console or event file is abandoned."""
+
+
+def main_run(argv: list[str]) -> int:
+    """Run `aio-elastic run` with these arguments; return the exit code."""
+    try:
+        request = parse_run(argv, os.environ)
+        factory = choose_loop(request.loop)
+        events = _open_events(request.events_file)
+        level = _level(os.environ.get("LOGLEVEL", ""))
+    except UsageError as error:
+        return print_error("run", str(error), 2)
+    try:
+        signals = request.signals.stop | request.signals.forward
+        with use_pidfd_child_watcher(), _restoring_handlers(signals):
+            return run_coroutine(lambda: _run(request, events, level), loop_factory=factory)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # before the handlers were installed: nothing had started
+    except SpecError as error:
+        return print_error("run", as_option_error(error, request.variables), 2)
+    except (HostError, OSError) as error:
+        return print_error("run", str(error), 1)
+
+
+async def _run(request: RunRequest, events: int | None, level: int) -> int:
+    """Run a job, print its events and its failure report; return the exit code."""
+    stderr = open_sink("stderr", 2)
+    printer = _EventPrinter(stderr, level)
+    events_sink = None if events is None else open_sink("events", events)
+    recorder = None if events_sink is None else LineWriter(events_sink)
+    for warning in request.warnings:
+        printer.print(warning)
+
+    def on_event(event: Event) -> None:
+        printer.on_event(event)
+        if recorder is not None:
+            recorder.put(event_to_json(event) + b"\n")
+
+    # `launch` restores these handlers when it ends: a signal for workers that have just
+    # exited must not end the launcher before it has printed the report.
+    _ignore_signals(request.signals.forward)
+    try:
+        await launch(request.spec, signals=request.signals, listeners=[on_event])
+        code = 0
+    except JobEnded as error:
+        code = error.result.exit_code
+        printer.print_result(error, request.spec)
+        if isinstance(error, JobFailed):
+            _copy_error_file(error, printer.node)
+    finally:
+        _ignore_signals(request.signals.stop)
+        if recorder is not None and (not await recorder.drain(_CONSOLE_PATIENCE) or recorder.lost):
+            printer.print(f"--events: some events are not written ({recorder.lost})")
+        await printer.drain()
+        stderr.close()
+        if events_sink is not None and events is not None:
+            events_sink.close()
+            os.close(events)
+    return code
+
+
+class _EventPrinter:
+    """Prints a line on stderr for each event of at least `level`."""
+
+    def __init__(self, stderr: Sink, level: int) -> None:
+        self._writer = LineWriter(stderr)
+        self._level = level
+        self._held: list[Event] = []
+        self.node = ""
+        """The name of this host, from the latest event."""
+
+    def print(self, text: str) -> None:
+        lines = "".join(f"aio-elastic: {line}\n" for line in text.split("\n"))
+        self._writer.put(lines.encode("utf-8", "replace"))
+
+    def on_event(self, event: Event) -> None:
+        self.node = event.node
+        match event:
+            # If no worker can be started at all, the final line is the only one printed;
+            # so earlier events are held until something has started.
+            case JobStarted():
+                self._held.append(event)
+                return
+            case AttemptFailed() if event.root.pid is None:
+                self._held.append(event)
+                return
+            case WorkerStarted() | Restarting() | RoundForming() | NodeStandby():
+                for held in self._held:
+                    self._print_event(held)
+                self._held.clear()
+        self._print_event(event)
+
+    def _print_event(self, event: Event) -> None:
+        level, text = describe(event)
+        if level >= self._level:
+            self.print(text)
+
+    def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
+        """Print the failure report if workers failed, else one line."""
+        failures = error.result.failures
+        has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
+        if has_workers and failures and failures[0].pid is not None:
+            self.print(error.result.reason)
+            self._writer.put(
+                format_failure(error.result, spec.name).encode("utf-8", "replace") + b"\n"
+            )
+        else:
+            text = one_line(str(error))
+            if text.startswith("preload: "):
+                text = f"--{text}"
+            elif spec.python and text.startswith(f"cannot run {spec.python}: "):
+                text = f"PYTHON_EXEC: {text}"
+            self.print(text)
+
+    async def drain(self) -> None:
+        """Wait until everything is printed, or the console is blocked for too long."""
+        await self._writer.drain(_CONSOLE_PATIENCE)
+
+
+@contextmanager
+def _restoring_handlers(numbers: Iterable[int]) -> Iterator[None]:
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _ignore_signals(numbers: Iterable[int]) -> None:
+    """Install a handler without effect for signals that are not ignored yet.
+
+    Workers would inherit SIG_IGN; a handler is reset by execve(2).
+    """
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def _level(text: str) -> int:
+    if not text:
+        return Level.WARNING
+    if text.isdecimal():
+        return int(text)
+    levels = logging.getLevelNamesMapping()
+    if text.upper() in levels:
+        return levels[text.upper()]
+    raise invalid_value("LOGLEVEL", f"must be one of: {', '.join(levels)}", text)
+
+
+def _open_events(path: str | None) -> int | None:
+    if path is None:
+        return None
+    # O_NONBLOCK: a named pipe without a reader is an error, not a wait.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o644)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        problem = f"must be a file that can be written: {reason}"
+        raise invalid_value("--events", problem, path) from error
+
+
+def _copy_error_file(error: JobFailed, node: str) -> None:
+    """Copy the root cause's error file to where the parent launcher expects one."""
+    target = os.environ.get(ERROR_FILE)
+    root = error.failures[0] if error.failures else None
+    if not target or root is None or root.error is None or not root.error.path:
+        return
+    try:
+        if root.host == node:
+            with open(root.error.path, "rb") as file:
+                content = file.read()
+        else:
+            content = render_error_file(root.error)
+        with open(target, "wb") as file:
+            file.write(with_exit_code(content, root.status.returncode or 0))
+    except (OSError, ValueError) as problem:
+        print_error("run", f"the error file cannot be copied to {target}: {problem}", 0)

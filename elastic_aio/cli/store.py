@@ -1,0 +1,123 @@
+"""`aio-elastic store`: a standalone store server, and a probe for one.
+
+::
+
+    aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+    aio-elastic store ping ENDPOINT [--timeout SECONDS] [--token-file FILE]
+
+A store without a token serves elastic_aio's and torch's clients.  A store with a token
+serves only elastic_aio's clients that know it, since torch's protocol has no field for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+from functools import partial
+
+from elastic_aio.cli.options import (
+    OptionParser,
+    UsageError,
+    add_timeout_option,
+    add_token_option,
+    choose_loop,
+    parse_number,
+    print_error,
+)
+from elastic_aio.errors import HostError, SpecError, StoreError
+from elastic_aio.launcher import run_coroutine
+from elastic_aio.signals import ReceivedSignals
+from elastic_aio.spec.rendezvous import DEFAULT_PORT
+from elastic_aio.store import Dropped, StoreServer, connect
+
+
+def main_store(argv: Sequence[str]) -> int:
+    """Run `aio-elastic store` with these arguments; return the exit code.
+
+    0: a signal stopped the server, or the probe reached a store.  1: the probe reached
+    none.  2: the arguments are invalid, or the server cannot start; one line says why.
+    """
+    is_ping = list(argv[:1]) == ["ping"]
+    command = "store ping" if is_ping else "store"
+    try:
+        loop_factory = choose_loop("auto", serves_store=True)
+        if is_ping:
+            arguments = _ping_parser().parse_args(argv[1:])
+            return run_coroutine(lambda: _ping(arguments), loop_factory=loop_factory)
+        arguments = _serve_parser().parse_args(argv)
+        return run_coroutine(lambda: _serve(arguments), loop_factory=loop_factory)
+    except (UsageError, SpecError, HostError) as error:
+        return print_error(command, str(error), 2)
+    except StoreError as error:
+        return print_error(command, str(error), 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # before the handlers were installed, or during a probe
+
+
+def _serve_parser() -> OptionParser:
+    parser = OptionParser(
+        prog="aio-elastic store",
+        description="Serve a key-value store that speaks the protocol of torch's TCPStore.",
+        epilog="`aio-elastic store ping HOST:PORT` checks whether a store answers.",
+    )
+    parser.add_argument(
+        "--host",
+        default="localhost",
+        help="address to listen on; '*' is every interface (default localhost)",
+    )
+    parser.add_argument(
+        "--port",
+        type=partial(parse_number, "--port", most=65535, unit="a port"),
+        default=DEFAULT_PORT,
+        help=f"TCP port to listen on; 0 takes a free one (default {DEFAULT_PORT})",
+    )
+    add_token_option(
+        parser, "file with the token that clients must present, which excludes torch's clients"
+    )
+    return parser
+
+
+def _ping_parser() -> OptionParser:
+    parser = OptionParser(
+        prog="aio-elastic store ping",
+        description="Check whether a store answers, and print its round-trip time.",
+    )
+    parser.add_argument("endpoint", help="HOST:PORT or [IPV6]:PORT of the store")
+    add_timeout_option(parser, 5, "seconds to keep trying")
+    add_token_option(parser, "file with the store's token")
+    return parser
+
+
+async def _serve(arguments: argparse.Namespace) -> int:
+    host = None if arguments.host == "*" else arguments.host
+    server = StoreServer(
+        host,
+        arguments.port,
+        token=arguments.token,
+        on_drop=_print_dropped,
+    )
+    with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:
+        async with server:
+            access = "with a token" if arguments.token else "open"
+            print(f"store listening on {server.endpoint} ({access})", flush=True)
+            await anext(signals)
+    return 0
+
+
+def _print_dropped(dropped: Dropped) -> None:
+    print_error("store", str(dropped), 0)
+
+
+async def _ping(arguments: argparse.Namespace) -> int:
+    async with connect(
+        arguments.endpoint,
+        timeout=arguments.timeout,
+        reply_timeout=arguments.timeout,
+        reconnect_for=0,
+        token=arguments.token,
+    ) as store:
+        seconds = await store.ping()
+        kind = "elastic_aio" if store.has_extensions else "plain TCPStore"
+        print(f"{arguments.endpoint} answers in {seconds * 1000:.2f} ms ({kind})")
+    return 0

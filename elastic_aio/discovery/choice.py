@@ -1,0 +1,107 @@
+"""Which endpoint to use, given the state of each; the same rules on every node.
+
+* If the run is active at an endpoint, use that one: the first, if there are several.
+* Otherwise use the first endpoint with a store.
+* Otherwise serve the store at the first endpoint that this node can serve and whose
+  turn has come.  Later endpoints have later turns, so that nodes of earlier ones go
+  first.
+* An endpoint of unknown state that would take precedence is waited for, but only for a
+  grace period: an endpoint whose packets are dropped never answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final
+
+from msgspec import Struct
+
+RECONNECT_FOR: Final = 0.25
+"""Seconds for which a lost connection is re-established.
+
+A little more than leases linger; after that, reconnecting has no use.
+"""
+
+_FIRST_GRACE: Final = 1.0
+_GRACE: Final = 0.3
+_FIRST_TURN: Final = 3.0
+_TURN: Final = 0.3
+
+
+class EndpointState(Enum):
+    """What is known about an endpoint."""
+
+    UNKNOWN = 0
+    NO_STORE = 1
+    """No usable store, for whatever reason."""
+    STORE = 2
+    ACTIVE_RUN = 3
+    """A store at which this run has a coordinator."""
+
+
+class UseStore(Struct, frozen=True):
+    """Use the store at the endpoint."""
+
+    index: int
+
+
+class ServeStore(Struct, frozen=True):
+    """Serve a store at the endpoint."""
+
+    index: int
+
+
+class WaitUntil(Struct, frozen=True):
+    """Wait until a state changes, or the search has taken so many seconds."""
+
+    until: float
+
+
+Choice = UseStore | ServeStore | WaitUntil
+
+
+def choose_endpoint(
+    states: Sequence[EndpointState], turns: Sequence[float], elapsed: float, grace: float
+) -> Choice:
+    """Return what to do now, `elapsed` seconds after the search began.
+
+    `turns` says after how many seconds this node may serve each endpoint, infinity for
+    never.  Endpoints of unknown state are waited for until `grace`.
+    """
+    best = _first(states, EndpointState.ACTIVE_RUN)
+    rivals = states if best is None else states[:best]
+    if best is None:
+        best = _first(states, EndpointState.STORE)
+    if EndpointState.UNKNOWN in rivals and elapsed < grace:
+        return WaitUntil(grace)
+    if best is not None:
+        return UseStore(best)
+    for index, turn in enumerate(turns):
+        if turn <= elapsed:
+            return ServeStore(index)
+    return WaitUntil(min(turns, default=math.inf))
+
+
+def search_grace(*, is_first: bool, timeout: float) -> float:
+    """Return for how many seconds of a search every endpoint is waited for.
+
+    An endpoint that does not answer is not waited for longer: it may never answer.
+    """
+    return min(_FIRST_GRACE if is_first else _GRACE, timeout / 2)
+
+
+def endpoint_turn(index: int, *, is_first: bool, timeout: float) -> float:
+    """Return after how many seconds of a search an endpoint may be served.
+
+    At the start the second endpoint's turn comes after 4 s, because hosts do not boot
+    all at once.
+    """
+    if index == 0:
+        return 0.0
+    return min(_FIRST_TURN + index, timeout / 2) if is_first else _TURN * index
+
+
+def _first(states: Sequence[EndpointState], wanted: EndpointState) -> int | None:
+    return states.index(wanted) if wanted in states else None

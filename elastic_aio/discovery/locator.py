@@ -1,0 +1,339 @@
+"""Finds the job's store at one of its endpoints, or serves it there.
+
+Who serves the store
+====================
+
+Every node has the same list of endpoints and must find the same store, but no node
+knows in advance which node serves it: the same command line is used on all of them.
+There is no second service to ask; the network and the kernel are all there is.
+
+* Whether an endpoint is this host's own is decided by trying to listen there.  Comparing
+  names fails for aliases, for /etc/hosts entries, and for addresses behind a load
+  balancer; bind(2) knows.  It also decides between two processes of one host, because
+  only one can bind the port.
+* Trying to listen says nothing about the route, so the server then connects to itself
+  by the endpoint's address and compares the instance that answers with its own.  The
+  address may belong to this host and yet be translated to another one.
+* Every node, the one that serves included, is a client of the store from then on.
+* A store at which the run is active wins over an earlier endpoint without it, so that a
+  node that joins late does not start a second job at the first endpoint.
+
+Why turns
+=========
+
+With several endpoints two nodes could serve one each.  Therefore each endpoint has a
+turn (`search`): the second is served 4 s after the start at the earliest, the third 1 s
+later.  By then the node of the first endpoint has usually begun to listen, and the
+others have connected.  After a loss the turns are 0.3 s apart, because all nodes start
+searching at once, and their leases last only some seconds.
+
+Turns are no guarantee.  If there are two stores nevertheless, the node that serves the
+later one keeps looking at the earlier ones (`wait_superseded`) and abandons its own once
+the run is active there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from elastic_aio.aio import run_in_thread, run_shielded
+from elastic_aio.discovery.addresses import (
+    is_loopback,
+    is_loopback_name,
+    loopback_addresses,
+    outbound_address,
+    resolve,
+)
+from elastic_aio.discovery.choice import RECONNECT_FOR, ServeStore, UseStore, WaitUntil
+from elastic_aio.discovery.monitor import (
+    DialOptions,
+    Endpoint,
+    EndpointMonitor,
+    StoreHandshake,
+    StoreNotFound,
+    dial_any,
+)
+from elastic_aio.discovery.search import EndpointSearch
+from elastic_aio.errors import ElasticAioError
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.store import RemoteStore, StoreServer
+from elastic_aio.store.server import PAUSE_RESOLUTION
+from elastic_aio.store.sockets import Address, bind_addresses, port_owner
+
+_KEEPALIVE_TIMEOUT: Final = 60.0
+"""Seconds without a TCP acknowledgement after which the server drops a client."""
+
+_OWN_TIMEOUT: Final = 1.0
+"""Seconds for this node's own server to answer it."""
+
+_OTHER_TIMEOUT: Final = 5.0
+"""Seconds for another endpoint to answer while this node serves one."""
+
+
+class DiscoveryError(ElasticAioError):
+    """No endpoint can be used; the message is one line with the reason for each."""
+
+
+class LocatedStore(Struct, frozen=True):
+    """The job's store.
+
+    Attributes:
+        store: connected; lost for good once its server does not answer for too long.
+        endpoint: as in the list; for port 0, with the port that was chosen.
+        index: its position in the list.
+        is_host: whether this process serves it.
+        local_address: the address of this host on that connection.
+    """
+
+    store: RemoteStore
+    endpoint: str
+    index: int
+    is_host: bool
+    local_address: str
+
+
+class StoreLocator:
+    """Locates the store of a job for one of its nodes.
+
+    Has one store at a time, and closes it: call `aclose` in the end.
+    """
+
+    def __init__(self, spec: RendezvousSpec, run_id: str) -> None:
+        """Parse the endpoints; nothing is connected yet.
+
+        Raises:
+            SpecError: one of them is not HOST:PORT.
+        """
+        self._spec = spec
+        self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
+        self._options = DialOptions(
+            token=spec.token,
+            peer_timeout=spec.heartbeat_timeout,
+            reconnect_for=RECONNECT_FOR,
+            run_key=f"elastic_aio/{run_id}/coordinator",
+        )
+        self._store: RemoteStore | None = None
+        self._server: StoreServer | None = None
+        self._was_suspended = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = self._server or self._store or "not connected"
+        return f"<StoreLocator {self._spec.endpoint}: {state}>"
+
+    async def locate(self, *, is_first: bool) -> LocatedStore:
+        """Connect to the job's store; serve it if there is none.
+
+        Closes the store that was located before.
+
+        Cancellation: leaves nothing open.
+
+        Args:
+            is_first: at the start, hosts boot one after the other, so later endpoints
+                leave the earlier ones some seconds.  After a loss there is no time for
+                that.
+
+        Raises:
+            DiscoveryError: no endpoint could be used within `read_timeout`; or this
+                node must serve the store, and another program has the port.
+        """
+        await self.aclose()
+        search = EndpointSearch(
+            self._endpoints,
+            self._options,
+            is_host=self._spec.is_host,
+            is_first=is_first,
+            timeout=self._spec.read_timeout,
+        )
+        try:
+            try:
+                return await self._search(search)
+            finally:
+                await search.aclose()
+        except BaseException:  # a cancellation too: no store stays open
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the connection, and the server if this process has it; 3 s at most.
+
+        Idempotent; safe to call again after cancellation.
+
+        Cancellation: raised after everything is closed.
+        """
+        await run_shielded(self._close)
+
+    async def wait_superseded(self, located: LocatedStore) -> str:
+        """Wait until the run is active at another endpoint; return that endpoint.
+
+        For the process that serves `located`, which then abandons it and locates the
+        other.  It yields to an earlier endpoint at any time; to a later one only after
+        it was suspended for so long that the other nodes may have moved there.
+        """
+        while True:
+            was_suspended = await self._wait_next_look(located.index > 0)
+            others = [
+                one
+                for one in self._endpoints
+                if one.index < located.index or (was_suspended and one.index > located.index)
+            ]
+            async with asyncio.TaskGroup() as group:
+                looks = [group.create_task(self._has_active_run(one)) for one in others]
+            for endpoint, look in zip(others, looks, strict=True):
+                if look.result():
+                    return endpoint.text
+
+    # ----------------------------------------------------------------- locating
+
+    async def _search(self, search: EndpointSearch) -> LocatedStore:
+        while True:
+            match search.choice():
+                case UseStore(index):
+                    handshake = await search.monitors[index].take()
+                    return self._located(search.monitors[index], handshake)
+                case _ if search.is_over:
+                    raise DiscoveryError(
+                        f"no store could be reached within {self._spec.read_timeout:g} s: "
+                        f"{await search.explain()}"
+                    )
+                case ServeStore(index):
+                    located = await self._serve(search, index)
+                    if located is not None:
+                        return located
+                case WaitUntil(until):
+                    await search.wait_changed(until)
+
+    def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
+        self._store = handshake.store
+        endpoint, server = monitor.endpoint, self._server
+        text = endpoint.text
+        if not endpoint.port and server is not None:
+            text = f"{text.rpartition(':')[0]}:{server.port}"
+        address = _public_address(monitor, handshake.local_address)
+        return LocatedStore(handshake.store, text, endpoint.index, server is not None, address)
+
+    async def _serve(self, search: EndpointSearch, index: int) -> LocatedStore | None:
+        """Serve the store; None if that is impossible now."""
+        monitor = search.monitors[index]
+        addresses = search.addresses_to_bind(index)
+        try:
+            sockets = bind_addresses(addresses, _KEEPALIVE_TIMEOUT, is_listening=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and self._spec.is_host:
+                handshake = await self._dial_port_owner(monitor)
+                if handshake is not None:
+                    return self._located(monitor, handshake)
+            search.defer(index, f"cannot listen there: {error.strerror}")
+            return None
+        self._was_suspended.clear()
+        self._server = server = StoreServer(
+            listening=sockets, token=self._spec.token, on_pause=self._on_pause
+        )
+        await server.start()
+        is_wildcard = addresses != monitor.own_addresses
+        handshake = await self._dial_own(server, monitor, is_wildcard=is_wildcard)
+        if handshake is None:
+            # Binding succeeded, but the endpoint routes elsewhere (e.g. a NAT address),
+            # or another process bound it first.
+            self._server = None
+            await server.aclose()
+            search.defer(index, "listening there, this node does not reach itself")
+            return None
+        return self._located(monitor, handshake)
+
+    async def _dial_own(
+        self, server: StoreServer, monitor: EndpointMonitor, *, is_wildcard: bool
+    ) -> StoreHandshake | None:
+        """Connect to this node's server as other nodes do; None if that leads elsewhere."""
+        port = server.port
+        addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
+        handshake = await self._dial_briefly(addresses, _OWN_TIMEOUT)
+        if handshake is None and is_wildcard:
+            # Others reach it by a translated address, which may not work from this host.
+            handshake = await self._dial_briefly(loopback_addresses(port), _OWN_TIMEOUT)
+        if handshake is not None and handshake.store.instance != server.instance:
+            await handshake.store.aclose()
+            return None
+        return handshake
+
+    async def _dial_port_owner(self, monitor: EndpointMonitor) -> StoreHandshake | None:
+        """Connect to the store of this host that has the port; None if none answers.
+
+        Raises:
+            DiscoveryError: another program has the port.
+        """
+        port = monitor.endpoint.port
+        try:
+            return await dial_any((*monitor.addresses, *loopback_addresses(port)), self._options)
+        except StoreNotFound as error:
+            if not error.was_accepted:
+                return None
+            # In a thread: it reads much of /proc.
+            owner = await run_in_thread(port_owner, port) or "another program"
+            raise DiscoveryError(
+                f"cannot serve the store at {monitor.endpoint.text}: port {port} is in use by "
+                f"{owner}, which is not a store of this job: {error}"
+            ) from None
+
+    async def _dial_briefly(
+        self, addresses: Sequence[Address], seconds: float
+    ) -> StoreHandshake | None:
+        try:
+            async with asyncio.timeout(seconds):
+                return await dial_any(addresses, self._options)
+        except (StoreNotFound, TimeoutError):
+            return None
+
+    # ------------------------------------------ while this process serves the store
+
+    def _on_pause(self, seconds: float) -> None:
+        # The suspension is known only roughly; the others give up after an exact time.
+        if seconds + PAUSE_RESOLUTION >= self._options.reply_timeout:
+            self._was_suspended.set()
+
+    async def _wait_next_look(self, is_later: bool) -> bool:
+        """Wait until other endpoints must be tried; return whether we were suspended."""
+        try:
+            # There is no notification of a server that begins to listen: poll.
+            async with asyncio.timeout(self._options.peer_timeout if is_later else None):
+                await self._was_suspended.wait()
+        except TimeoutError:
+            return False
+        self._was_suspended.clear()
+        return True
+
+    async def _has_active_run(self, endpoint: Endpoint) -> bool:
+        """Return whether the run is active at an endpoint, in a store of another process."""
+        try:
+            async with asyncio.timeout(_OTHER_TIMEOUT):
+                addresses = await resolve(endpoint.host, endpoint.port)
+                handshake = await dial_any(addresses, self._options)
+        except (StoreNotFound, OSError):  # a TimeoutError is an OSError
+            return False
+        instance = handshake.store.instance
+        await handshake.store.aclose()
+        is_other = self._server is None or self._server.instance != instance
+        return handshake.has_run and is_other
+
+    async def _close(self) -> None:
+        if self._store is not None:
+            await self._store.aclose()
+        if self._server is not None:
+            await self._server.aclose()
+        self._store = self._server = None
+
+
+def _public_address(monitor: EndpointMonitor, local_address: str) -> str:
+    """Return the address by which other hosts reach this one.
+
+    It is that of the connection, unless this host resolves its own name to a loopback
+    address, or reaches itself only by one.
+    """
+    host = monitor.endpoint.host
+    if not is_loopback(local_address) or is_loopback(host) or is_loopback_name(host):
+        return local_address
+    return outbound_address(monitor.addresses) or outbound_address() or local_address

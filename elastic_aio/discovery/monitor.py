@@ -1,0 +1,322 @@
+"""Monitors endpoints: which of them has a store, and if none, what answers there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import random
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from elastic_aio.aio import create_task, run_shielded
+from elastic_aio.discovery.addresses import is_local, resolve
+from elastic_aio.discovery.choice import EndpointState
+from elastic_aio.errors import StoreError
+from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.restart import Backoff
+from elastic_aio.store import RemoteStore, connect
+from elastic_aio.store.sockets import Address, format_endpoint
+from elastic_aio.text import one_line
+
+_CONNECT_TIMEOUT: Final = 2.0
+"""Seconds for a connection: the kernel repeats a lost SYN after one second (tcp(7))."""
+
+_REPLY_TIMEOUT: Final = 2.0
+_RESOLVE_TIMEOUT: Final = 1.0
+"""Seconds, as the two above."""
+
+_ADDRESS_AGE_MAX: Final = 1.0
+"""Seconds for which resolved addresses are used again."""
+
+_ADDRESSES_MAX: Final = 16
+_REASON_MAX: Final = 200
+_RETRY: Final = Backoff(initial=0.05, factor=1.3, cap=1.0)
+
+_REASONS: Final = {
+    errno.ECONNREFUSED: "connection refused",
+    errno.ENETUNREACH: "no route to it",
+    errno.EHOSTUNREACH: "no route to it",
+    errno.ENETDOWN: "no route to it",
+    errno.EADDRNOTAVAIL: "no route to it",
+    errno.ETIMEDOUT: "does not answer",
+}
+
+
+class Endpoint(Struct, frozen=True):
+    """One endpoint of the list."""
+
+    index: int
+    text: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, index: int, text: str) -> Endpoint:
+        """Parse `HOST:PORT` or `[IPV6]:PORT`; a server may use port 0, a client not.
+
+        Raises:
+            SpecError: it is neither.
+        """
+        return cls(index, text, *parse_host_port("endpoint", text, at_least=0))
+
+
+class DialOptions(Struct, frozen=True):
+    """How to connect to a store.
+
+    The store is lost after `peer_timeout` seconds without an answer.  When only the
+    connection is lost, it is re-established for `reconnect_for` seconds.  `run_key` is the
+    key that exists while this run is active.
+    """
+
+    token: str | None
+    peer_timeout: float
+    reconnect_for: float
+    run_key: str
+
+    @property
+    def reply_timeout(self) -> float:
+        """Seconds without an answer after which a connection is given up."""
+        return self.peer_timeout - self.reconnect_for
+
+
+class StoreHandshake(Struct, frozen=True):
+    """A connected store.
+
+    `local_address` is the address of this host on that connection; `has_run` is whether
+    this run is active there.
+    """
+
+    store: RemoteStore
+    local_address: str
+    has_run: bool
+
+
+class StoreNotFound(Exception):
+    """There is no usable store; the message says why, in one line.
+
+    `was_accepted`: a program accepted the connection.
+    """
+
+    def __init__(self, why: str, *, was_accepted: bool = False) -> None:
+        """Sanitize `why`: a part of it may come from the program that answered."""
+        super().__init__(one_line(why, _REASON_MAX))
+        self.was_accepted = was_accepted
+
+
+async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreHandshake:
+    """Return the first store that answers at one of `addresses`, within 4 s.
+
+    All addresses are dialled at once, so that one that drops packets delays no other.
+    The caller closes the store.
+
+    Cancellation: leaves nothing open.
+
+    Raises:
+        StoreNotFound: no store answers.
+    """
+    if not addresses:
+        raise StoreNotFound("its name has no address")
+    tasks = [create_task(_handshake(one, options)) for one in addresses[:_ADDRESSES_MAX]]
+    try:
+        best = await _first_handshake(tasks)
+        await run_shielded(lambda: _discard(tasks, best))
+    except BaseException:  # a cancellation too: no connection stays open
+        await run_shielded(lambda: _discard(tasks, None))
+        raise
+    return best
+
+
+async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> StoreHandshake:
+    errors: list[StoreNotFound] = []
+    for finished in asyncio.as_completed(tasks):
+        try:
+            return await finished
+        except StoreNotFound as error:
+            errors.append(error)
+    # Prefer the error of an address that accepted the connection.
+    raise max(errors, key=lambda one: one.was_accepted)
+
+
+async def _discard(
+    tasks: Sequence[asyncio.Task[StoreHandshake]], kept: StoreHandshake | None
+) -> None:
+    """Cancel unfinished handshakes, and close all stores but `kept`."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if task.cancelled() or task.exception() is not None or task.result() is kept:
+            continue
+        await task.result().store.aclose()
+
+
+async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
+    store = connect(
+        format_endpoint(address[1]),
+        reply_timeout=options.reply_timeout,
+        reconnect_for=options.reconnect_for,
+        peer_timeout=options.peer_timeout,
+        token=options.token,
+        ping_when_idle=True,
+        survive_server_restart=False,
+    )
+    try:
+        sock = await _dial(address)
+        local_address = str(sock.getsockname()[0])
+        async with asyncio.timeout(_REPLY_TIMEOUT):
+            await store.connect_over(sock)
+            if not store.has_extensions:
+                why = "it is a plain TCPStore, which has no leases"
+                raise StoreNotFound(why, was_accepted=True)
+            has_run = await store.peek(options.run_key) is not None
+    except TimeoutError:
+        await store.aclose()
+        raise StoreNotFound(
+            "it accepts connections, but does not answer", was_accepted=True
+        ) from None
+    except StoreError as error:
+        await store.aclose()
+        raise StoreNotFound(str(error), was_accepted=True) from None
+    except BaseException:  # a cancellation too: no connection stays open
+        await store.aclose()
+        raise
+    return StoreHandshake(store, local_address, has_run)
+
+
+async def _dial(address: Address) -> socket.socket:
+    family, name = address
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise StoreNotFound(_reason(error)) from None
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(_CONNECT_TIMEOUT):
+            await asyncio.get_running_loop().sock_connect(sock, name)
+        if sock.getsockname() == sock.getpeername():
+            # A self-connect: the kernel chose the dialled port as the source port.
+            raise StoreNotFound(_REASONS[errno.ECONNREFUSED])
+    except OSError as error:
+        sock.close()
+        raise StoreNotFound(_reason(error)) from None
+    except BaseException:  # a cancellation too: no connection stays open
+        sock.close()
+        raise
+    return sock
+
+
+def _reason(error: OSError) -> str:
+    number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
+    return _REASONS.get(number or 0) or error.strerror or str(error)
+
+
+class EndpointMonitor:
+    """Dials one endpoint repeatedly until there is a store.
+
+    Must be closed.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, options: DialOptions, on_change: Callable[[], None]
+    ) -> None:
+        """Begin; `on_change` is called when `state` has changed."""
+        self.endpoint = endpoint
+        self.addresses: tuple[Address, ...] = ()
+        self.own_addresses: tuple[Address, ...] = ()
+        """Those of `addresses` that belong to this host."""
+        self.state = EndpointState.UNKNOWN
+        self.reason = "does not answer"
+        """Why there is no store."""
+        self._handshake: StoreHandshake | None = None
+        self._options = options
+        self._on_change = on_change
+        self._retry = asyncio.Event()
+        self._resolved_at = 0.0
+        self._task = create_task(self._run(), f"monitor of {endpoint.text}")
+        self._task.add_done_callback(lambda _: on_change())
+
+    def __repr__(self) -> str:
+        return f"<EndpointMonitor {self.endpoint.text}: {self.state.name}, {self.reason}>"
+
+    def check(self) -> None:
+        """Raise the error of the monitor's task, which only a defect of this package causes."""
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    def retry_now(self) -> None:
+        """Dial now instead of after the back-off."""
+        self._retry.set()
+
+    async def take(self) -> StoreHandshake:
+        """Stop, and hand over the store; the caller closes it."""
+        await self._stop()
+        handshake, self._handshake = self._handshake, None
+        assert handshake is not None, self
+        return handshake
+
+    async def aclose(self) -> None:
+        """Stop, and close the store that was not taken.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        await self._stop()
+        if self._handshake is not None:
+            await self._handshake.store.aclose()
+
+    async def _stop(self) -> None:
+        self._task.cancel()
+        if not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        for attempt in itertools.count():
+            self._retry.clear()
+            await self._resolve()
+            if self.endpoint.port == 0:
+                self._set_no_store("port 0 is known only to the node that serves it")
+                return
+            if self.addresses:
+                await self._dial()
+            # There is no notification of a server that begins to listen.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY.delay(attempt, random.random)):
+                    await self._retry.wait()
+
+    async def _dial(self) -> None:
+        try:
+            self._handshake = await dial_any(self.addresses, self._options)
+        except StoreNotFound as error:
+            self._set_no_store(str(error))
+            return
+        has_run = self._handshake.has_run
+        self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
+        self._on_change()
+        why = await self._handshake.store.wait_lost()
+        self._handshake = None
+        self._set_no_store(why)
+
+    def _set_no_store(self, why: str) -> None:
+        self.state, self.reason = EndpointState.NO_STORE, why
+        self._on_change()
+
+    async def _resolve(self) -> None:
+        """Resolve the host's name, unless that was done just now."""
+        loop = asyncio.get_running_loop()
+        if self.addresses and loop.time() - self._resolved_at < _ADDRESS_AGE_MAX:
+            return
+        why = "its name is still being resolved"
+        late = loop.call_later(_RESOLVE_TIMEOUT, self._set_no_store, why)
+        try:
+            self.addresses = await resolve(self.endpoint.host, self.endpoint.port)
+        except OSError as error:
+            # The previous addresses may still be valid.
+            self._set_no_store(f"its name is unknown: {error.strerror or error}")
+        finally:
+            late.cancel()
+        self.own_addresses = tuple(filter(is_local, self.addresses))
+        self._resolved_at = loop.time()

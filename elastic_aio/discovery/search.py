@@ -1,0 +1,135 @@
+"""One search for the job's store, over all endpoints at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Sequence
+from typing import Final
+
+from elastic_aio.aio import run_in_thread, run_shielded
+from elastic_aio.discovery.addresses import is_loopback, is_loopback_name, wildcard_addresses
+from elastic_aio.discovery.choice import Choice, choose_endpoint, endpoint_turn, search_grace
+from elastic_aio.discovery.monitor import DialOptions, Endpoint, EndpointMonitor
+from elastic_aio.store.sockets import Address, port_owner
+
+_RETRY_BIND: Final = 0.2
+
+
+class EndpointSearch:
+    """Monitors of all endpoints, and when this node may serve each of them.
+
+    Must be closed.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        options: DialOptions,
+        *,
+        is_host: bool | None,
+        is_first: bool,
+        timeout: float,
+    ) -> None:
+        """Begin; see `StoreLocator.locate` and `RendezvousSpec` for the arguments."""
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._changed = asyncio.Event()
+        self._is_host = is_host
+        self._grace = search_grace(is_first=is_first, timeout=timeout)
+        self._turns = [
+            endpoint_turn(index, is_first=is_first, timeout=timeout)
+            for index in range(len(endpoints))
+        ]
+        self._timeout = timeout
+        self._refusals: dict[int, str] = {}
+        self.monitors = [EndpointMonitor(one, options, self._changed.set) for one in endpoints]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return self._loop.time() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the timeout has passed."""
+        return self.elapsed >= self._timeout
+
+    def choice(self) -> Choice:
+        """Return what to do now."""
+        for monitor in self.monitors:
+            monitor.check()
+        states = [monitor.state for monitor in self.monitors]
+        turns = [
+            turn if self.addresses_to_bind(index) else math.inf
+            for index, turn in enumerate(self._turns)
+        ]
+        return choose_endpoint(states, turns, self.elapsed, self._grace)
+
+    async def wait_changed(self, until: float) -> None:
+        """Wait until a state changes, or the search has taken `until` seconds."""
+        left = min(until, self._timeout) - self.elapsed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, left)):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def addresses_to_bind(self, index: int) -> Sequence[Address]:
+        """Return where this node would listen to serve an endpoint; empty: nowhere."""
+        if self._is_host is False:
+            return ()
+        monitor = self.monitors[index]
+        if monitor.own_addresses:
+            return _reachable_addresses(monitor.endpoint, monitor.own_addresses)
+        has_none = not any(one.own_addresses for one in self.monitors)
+        is_behind_nat = self._is_host and index == 0 and has_none
+        return wildcard_addresses(monitor.endpoint.port) if is_behind_nat else ()
+
+    def defer(self, index: int, why: str) -> None:
+        """Let some time pass before this node tries again to serve an endpoint."""
+        self._refusals[index] = why
+        # The kernel does not notify us when a port becomes free.
+        self._turns[index] = self.elapsed + _RETRY_BIND * (1 + random.random())
+        self.monitors[index].retry_now()
+
+    async def explain(self) -> str:
+        """Return in one line why no endpoint can be used."""
+        return "; ".join([await self._explain(monitor) for monitor in self.monitors])
+
+    async def _explain(self, monitor: EndpointMonitor) -> str:
+        endpoint = monitor.endpoint
+        parts = [monitor.reason]
+        if endpoint.index in self._refusals:
+            parts.append(self._refusals[endpoint.index])
+        if monitor.own_addresses and endpoint.port:
+            # In a thread: it reads much of /proc.
+            owner = await run_in_thread(port_owner, endpoint.port)
+            if owner is not None:
+                parts.append(f"port {endpoint.port} is in use by {owner}")
+        return f"{endpoint.text}: {', '.join(parts)}"
+
+    async def aclose(self) -> None:
+        """Stop all monitors, and close the connections that were not taken.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        await run_shielded(self._close)
+
+    async def _close(self) -> None:
+        for monitor in self.monitors:
+            await monitor.aclose()
+
+
+def _reachable_addresses(endpoint: Endpoint, own: Sequence[Address]) -> Sequence[Address]:
+    """Return where to listen, so that other hosts reach this one by the endpoint's name.
+
+    Many systems list a host's own name with a loopback address (127.0.1.1), by which
+    no other host can reach it.
+    """
+    is_literal = any(address[0] == endpoint.host for _, address in own)
+    is_public = any(not is_loopback(str(address[0])) for _, address in own)
+    if is_literal or is_public or is_loopback_name(endpoint.host):
+        return own
+    return wildcard_addresses(endpoint.port)

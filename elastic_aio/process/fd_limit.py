@@ -1,0 +1,117 @@
+"""RLIMIT_NOFILE: raised for this process while a job needs it, unchanged for workers.
+
+The soft limit is raised only if a job needs more than it allows.  Each worker is then
+started through util-linux's `prlimit`, or `sh` where that is missing, which restores the
+old limit before it executes the worker (same pid).  Setting the limit from outside after
+the spawn would race with the worker's first instructions, and lowering it in this
+process around each spawn would make `open` fail in other threads.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+
+from msgspec.structs import replace
+
+from elastic_aio.errors import HostError
+from elastic_aio.process.base import ChildSpec, check_program
+
+# Descriptors of one worker: asyncio's pidfd and ours, and two logs that are followed.
+_PER_WORKER = 4
+# Descriptors of the agent itself: guardian, session list, inotify, console, and for a
+# moment the log files of the worker that is being spawned and the spawn's own.
+_BASE = 16
+# Left to the embedding program, if the hard limit allows it.
+_SPARE = 64
+
+
+class DescriptorLimit:
+    """This process's soft limit, raised while a job needs it.
+
+    There is one limit for all jobs of a process, hence one instance: `limit`.  While
+    any job has it raised, the workers of every job get the original one.
+    """
+
+    original: int | None = None
+    """The soft limit for workers; None: the one in force."""
+    _jobs = 0
+
+    def acquire(self, workers: int, each: int = _PER_WORKER) -> None:
+        """Raise the limit for a job, if need be; `release` must follow.
+
+        Args:
+            workers: how many workers the job has.
+            each: how many descriptors one of them takes.
+
+        Raises:
+            HostError: the hard limit is too low.  A supervisor without descriptors
+                could not find the processes that it has to stop.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        required = _required(workers * each, soft, hard)
+        self._jobs += 1
+        if required > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
+            if self.original is None:
+                self.original = soft
+
+    def release(self) -> None:
+        """End a job's need; after the last job the original limit is restored."""
+        self._jobs -= 1
+        if not self._jobs and self.original is not None:
+            _set_soft_limit(self.original)
+            self.original = None
+
+
+limit = DescriptorLimit()
+
+
+def _set_soft_limit(soft: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _required(descriptors: int, soft: int, hard: int) -> int:
+    """Return the soft limit for workers that take so many descriptors."""
+    if soft == resource.RLIM_INFINITY:
+        return soft
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = soft  # no descriptor is left to list them
+    needed = used + descriptors + _BASE
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise HostError(
+            f"too few descriptors: this job takes about {needed} and the limit is {hard}"
+            " (raise it with ulimit -n)"
+        )
+    required = needed + _SPARE
+    return required if hard == resource.RLIM_INFINITY else min(required, hard)
+
+
+def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
+    """Return `spec` with a program that sets the soft limit and executes the original one.
+
+    A forked worker sets the limit before its call.
+
+    Raises:
+        SpawnError: the original program cannot be executed.
+    """
+    if (call := spec.call) is not None:
+
+        def limited() -> int:
+            _set_soft_limit(soft)
+            return call()
+
+        return replace(spec, call=limited)
+    check_program(spec)
+    wrapper: tuple[str, ...]
+    if prlimit := shutil.which("prlimit"):
+        wrapper = (prlimit, f"--nofile={soft}:", "--")
+    else:
+        # A shell exports PWD even if it was not set.
+        unset = "" if "PWD" in os.environ else "unset PWD; "
+        wrapper = ("/bin/sh", "-c", f'{unset}ulimit -S -n "$0" && exec "$@"', str(soft))
+    return replace(spec, argv=(*wrapper, *spec.argv))

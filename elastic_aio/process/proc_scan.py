@@ -1,0 +1,398 @@
+"""Scans of /proc for the descendants of a job's workers, and signals to exactly those.
+
+The guardian runs this file in a bare interpreter (`python -I -S`), so it imports four
+small modules of the standard library and nothing else.  A process is a descendant if
+
+* its **session** is one that a worker leads (workers are started by `setsid`; a
+  shell's job control makes new process groups, not new sessions); or
+* its **environment** holds the job's marker, a variable whose *name* is unique to
+  the job, so that nested jobs carry both (a daemon leaves the session, but keeps the
+  environment); or
+* its **parent** is a descendant (even with another session and an empty environment).
+
+A pid is not an identity: pids and session ids are used again.  A process is identified
+by its pid *and* its start time, it is signalled through a pidfd that was checked
+against both, and a session counts only while its number cannot have been used again
+(see `WorkerSession`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
+    from collections.abc import Generator, Iterable, Iterator, Mapping
+
+_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# How many scans may be repeated because of execs, for one process and in a row: an exec
+# lasts one or two scans of some 5 ms, but a busy host has a new one in every scan.
+_EXEC_SCANS = 40
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def ticks_now() -> int:
+    """Return the time since boot in the unit of process start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_SECOND)
+
+
+class ProcEntry:
+    """One process as `/proc` shows it; (`pid`, `start`) is its identity.
+
+    `start` is in clock ticks since boot.
+    """
+
+    __slots__ = ("is_dead", "parent", "pid", "session", "start", "state")
+
+    def __init__(
+        self, pid: int, parent: int, session: int, start: int, state: str, is_dead: bool
+    ) -> None:
+        self.pid = pid
+        self.parent = parent
+        self.session = session
+        self.start = start
+        self.state = state
+        self.is_dead = is_dead
+
+    def __repr__(self) -> str:
+        return f"<ProcEntry {self.pid} of session {self.session}, state {self.state}>"
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Pid and start time, which no other process of this host has until it reboots."""
+        return self.pid, self.start
+
+
+def parse_stat(content: bytes) -> ProcEntry:
+    """Read `/proc/<pid>/stat` (proc(5)).
+
+    The name stands in parentheses and may contain anything, so fields are counted from
+    the last parenthesis.  A process whose main thread has ended is shown as a zombie
+    while its other threads run: it is dead only when no other thread is counted.
+
+    Raises:
+        ValueError: the content has another format.
+    """
+    pid = int(content[: content.index(b" ")])
+    fields = content[content.rindex(b")") + 2 :].split()
+    if len(fields) < 20:
+        raise ValueError("stat is too short")
+    state = fields[0].decode("ascii", "replace")
+    return ProcEntry(
+        pid=pid,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start=int(fields[19]),
+        state=state,
+        is_dead=state in "XZ" and int(fields[17]) <= 1,
+    )
+
+
+def read_process(pid: int) -> ProcEntry | None:
+    """Read one process; None when it is gone.
+
+    Raises:
+        OSError: this process has no descriptor or memory left.
+    """
+    content = _read(f"/proc/{pid}/stat")
+    try:
+        return None if content is None else parse_stat(content)
+    except ValueError:
+        return None
+
+
+class WorkerSession:
+    """A worker's session: its number is the worker's pid.
+
+    The kernel does not use the number again while the leader is not reaped, nor while
+    any member lives.  A process with this session id is therefore certainly a member if
+    it started before the leader was reaped (`closed`, in ticks; None until then).  A
+    later process is a member only if such a process still exists.
+    """
+
+    __slots__ = ("closed", "number", "opened")
+
+    def __init__(self, number: int, opened: int, closed: int | None = None) -> None:
+        """`opened`: the ticks at which the leader started."""
+        self.number = number
+        self.opened = opened
+        self.closed = closed
+
+    def is_certain(self, process: ProcEntry) -> bool:
+        """Return whether `process`, whose session id is this number, is certainly a member."""
+        if process.pid == self.number and process.start != self.opened:
+            return False
+        return self.closed is None or process.start <= self.closed
+
+
+class ScanCache:
+    """What a scan keeps for the next one: mainly the pids that are older than the job.
+
+    Scans come in close succession, and most processes of a host are older.  A pid may
+    be skipped as long as it cannot have been used again: the kernel assigns pids in
+    ascending order (`last pid` of proc_loadavg(5)), so those assigned since the last
+    scan are known, unless the numbers have wrapped around, which takes longer than
+    `_VALID_S` even with the smallest `pid_max`.
+    """
+
+    _VALID_S = 0.01
+
+    def __init__(self) -> None:
+        self._pids: set[int] = set()
+        self._exec_scans: dict[tuple[int, int], int] = {}
+        self._repeated = 0
+        self._at = 0.0
+        self._last_pid = 0
+
+    def begin_scan(self) -> set[int]:
+        """Return the pids that the scan which begins now may skip."""
+        now, last_pid = time.monotonic(), _last_pid()
+        if now - self._at > self._VALID_S or last_pid < self._last_pid:
+            self._pids = set()
+        else:
+            self._pids.difference_update(range(self._last_pid + 1, last_pid + 1))
+        self._at, self._last_pid = now, last_pid
+        return set(self._pids)
+
+    def add(self, pid: int) -> None:
+        """Record a process that is older than the job."""
+        self._pids.add(pid)
+
+    def should_retry(self, hidden: list[ProcEntry]) -> bool:
+        """Return whether to scan again for processes hidden by an exec: only so often."""
+        retry = False
+        for process in hidden:
+            scans = self._exec_scans.get(process.identity, 0) + 1
+            self._exec_scans[process.identity] = scans
+            retry = retry or scans <= _EXEC_SCANS
+        self._repeated = self._repeated + 1 if retry else 0
+        return retry and self._repeated <= _EXEC_SCANS
+
+
+def _last_pid() -> int:
+    try:
+        return int((_read("/proc/loadavg") or b"").split()[-1])
+    except (OSError, ValueError, IndexError):
+        return -1  # then nothing is ever skipped: it counts as wrapped around
+
+
+def find_descendants(
+    marker: bytes,
+    since: int,
+    sessions: Mapping[int, WorkerSession],
+    known: Mapping[int, int],
+    cache: ScanCache,
+) -> Generator[None, None, list[ProcEntry]]:
+    """Read every process once; return the live descendants of the workers.
+
+    Yields before each process, so that a caller with an event loop can run other tasks.
+
+    Args:
+        marker: name of the job's environment variable.
+        since: ticks at which the job began; no older process can belong to it.
+        sessions: the workers' sessions by number.
+        known: start times, by pid, of processes that are known as descendants.
+        cache: the same for all scans of a job.
+
+    Raises:
+        BlockingIOError: a process that may be a descendant is in the middle of an exec;
+            scan again in some milliseconds.
+        OSError: this process has no descriptors or memory left.
+    """
+    skipped = cache.begin_scan()
+    ours: dict[int, ProcEntry] = {}
+    unknown: list[ProcEntry] = []
+    in_exec: list[ProcEntry] = []
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) in skipped:
+            continue
+        yield
+        process = read_process(int(name))
+        if process is None or process.is_dead or process.pid == me:
+            continue
+        if process.start < since:
+            cache.add(process.pid)
+            continue
+        is_known = known.get(process.pid) == process.start
+        if is_known or (is_ours := _is_ours(process, marker, sessions)):
+            ours[process.pid] = process
+        else:
+            unknown.append(process)
+            if is_ours is None:
+                in_exec.append(process)
+    yield from _add_relatives(ours, unknown, sessions)
+    # An exec hides the environment only: session and parent have decided for the others.
+    if cache.should_retry([process for process in in_exec if process.pid not in ours]):
+        raise BlockingIOError(errno.EAGAIN, "a process is in the middle of an exec")
+    return list(ours.values())
+
+
+def _is_ours(
+    process: ProcEntry, marker: bytes, sessions: Mapping[int, WorkerSession]
+) -> bool | None:
+    """Decide by session and environment; None: an exec hides the environment."""
+    session = sessions.get(process.session)
+    if session and session.is_certain(process):
+        return True
+    environment = _environment(process.pid)
+    may_be_in_exec = not environment and _may_be_in_exec(process)
+    # Once more if it was empty: an exec may have ended between the two reads.
+    environment = environment or _environment(process.pid)
+    if may_be_in_exec and not environment:
+        return None
+    return b"\0" + marker + b"=" in b"\0" + environment
+
+
+def _add_relatives(
+    ours: dict[int, ProcEntry], unknown: list[ProcEntry], sessions: Mapping[int, WorkerSession]
+) -> Iterator[None]:
+    """Add to `ours` the members of their sessions, and their descendants."""
+    pinned = {process.session for process in ours.values()} & sessions.keys()
+    has_grown = True
+    while has_grown:
+        rest = []
+        for process in unknown:
+            # A leader whose start time is another one than the worker's is a new process.
+            by_session = process.session in pinned and process.pid != process.session
+            if by_session or process.parent in ours:
+                ours[process.pid] = process
+            else:
+                rest.append(process)
+        has_grown = len(rest) < len(unknown)
+        unknown = rest
+        yield
+
+
+def iter_descendants(pid: int) -> Iterator[ProcEntry]:
+    """Yield the descendants of a process, as far as main threads have started them.
+
+    One small read for each, where the kernel lists children; nothing where it does
+    not (CONFIG_PROC_CHILDREN).
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        # None: gone, or not listed by this kernel; a full scan still finds them.
+        children = _read(f"/proc/{parent}/task/{parent}/children") or b""
+        for child in map(int, children.split()):
+            if process := read_process(child):
+                yield process
+                parents.append(child)
+
+
+def _may_be_in_exec(process: ProcEntry) -> bool:
+    """Return whether a process without an environment may be in the middle of an exec.
+
+    For about a millisecond neither the environment nor the arguments can be read; a
+    process that really has no environment still has arguments.  (Kernel threads have
+    neither, and kthreadd, pid 2, as their parent.)
+    """
+    if process.parent in (0, 2):
+        return False
+    return _read(f"/proc/{process.pid}/cmdline") == b""
+
+
+def open_pidfd(process: ProcEntry) -> int | None:
+    """Return a pidfd of exactly this process; None when it is gone.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    # The pid may have been used again before the descriptor was opened.
+    try:
+        present = read_process(process.pid)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if present is None or present.start != process.start:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def signal_process(process: ProcEntry, number: int) -> None:
+    """Send a signal to exactly this process, unless it is gone or no descriptor is left."""
+    try:
+        descriptor = open_pidfd(process)
+    except OSError:
+        return
+    if descriptor is not None:
+        send(descriptor, number)
+        os.close(descriptor)
+
+
+def send(descriptor: int, number: int) -> bool:
+    """Send a signal through a pidfd; return whether the process still existed."""
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _environment(pid: int) -> bytes:
+    # Unreadable: gone, or another user's; session and parent decide.
+    return _read(f"/proc/{pid}/environ") or b""
+
+
+def _read(path: str) -> bytes | None:
+    """Return the content of a file in /proc; None if it cannot be read.
+
+    Raises:
+        OSError: this process has no descriptor or memory left to read it, which must
+            not be mistaken for an absence.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.read(descriptor, 65536)
+            while len(content) % 65536 == 0 and (more := os.read(descriptor, 65536)):
+                content += more
+            return content
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _LACK:
+            raise
+        return None
+
+
+# The list of workers' sessions, which an agent writes and its guardian reads.  It is an
+# anonymous file in memory: writing wakes no process, and the file outlives the agent for
+# as long as the guardian holds it open.  One line a session: its number, the ticks at
+# which its leader started, and those at which it was reaped (`-` until then).
+
+
+def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
+    """Replace the content of a session list."""
+    content = b"".join(
+        b"%d %d %s\n" % (row.number, row.opened, b"-" if row.closed is None else b"%d" % row.closed)
+        for row in sessions
+    )
+    # In this order: a SIGKILL in between leaves whole lines, at worst stale ones.
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+
+
+def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
+    """Return the sessions by number; malformed lines are left out."""
+    sessions = {}
+    for line in os.pread(descriptor, os.fstat(descriptor).st_size, 0).split(b"\n"):
+        try:
+            number, opened, closed = line.split()
+            end = None if closed == b"-" else int(closed)
+            sessions[int(number)] = WorkerSession(int(number), int(opened), end)
+        except ValueError:
+            continue
+    return sessions

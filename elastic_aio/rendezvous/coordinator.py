@@ -1,0 +1,275 @@
+"""The coordinator of a job: decides who takes part in which round, and how the job ends.
+
+Pure.  Statuses of members and the time (monotonic seconds of the caller) come in;
+`decide` returns effects, mostly orders.  A coordinator can be replaced at any moment, so
+it keeps nothing that its successor could not learn from the members.
+
+Rules
+=====
+
+* A round is a set of members with consecutive group ranks.  There is one round at a
+  time; the next one has a higher number, and a member stops the workers of an earlier
+  round before it starts those of the next.
+* The first round is formed when the maximum of nodes has joined, or when there are
+  enough and the last call is over.  Later rounds are formed at once.
+* When a member of the round leaves or is lost before its workers have succeeded, the
+  remaining members and the waiting ones form another round.  If they are too few, they
+  stop their workers and wait.
+* Joiners below the maximum first probe whether they reach the other nodes, while the
+  round runs on; a joiner that fails in this costs nothing.  Above the maximum, and once
+  a member has succeeded, joiners stand by.
+* A failure on any member stops the round everywhere.  When all of its workers are gone,
+  the restart policy is consulted once, with the earliest failure.  Changes of the
+  membership cost no restart.
+* If a member of the round was lost, the restart policy is not consulted: the other
+  members' failures are a consequence of the loss, even though they are reported first.
+* When all members of the round have succeeded, or the policy grants no further
+  attempt, or nodes are missing for too long, the job ends with one outcome for all.
+
+Another coordinator
+===================
+
+* It recovers the newest round that a member reports (see `formation`).  If all members
+  of it return, the round runs on; otherwise they form another one after a while.
+* A predecessor's `StartRound` order may still be in flight.  A member that acts on it
+  diverges from the new coordinator's state; the new coordinator then forms another
+  round.
+* A restart that was announced to a member that is still present is not decided again,
+  but its delay begins anew.  A failure that no present member has seen or was notified
+  of costs no restart.
+* In a network partition each side may have a coordinator and a round.  When they meet
+  again, one round is recovered, and the members of the other are stopped and taken in.
+  Numbers of rounds, attempts and restarts continue from the highest that a member has
+  seen.
+* How many members have left after their success is sent to those that stay.  A member
+  that leaves while there is no coordinator counts as lost.
+
+::
+
+    phase        what happens                               next
+    -----------  -----------------------------------------  -----------
+    RECOVERING   no member reports a placement              FORMING
+                 all of the newest round have returned, or
+                 the recovery timeout is over               RUNNING
+                 a member of it reports the outcome         ENDING
+    FORMING      enough nodes, and full, not the first
+                 round, or last call over                   RUNNING
+                 too few for the join timeout               ENDING
+                 a placement is reported before the first
+                 round                                      RECOVERING
+    RUNNING      a member's worker has failed               STOPPING
+                 all have succeeded                         ENDING
+                 a member is gone, enough remain            RUNNING
+                 a member is gone, too few remain           FORMING
+                 joiners are ready                          RUNNING
+                 another round is due and would use the
+                 same store as this one                     FORMING
+    STOPPING     all workers of the round are gone          DECIDING, or at once:
+    DECIDING     the user's callback has answered           BACKING_OFF or ENDING
+    STOPPING     ... and no member with a failure remains   FORMING
+    BACKING_OFF  the delay is over                          FORMING
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from elastic_aio.events import NodeJoined, NodeLeft, NodeLost
+from elastic_aio.outcome import JobOutcome
+from elastic_aio.rendezvous.formation import form_when_possible, recover_round
+from elastic_aio.rendezvous.members import CoordinatorEffect, MemberRecord, RoundSettings
+from elastic_aio.rendezvous.messages import PROTOCOL, MemberStatus, Reject
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.supervision import apply_decision, back_off, decide_restart, supervise
+from elastic_aio.spec.job import NodeRange
+from elastic_aio.spec.restart import RestartAction, RestartBudget
+
+
+class Coordinator:
+    """Decides about the rounds of one job; performs nothing.
+
+    Pass all that is known to `on_status` and `on_gone`, then call `decide` and perform
+    the effects that it returns; call it again at `deadline` at the latest.
+    """
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        budget: RestartBudget,
+        *,
+        name: str,
+        term: int,
+        now: float,
+        is_new_store: bool = True,
+    ) -> None:
+        """Begin without members.
+
+        `name` is that of the member that coordinates, `term` is higher than that of every
+        former coordinator, `now` is in monotonic seconds, and `is_new_store` is whether
+        the members have moved to another store.
+        """
+        self._state = CoordinatorState(settings, budget, name, term, now, is_new_store)
+        self._joined: list[MemberRecord] = []
+        self._count = 0
+        self._highest_term = term
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"<Coordinator {state.name} of term {self.term}: {state.phase.value},"
+            f" round {self.round}, {len(state.members)} members>"
+        )
+
+    # --------------------------------------------------------------- properties
+
+    @property
+    def phase(self) -> CoordinatorPhase:
+        """The present phase."""
+        return self._state.phase
+
+    @property
+    def term(self) -> int:
+        """The term in which it gives orders."""
+        return self._state.outbox.term
+
+    @property
+    def round(self) -> int:
+        """Number of the last round, -1 before the first."""
+        return self._state.round.number
+
+    @property
+    def attempt(self) -> int:
+        """Number of the last attempt, -1 before the first."""
+        return self._state.round.attempt
+
+    @property
+    def outcome(self) -> JobOutcome | None:
+        """How the job has ended, if it has."""
+        return self._state.outcome
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended and all members with an `EndJob` order have left."""
+        state = self._state
+        is_ending = state.phase is CoordinatorPhase.ENDING
+        return is_ending and not any(record.has_end_order for record in state.members.values())
+
+    @property
+    def deadline(self) -> float | None:
+        """When `decide` must be called even if nothing happens."""
+        return self._state.deadlines.earliest
+
+    # ------------------------------------------------------------------- inputs
+
+    def on_status(self, member: str, status: MemberStatus) -> None:
+        """Take the present status of a member; an older one is dropped."""
+        state = self._state
+        record = state.members.get(member)
+        if record is None:
+            self._count += 1
+            record = state.members[member] = MemberRecord(member, self._count, status)
+            self._joined.append(record)
+        elif status.serial <= record.status.serial:
+            return
+        record.status = status
+        if state.outbox.observe_ack(record):
+            self._highest_term = max(status.term, self._highest_term)
+
+    def on_gone(self, member: str, *, is_lost: bool) -> None:
+        """Take the end of a member: it has left, or is lost."""
+        state = self._state
+        record = state.members.pop(member, None)
+        if record is None:
+            return
+        state.outbox.discard(member)
+        if member in state.round.placements and state.has_succeeded(record):
+            state.round.succeeded_and_left.add(member)
+        elif member in state.round.placements:
+            state.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
+            state.round.has_lost_member = state.round.has_lost_member or is_lost
+        if state.phase is CoordinatorPhase.ENDING:
+            return  # JobFinished is the last event
+        if is_lost:
+            why = "its lease has ended"
+            state.outbox.publish(NodeLost(name=record.name, member=member, why=why))
+        else:
+            why = "it has left by itself"
+            state.outbox.publish(NodeLeft(name=record.name, member=member, why=why))
+
+    def on_decision(self, attempt: int, decision: RestartAction | str) -> None:
+        """Take the answer of the user's callback; text is the error that it raised."""
+        if self._state.phase is CoordinatorPhase.DECIDING and attempt == self.attempt:
+            self._state.restart.decision = decision
+
+    # ---------------------------------------------------------------- decisions
+
+    def decide(self, now: float) -> list[CoordinatorEffect]:
+        """Return the effects to perform: at most one order for each member."""
+        state = self._state
+        state.deadlines.now = now
+        if self._highest_term > state.outbox.term:
+            self._highest_term += 1
+            state.outbox.raise_term(self._highest_term, state.members.values())
+        self._admit_joined()
+        while True:
+            before = state.phase, self.round
+            state.deadlines.earliest = None
+            self._STEPS[state.phase](state)
+            if before == (state.phase, self.round):
+                return state.outbox.drain()
+
+    def _admit_joined(self) -> None:
+        """Publish new members, and reject those that can never take part."""
+        state = self._state
+        if state.phase is CoordinatorPhase.RECOVERING:
+            # First: a recovered round brings its own minimum and maximum.
+            recover_round(state)
+        if state.phase in (CoordinatorPhase.RECOVERING, CoordinatorPhase.ENDING):
+            return
+        joined, self._joined = self._joined, []
+        for record in joined:
+            if state.members.get(record.member) is not record:
+                continue
+            node = record.status.node
+            state.outbox.publish(
+                NodeJoined(
+                    name=node.name,
+                    member=record.member,
+                    address=record.status.address,
+                    nproc=node.nproc,
+                    role=node.role,
+                )
+            )
+            if why := self._mismatch(record):
+                record.is_rejected = True
+                state.refuse(record, why)
+                state.outbox.send(record, Reject(why))
+
+    def _mismatch(self, record: MemberRecord) -> str:
+        """Return why a member can never take part; empty if it can."""
+        status, settings = record.status, self._state.settings
+        if status.protocol != PROTOCOL:
+            return f"it speaks version {status.protocol} of the protocol, not {PROTOCOL}"
+        if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):
+            nnodes = NodeRange(status.minimum, status.maximum)
+            return f"it was started with --nnodes {nnodes}, the job with {settings.nnodes}"
+        rank = status.preferred_rank
+        if not settings.fixed_ranks or rank is None:
+            return ""
+        if not 0 <= rank < settings.maximum:
+            return f"node rank {rank} is not below {settings.maximum}"
+        for other in self._state.eligible():
+            if other.arrival < record.arrival and other.status.preferred_rank == rank:
+                return f"node rank {rank} is taken by {other.name}"
+        return ""
+
+    _STEPS: ClassVar[dict[CoordinatorPhase, Callable[[CoordinatorState], None]]] = {
+        CoordinatorPhase.RECOVERING: recover_round,
+        CoordinatorPhase.FORMING: form_when_possible,
+        CoordinatorPhase.RUNNING: supervise,
+        CoordinatorPhase.STOPPING: decide_restart,
+        CoordinatorPhase.DECIDING: apply_decision,
+        CoordinatorPhase.BACKING_OFF: back_off,
+        CoordinatorPhase.ENDING: CoordinatorState.notify_returning,
+    }

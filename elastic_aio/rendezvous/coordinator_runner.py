@@ -1,0 +1,240 @@
+"""Drives a `Coordinator`: statuses in from the store, orders and events out to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Never
+
+from msgspec.structs import replace
+
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.errors import StoreError
+from elastic_aio.events import Event, NodeJoined, NodeLeft, NodeLost, NodeRefused
+from elastic_aio.outcome import Failure
+from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
+from elastic_aio.rendezvous.coordinator import Coordinator
+from elastic_aio.rendezvous.event_stream import EventStreamWriter
+from elastic_aio.rendezvous.members import (
+    AnnounceTerm,
+    PublishEvent,
+    RequestDecision,
+    RoundSettings,
+    SendOrder,
+)
+from elastic_aio.rendezvous.messages import (
+    PROTOCOL,
+    MessageError,
+    Order,
+    Reject,
+    decode_status,
+    encode,
+    with_local_times,
+)
+from elastic_aio.spec.restart import RestartAction, RestartBudget
+from elastic_aio.store import Change, ChangeKind, Lease, Store, Watch
+
+_LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused)
+"""Events of the coordinator that its own node publishes too; of the others, each node
+publishes its own.
+"""
+
+
+class CoordinatorRunner:
+    """Coordinates a job at one store while this member is its leader."""
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        budget: RestartBudget,
+        agent: AgentPort,
+        *,
+        node: NodeInfo,
+        run_id: str,
+        root: Store | None,
+    ) -> None:
+        """Prepare.
+
+        `root` is the whole store, if the workers use it too: the keys that the workers of
+        one round leave in it are deleted before the next.
+        """
+        self._root = root
+        self._settings = settings
+        self._budget = budget
+        self._agent = agent
+        self._node = node
+        self._run_id = run_id
+        self._wakeup = asyncio.Event()
+        self._changes: list[Change] = []
+        self._unwritten: list[Event] = []
+        self._has_unwritten = asyncio.Event()
+        self._deciding: asyncio.Task[None] | None = None
+        self._own_key = ""
+        self._is_own_status_gone = False
+        self.departure_handled = asyncio.Event()
+        """Set once the coordinator has acted on the end of this member's own status."""
+        self._cleared: set[tuple[int, str]] = set()
+
+    async def run(
+        self,
+        store: Store,
+        lease: Lease,
+        *,
+        name: str,
+        term: int,
+        is_new_store: bool,
+        announce: Callable[[int], Awaitable[None]],
+    ) -> Never:
+        """Coordinate until the store is lost; may be called again for another term.
+
+        Cancellation: stops coordinating; the members keep their last orders.
+
+        `name` and `lease` are those of this member, and orders are written under the
+        lease.  `store` has the prefix of the run; `is_new_store` is whether it has had no
+        coordinator before.  `announce` makes a higher term known; its errors end this call.
+
+        Raises:
+            StoreError: the store is lost, or the lease has ended.
+        """
+        self._changes.clear()
+        coordinator = Coordinator(
+            self._settings,
+            self._budget,
+            name=name,
+            term=term,
+            now=time.monotonic(),
+            is_new_store=is_new_store,
+        )
+        self._own_key = f"t/{name}"
+        async with store.watch("t/", is_prefix=True) as statuses:
+            for key, text in statuses.present.items():
+                await self._on_status(coordinator, lease, key, text, is_fresh=False)
+            collecting = create_task(self._collect(statuses), name="member statuses")
+            writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
+            try:
+                while True:
+                    await self._decide(coordinator, lease, announce)
+                    if self._is_own_status_gone:
+                        self.departure_handled.set()
+                    await self._wait_wakeup(coordinator.deadline, collecting)
+                    await self._take_changes(coordinator, lease)
+            finally:
+                deciding = [] if self._deciding is None else [self._deciding]
+                await cancel_and_wait([collecting, writing, *deciding])
+
+    # -------------------------------------------------------------- statuses in
+
+    async def _collect(self, statuses: Watch) -> None:
+        async for change in statuses:
+            self._changes.append(change)
+            self._wakeup.set()
+
+    async def _wait_wakeup(self, deadline: float | None, collecting: asyncio.Task[None]) -> None:
+        """Wait for a change or a decision, until the coordinator's deadline."""
+        waiting = create_task(self._wakeup.wait())
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            await asyncio.wait(
+                [waiting, collecting], timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiting.cancel()
+        if collecting.done():
+            collecting.result()
+        self._wakeup.clear()
+
+    async def _take_changes(self, coordinator: Coordinator, lease: Lease) -> None:
+        changes, self._changes = self._changes, []
+        for change in changes:
+            if change.value is not None:
+                await self._on_status(coordinator, lease, change.key, change.value, is_fresh=True)
+            else:
+                gone = change.key == self._own_key
+                self._is_own_status_gone = self._is_own_status_gone or gone
+                # After a gap in the watch the reason is unknown: assume the worse.
+                is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync
+                coordinator.on_gone(_member_of(change.key), is_lost=is_lost)
+
+    async def _on_status(
+        self, coordinator: Coordinator, lease: Lease, key: str, text: bytes, *, is_fresh: bool
+    ) -> None:
+        member = _member_of(key)
+        try:
+            status = decode_status(text)
+        except MessageError as error:
+            why = f"its status cannot be read by this version ({PROTOCOL}): {error}"
+            order = Order(coordinator.term, 1, Reject(why))
+            await lease.set(f"o/{member}", encode(order))
+            return
+        if is_fresh:
+            status = with_local_times(status, time.time())
+        coordinator.on_status(member, status)
+
+    # -------------------------------------------------------------- effects out
+
+    async def _decide(
+        self, coordinator: Coordinator, lease: Lease, announce: Callable[[int], Awaitable[None]]
+    ) -> None:
+        orders: dict[str, Order] = {}
+        for effect in coordinator.decide(time.monotonic()):
+            match effect:
+                case SendOrder(member, order):
+                    orders[member] = order
+                case AnnounceTerm(term):
+                    await announce(term)
+                case PublishEvent(event):
+                    self._publish(event)
+                case RequestDecision(attempt, failure):
+                    deciding = self._call_decide(coordinator, attempt, failure)
+                    self._deciding = create_task(deciding, name="restart.decide")
+        starts = [one.body.placement for one in orders.values() if isinstance(one.body, StartRound)]
+        begun = {(placement.round, placement.formed_by) for placement in starts}
+        if self._root is not None and not begun <= self._cleared:
+            # Once a round: an order is sent again in a higher term.
+            await _delete_worker_keys(self._root)
+            self._cleared = begun
+        if orders:
+            # All at once: the connection pipelines them.
+            sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
+            await asyncio.gather(*sets)
+
+    async def _call_decide(self, coordinator: Coordinator, attempt: int, failure: Failure) -> None:
+        decision: RestartAction | str
+        try:
+            decision = await self._agent.decide(failure)
+        except Exception as error:  # noqa: BLE001  # the user's code; the job ends by it
+            decision = f"restart.decide raised {error!r}"
+        coordinator.on_decision(attempt, decision)
+        self._wakeup.set()
+
+    # ------------------------------------------------------------------- events
+
+    def _publish(self, event: Event) -> None:
+        if isinstance(event, _LOCAL_EVENTS):
+            self._agent.on_event(event)
+        stamped = replace(event, time=time.time(), run_id=self._run_id, node=self._node.name)
+        self._unwritten.append(stamped)
+        self._has_unwritten.set()
+
+    async def _write_events(self, writer: EventStreamWriter) -> None:
+        """Append events to the job's stream, without delaying any order."""
+        while True:
+            await self._has_unwritten.wait()
+            self._has_unwritten.clear()
+            events, self._unwritten = self._unwritten, []
+            for _ in range(2):  # a broken connection may be back at once
+                with contextlib.suppress(StoreError):  # readers see a gap
+                    await writer.write(events)
+                    break
+
+
+async def _delete_worker_keys(root: Store) -> None:
+    """Delete all keys but those of the rendezvous."""
+    keys = [key for key in await root.list_keys() if not key.startswith("elastic_aio/")]
+    await asyncio.gather(*(root.delete(key) for key in keys))
+
+
+def _member_of(key: str) -> str:
+    return key.partition("/")[2]

@@ -1,0 +1,288 @@
+"""How a round comes about: recover a running one, or wait for nodes and assign ranks.
+
+Recovery
+========
+
+A coordinator keeps no state outside its members, because it can be lost together with
+the store.  Its successor reads the statuses that the members write and finds the round
+again: the newest placement that any member reports.
+
+* Newest means the highest (round, formed_by).  After a partition two rounds may have
+  one number; any fixed order will do, as long as one of them wins.  Members of the
+  other round have diverged and are taken into the next one.
+* A placement contains the size of its round, so one status is enough to know how many
+  members there should be.  If all have returned, plus those that left after their
+  success (`members_done`), the round runs on and no worker is stopped.
+* Otherwise the coordinator waits `recovery_timeout` (0.7 s: members find another store
+  within one search, see `elastic_aio.discovery`).  Members that are still missing count
+  as lost, and the others form another round.
+* An outcome in any status wins over everything: a member that has read the end of the
+  job has exited or is about to, and the others must end in the same way.
+* minimum and maximum are taken from a member of the round, not from the command line of
+  the new coordinator's node, which may be a misconfigured joiner.
+
+A new coordinator stays in RECOVERING for one call at least.  A member that reports a
+placement only after the coordinator has begun to form the first round leads back there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_aio.events import RoundForming
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.ranks import NodeSize, assign_node_ranks
+from elastic_aio.rendezvous.base import (
+    RENDEZVOUS_FAILED,
+    Placement,
+    RestartCause,
+    StartRound,
+    StopRound,
+    cause_event,
+    round_formed_event,
+)
+from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.messages import WaitForNodes
+from elastic_aio.rendezvous.state import NAMES_MAX, CoordinatorPhase, CoordinatorState
+from elastic_aio.text import counted
+
+_UPDATE_S = 1.0
+"""Least seconds between two `WaitForNodes` orders of different content."""
+_REPEAT_S = 15.0
+"""Seconds between two `WaitForNodes` orders of the same content."""
+
+
+def recover_round(state: CoordinatorState) -> None:
+    """Continue with the newest round that a member reports, if there is one."""
+    reported = {one.member: one.status.placement for one in state.eligible()}
+    held = {member: one for member, one in reported.items() if one is not None}
+    if not held:
+        state.wait_for_nodes()
+        return
+    newest = max((one.round, one.formed_by) for one in held.values())
+    held = {member: one for member, one in held.items() if (one.round, one.formed_by) == newest}
+    size = next(iter(held.values())).span.group_world_size
+    statuses = [state.members[member].status for member in held]
+    outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
+    members_done = max(one.members_done for one in statuses)
+    is_whole = len(held) + members_done >= size
+    if not is_whole and outcome is None:
+        due = state.timer.since + state.settings.recovery_timeout
+        if state.deadlines.arm(due):
+            return
+    first = statuses[0]
+    state.settings = replace(state.settings, minimum=first.minimum, maximum=first.maximum)
+    state.begin_round(held)
+    state.round.members_done = members_done
+    state.resume_restarts(max(one.restarts for one in held.values()))
+    if outcome is not None:
+        state.end_job(outcome)
+    elif not is_whole:
+        state.round.has_lost_member = True
+        missing = counted(size - len(held) - members_done, "node")
+        state.add_change_reason(f"{missing} did not come back")
+    elif state.is_new_store and not state.settings.keep_workers:
+        state.add_change_reason("the nodes meet at another store")
+
+
+def form_when_possible(state: CoordinatorState) -> None:
+    """Form a round once there are enough nodes, and the last call is over or all joined."""
+    candidates = state.eligible()
+    settings, timer = state.settings, state.timer
+    if state.round.number < 0 and any(one.status.placement is not None for one in candidates):
+        state.phase = CoordinatorPhase.RECOVERING
+        timer.since = state.deadlines.now
+        return
+    if len(candidates) < settings.minimum:
+        timer.enough_since = None
+        until = timer.since + settings.join_timeout
+        if state.deadlines.arm(until):
+            _wait(state, candidates, until)
+        else:
+            _give_up(state)
+        return
+    if timer.enough_since is None:
+        timer.enough_since = state.deadlines.now
+    until = timer.enough_since + settings.last_call_timeout
+    is_first = state.round.number < 0
+    if len(candidates) < settings.maximum and is_first and state.deadlines.arm(until):
+        _wait(state, candidates, until)
+        return
+    form_round(state, candidates)
+
+
+def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why: str = "") -> None:
+    """Begin a round with at most `maximum` candidates; members of the last round first.
+
+    Does nothing while the next port of group rank 0 is unknown: the status with the
+    port is in flight, and its arrival calls this again.  With a store that all rounds
+    share, the previous round is stopped first.
+    """
+    candidates = list(candidates)
+    if state.settings.shared_store and not all(map(state.is_stopped, candidates)):
+        _stop_previous(state, candidates, why)
+        return
+    chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
+    order = _by_group_rank(state, chosen)
+    lead = order[0]
+    previous = state.round.placements.get(lead.member)
+    is_lead_again = previous is not None and not previous.span.group_rank
+    if is_lead_again and state.placement_pending(lead):
+        return
+    state.catch_up()
+    cause = state.next_cause(why)
+    if cause is not None:
+        if cause.root is not None:
+            state.count_restart(cause.restarts)
+        attempt = state.round.attempt + 1
+        cause = replace(cause, attempt=attempt, restarts=state.budget.restarts)
+    placements = _placements(state, order, cause)
+    state.begin_round(placements)
+    for record in order:
+        state.outbox.send(record, StartRound(placements[record.member], cause))
+    first = placements[lead.member]
+    if cause is not None:
+        state.outbox.publish(cause_event(cause, first))
+    state.outbox.publish(round_formed_event(first, group_rank=-1))
+
+
+def _stop_previous(state: CoordinatorState, candidates: list[MemberRecord], why: str) -> None:
+    """Stop workers that would write into the store beside those of the next round."""
+    cause = state.restart.cause = state.next_cause(why)
+    reason = "another round is to begin" if cause is None else cause.why
+    for record in candidates:
+        number = max(state.round.number, record.status.round)
+        state.outbox.send(record, StopRound(number, reason))
+    if state.phase is not CoordinatorPhase.FORMING:
+        state.wait_for_nodes()
+
+
+# -------------------------------------------------------------------- ranks
+
+
+class Joiner(Struct, frozen=True):
+    """A member without a placement, and the group rank that it prefers."""
+
+    member: str
+    preferred_rank: int | None = None
+
+
+def assign_group_ranks(ranks: Mapping[str, int], joiners: Sequence[Joiner]) -> tuple[str, ...]:
+    """Return the members of a round in the order of their group ranks.
+
+    A member of the last round keeps its rank unless there are too few nodes for it.
+    Next come the preferences of `joiners`, in the order of their arrival.  Members that
+    could not keep their rank, then the other joiners, take the lowest free ranks.
+    """
+    size = len(ranks) + len(joiners)
+    by_rank: list[str | None] = [None] * size
+    unplaced = []
+    staying = sorted(ranks.items(), key=lambda item: item[1])
+    for member, rank in [*staying, *((one.member, one.preferred_rank) for one in joiners)]:
+        if rank is not None and 0 <= rank < size and by_rank[rank] is None:
+            by_rank[rank] = member
+        else:
+            unplaced.append(member)
+    rest = iter(unplaced)
+    return tuple(next(rest) if member is None else member for member in by_rank)
+
+
+def _precedence(state: CoordinatorState, record: MemberRecord) -> tuple[bool, bool, int]:
+    is_joiner = record.member not in state.round.placements
+    return (is_joiner, not record.status.is_host, record.arrival)
+
+
+def _by_group_rank(state: CoordinatorState, chosen: list[MemberRecord]) -> list[MemberRecord]:
+    placements = state.round.placements
+    names = [one.member for one in chosen if one.member in placements]
+    ranks = {member: placements[member].span.group_rank for member in names}
+    joiners = []
+    for record in chosen:
+        if record.member not in ranks:
+            wanted, placement = record.status.preferred_rank, record.status.placement
+            if wanted is None and placement is not None:
+                wanted = placement.span.group_rank  # the rank that it had before
+            joiners.append(Joiner(record.member, wanted))
+    return [state.members[member] for member in assign_group_ranks(ranks, joiners)]
+
+
+def _placements(
+    state: CoordinatorState, order: list[MemberRecord], cause: RestartCause | None
+) -> dict[str, Placement]:
+    lead = order[0].status
+    nodes = [record.status.node for record in order]
+    spans = assign_node_ranks([NodeSize(node.role, node.nproc) for node in nodes])
+    number = state.next_round
+    changes = state.round.changes + (cause is not None and cause.root is None)
+    return {
+        record.member: Placement(
+            round=number,
+            formed_by=f"{state.outbox.term}.{state.name}",
+            attempt=state.round.attempt + 1,
+            restarts=state.budget.restarts,
+            changes=changes,
+            span=span,
+            master_addr=lead.address,
+            master_port=lead.port,
+        )
+        for record, span in zip(order, spans, strict=True)
+    }
+
+
+# ------------------------------------------------------------------ waiting
+
+
+def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float) -> None:
+    """Stop running workers, and send all waiting members the list of present nodes."""
+    for record in candidates:
+        if record.status.is_busy:
+            is_placed = record.member in state.round.placements
+            why = state.restart.stop_reason if is_placed else "the nodes wait for others"
+            state.outbox.send(record, StopRound(record.status.round, why))
+    timer, deadlines = state.timer, state.deadlines
+    forming = _round_forming(state, candidates)
+    pause = _REPEAT_S if forming == timer.published else _UPDATE_S
+    if deadlines.arm(timer.published_at + pause):
+        return
+    timer.published, timer.published_at = forming, deadlines.now
+    deadlines.arm(deadlines.now + _REPEAT_S)
+    event = replace(forming, time_left=round(until - deadlines.now, 1))
+    for record in candidates:
+        if not record.status.is_busy:
+            state.outbox.send(record, WaitForNodes(event))
+    state.outbox.publish(event)
+
+
+def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> RoundForming:
+    settings = state.settings
+    names = state.round.names.items()
+    missing = [name for member, name in names if member not in state.members]
+    if settings.fixed_ranks:
+        taken = {one.status.preferred_rank for one in candidates}
+        missing = [f"rank {rank}" for rank in range(settings.maximum) if rank not in taken]
+    refused = [one for one in state.members.values() if one.refused_because]
+    return RoundForming(
+        round=state.next_round,
+        joined=len(candidates),
+        minimum=settings.minimum,
+        maximum=settings.maximum,
+        present=tuple(one.name for one in candidates[:NAMES_MAX]),
+        missing=tuple(missing[:NAMES_MAX]),
+        refused=tuple(f"{one.name}: {one.refused_because}" for one in refused[:NAMES_MAX]),
+    )
+
+
+def _give_up(state: CoordinatorState) -> None:
+    forming = _round_forming(state, state.eligible())
+    text = f"only {forming.joined} of {state.settings.nnodes} nodes came together"
+    if forming.present:
+        text += f" ({', '.join(forming.present)})"
+    if forming.missing:
+        text += f"; missing: {', '.join(forming.missing)}"
+    if forming.refused:
+        text += f"; refused: {'; '.join(forming.refused)}"
+    text += f"; waited {state.settings.join_timeout:g} s (join_timeout)"
+    state.end_job(JobOutcome(JobState.FAILED, text, RENDEZVOUS_FAILED, is_rendezvous=True))

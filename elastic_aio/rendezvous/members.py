@@ -1,0 +1,177 @@
+"""The coordinator's members: settings, records, the orders to send, and its effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from elastic_aio.events import Event
+from elastic_aio.outcome import Failure
+from elastic_aio.rendezvous.base import StartRound
+from elastic_aio.rendezvous.messages import MemberStatus, Order, OrderBody
+from elastic_aio.spec.checks import checked_integer
+from elastic_aio.spec.job import NodeRange
+
+
+class RoundSettings(Struct, frozen=True):
+    """How rounds are formed; times in seconds.
+
+    Attributes:
+        minimum: fewest nodes of a round.
+        maximum: most nodes of a round.
+        join_timeout: how long to wait for `minimum` nodes.
+        last_call_timeout: how long to wait for more nodes once there are enough.
+        recovery_timeout: how long a new coordinator waits for the members of the round
+            that it recovers.
+        keep_workers: whether a recovered round runs on when all members have returned.
+        fixed_ranks: whether the preferred ranks of members are binding.
+        shared_store: whether the workers of all rounds use one store, so that a round
+            must be over before the next begins.
+        has_decide: whether the user's callback is asked before each restart.
+    """
+
+    minimum: int
+    maximum: int
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    recovery_timeout: float = 0.7
+    keep_workers: bool = True
+    fixed_ranks: bool = False
+    shared_store: bool = False
+    has_decide: bool = False
+
+    def __post_init__(self) -> None:
+        checked_integer("minimum", self.minimum, at_least=1)
+        checked_integer("maximum", self.maximum, at_least=self.minimum)
+
+    @property
+    def nnodes(self) -> str:
+        """The number of nodes as on the command line."""
+        return str(NodeRange(self.minimum, self.maximum))
+
+
+# ------------------------------------------------------------------ effects
+
+
+class SendOrder(Struct, frozen=True):
+    """Write an order for a member."""
+
+    member: str
+    order: Order
+
+
+class PublishEvent(Struct, frozen=True):
+    """Append an event to the job's event stream."""
+
+    event: Event
+
+
+class RequestDecision(Struct, frozen=True):
+    """Call the user's callback with the root cause; reply with `on_decision`."""
+
+    attempt: int
+    failure: Failure
+
+
+class AnnounceTerm(Struct, frozen=True):
+    """Announce a higher term: a member has seen a newer one than this coordinator's."""
+
+    term: int
+
+
+CoordinatorEffect = SendOrder | PublishEvent | RequestDecision | AnnounceTerm
+
+
+# ------------------------------------------------------------------ members
+
+
+@dataclass(slots=True, eq=False)
+class MemberRecord:
+    """What the coordinator knows about one member."""
+
+    member: str
+    arrival: int
+    """Grows with each member that joins."""
+    status: MemberStatus
+    sent: OrderBody | None = None
+    """The last order; an equal one is not sent again."""
+    begun: tuple[int, int] | None = None
+    """Term and serial of the last `StartRound` order."""
+    refused_because: str = ""
+    """Why it may not take part now; empty if it may."""
+    refused_at: float = 0.0
+    is_rejected: bool = False
+    """Whether it can never take part."""
+    has_end_order: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the member's host."""
+        return self.status.node.name
+
+
+class Outbox:
+    """Numbers a coordinator's orders and collects its effects until they are drained.
+
+    Orders are level-triggered: each one states everything the member must do.  Only the
+    latest order per member is sent, and an unchanged order is not sent again.
+    """
+
+    def __init__(self, term: int) -> None:
+        """Begin empty, in `term`."""
+        self.term = term
+        self._serial = 0
+        self._sends: dict[str, SendOrder] = {}
+        self._others: list[CoordinatorEffect] = []
+
+    def send(self, record: MemberRecord, body: OrderBody) -> None:
+        """Send an order unless it equals the member's last one."""
+        if record.sent != body:
+            self.resend(record, body)
+
+    def resend(self, record: MemberRecord, body: OrderBody) -> None:
+        """Send an order even if it equals the member's last one."""
+        self._serial += 1
+        record.sent = body
+        if isinstance(body, StartRound):
+            record.begun = (self.term, self._serial)
+        # Removed first: the dictionary keeps the order of the last change.
+        self._sends.pop(record.member, None)
+        order = Order(self.term, self._serial, body)
+        self._sends[record.member] = SendOrder(record.member, order)
+
+    def request_decision(self, attempt: int, failure: Failure) -> None:
+        """Call the user's callback."""
+        self._others.append(RequestDecision(attempt, failure))
+
+    def publish(self, event: Event) -> None:
+        """Publish an event of the job."""
+        self._others.append(PublishEvent(event))
+
+    def observe_ack(self, record: MemberRecord) -> bool:
+        """Take a member's `acked`; return whether the member has seen a higher term."""
+        term, serial = record.status.acked
+        if term == self.term:
+            # A coordinator of the same term at another store: outnumber its orders.
+            self._serial = max(serial, self._serial)
+        return record.status.term > self.term
+
+    def raise_term(self, term: int, records: Iterable[MemberRecord]) -> None:
+        """Continue in a higher term, and send every member its last order again."""
+        self.term = term
+        self._others.append(AnnounceTerm(term))
+        for record in records:
+            if record.sent is not None:
+                self.resend(record, record.sent)
+
+    def discard(self, member: str) -> None:
+        """Drop the order for a member that has gone."""
+        self._sends.pop(member, None)
+
+    def drain(self) -> list[CoordinatorEffect]:
+        """Return all effects and remove them."""
+        effects = [*self._others, *self._sends.values()]
+        self._others, self._sends = [], {}
+        return effects

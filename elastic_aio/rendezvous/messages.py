@@ -1,0 +1,374 @@
+"""What the nodes of a job write into the store: member statuses, orders, the leader.
+
+A member's status is its whole present state, and an order is everything that the
+coordinator wants of one member.  Both are level-triggered: each replaces the one
+before, so a reader may miss any of them.  Neither grows with the number of nodes.
+
+Failures carry texts of any length (tracebacks, output); they are truncated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace as with_fields
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_aio.events import RoundForming
+from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.rendezvous.base import (
+    EndJob,
+    NodeInfo,
+    Placement,
+    RestartCause,
+    RestartPending,
+    StartRound,
+    StopRound,
+)
+from elastic_aio.text import escape_surrogates
+
+PROTOCOL = 1
+"""Version of statuses and orders; members of another version are rejected."""
+
+LEASE_LINGER = 0.2
+"""Seconds for which a lease outlives its connection: a reset is not a lost node."""
+
+HOST_HEAD_START = 0.3
+"""Seconds for which other nodes leave the election to the node that hosts the store."""
+
+_SIZE_MAX = 64 * 1024
+_FAILURES_MAX = 8
+_ROOT_MAX = 16 * 1024
+_OTHER_MAX = 2 * 1024
+_TEXTS_MAX = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
+_TAIL_MAX = 20
+_NAME_MAX = 255
+# Numbers continue from those that others report.  Some JSON readers round larger ones.
+_NUMBER_MAX = 1 << 52
+
+
+class MessageError(ValueError):
+    """Bytes from the store that are no valid status or order; the message is one line."""
+
+
+class MemberPhase(StrEnum):
+    """What a member is doing."""
+
+    JOINING = "joining"
+    """It has no placement and runs no workers."""
+    RUNNING = "running"
+    """It runs, or is about to start, the workers of its placement."""
+    FAILING = "failing"
+    """One of these workers has failed, and the others are being stopped."""
+    STOPPED = "stopped"
+    """No worker of the round is left, and not all have succeeded."""
+    SUCCEEDED = "succeeded"
+    """All workers of the round have succeeded."""
+
+
+class MemberStatus(Struct, frozen=True, kw_only=True):
+    """The whole state of a member.
+
+    A flat record on the wire, hence its 25 fields: each changes on its own, and readers
+    need all of them together.
+
+    Attributes:
+        serial: grows with each status of the member.
+        address: where other nodes reach it.
+        port: reserved there for the workers of the next round.
+        is_host: whether it hosts the store.
+        minimum, maximum: nodes of the job, by its own command line.
+        term: the highest term of a coordinator that it has seen.
+        placement: the last one it took.
+        stopped_round: no worker of this round or of an earlier one runs there.
+        probed_round: the round of its last `ProbePeers` order.
+        probe_error: why the probe failed; empty if it did not.
+        failures: those of the round, the root cause first.
+        is_permanent: another attempt cannot succeed, because of `permanent_reason`.
+        exit_code: of such a failure.
+        runtime: seconds that the workers of the round ran.
+        acked: term and serial of the last order that it had seen.
+        members_done: members of the round that have left after their success.
+        pending_restart: a restart that was announced after the round's failure.
+        outcome: how the job has ended, if it has seen that.
+        sent_at: Unix seconds by its own clock.
+    """
+
+    protocol: int = PROTOCOL
+    serial: int
+    node: NodeInfo
+    address: str
+    port: int
+    preferred_rank: int | None = None
+    is_host: bool = False
+    minimum: int = 1
+    maximum: int = 1
+    term: int = 0
+    phase: MemberPhase = MemberPhase.JOINING
+    placement: Placement | None = None
+    stopped_round: int = -1
+    probed_round: int = -1
+    probe_error: str = ""
+    failures: tuple[Failure, ...] = ()
+    is_permanent: bool = False
+    permanent_reason: str = ""
+    exit_code: int = 1
+    runtime: float = 0.0
+    acked: tuple[int, int] = (0, 0)
+    members_done: int = 0
+    pending_restart: RestartCause | None = None
+    outcome: JobOutcome | None = None
+    sent_at: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether workers run there, or are about to start."""
+        return self.phase in (MemberPhase.RUNNING, MemberPhase.FAILING)
+
+    @property
+    def round(self) -> int:
+        """The round of the last placement; -1 for none."""
+        return -1 if self.placement is None else self.placement.round
+
+
+# ------------------------------------------------------------------- orders
+
+
+class WaitForNodes(Struct, frozen=True, tag=True):
+    """Wait: there are not enough nodes yet."""
+
+    forming: RoundForming
+
+
+class StandBy(Struct, frozen=True, tag=True):
+    """Wait: the round has its maximum of nodes."""
+
+    round: int
+    maximum: int
+
+
+class ProbePeers(Struct, frozen=True, tag=True):
+    """Probe whether this address is reachable, before joining `round`."""
+
+    round: int
+    address: str
+    port: int
+
+
+class Reject(Struct, frozen=True, tag=True):
+    """Leave: this member can never take part."""
+
+    why: str
+
+
+class MembersDone(Struct, frozen=True, tag=True):
+    """Remember how many members of `round` have left after their success.
+
+    They write no status any more, so another coordinator could not learn it from them.
+    """
+
+    round: int
+    count: int
+
+
+OrderBody = (
+    StartRound
+    | StopRound
+    | RestartPending
+    | EndJob
+    | WaitForNodes
+    | StandBy
+    | ProbePeers
+    | Reject
+    | MembersDone
+)
+
+
+class Order(Struct, frozen=True):
+    """What the coordinator of `term` wants of one member; `serial` grows with each."""
+
+    term: int
+    serial: int
+    body: OrderBody
+
+
+class LeaderRecord(Struct, frozen=True):
+    """The value of the key `coordinator`: the elected member, its host's name, its term."""
+
+    term: int
+    member: str
+    name: str
+
+    @classmethod
+    def decode(cls, text: bytes | None) -> LeaderRecord | None:
+        """Return the record; None if there is none or it cannot be read."""
+        if text is None:
+            return None
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except _DECODE_ERRORS:
+            return None
+
+
+_encoder = msgspec.json.Encoder()
+_statuses = msgspec.json.Decoder(MemberStatus)
+_orders = msgspec.json.Decoder(Order)
+# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Version(Struct):
+    protocol: int = PROTOCOL
+
+
+def encode(value: MemberStatus | Order | LeaderRecord) -> bytes:
+    """Return the JSON of a value that is written into the store."""
+    return _encoder.encode(value)
+
+
+def decode_status(text: bytes) -> MemberStatus:
+    """Read a status.
+
+    Raises:
+        MessageError: it is not valid JSON of a status, is too large, or has impossible
+            values.
+    """
+    try:
+        status: MemberStatus = _decode(_statuses, text)
+    except MessageError as error:
+        raise MessageError(_version_problem(text) or str(error)) from None
+    if problem := _problem(status):
+        raise MessageError(problem)
+    return status
+
+
+def decode_order(text: bytes) -> Order:
+    """Read an order.
+
+    Raises:
+        MessageError: it is not valid JSON of an order, or is too large.
+    """
+    order: Order = _decode(_orders, text)
+    return order
+
+
+def _decode(
+    decoder: msgspec.json.Decoder[MemberStatus] | msgspec.json.Decoder[Order], text: bytes
+) -> Any:
+    if len(text) > _SIZE_MAX:
+        raise MessageError(f"{len(text)} bytes are more than {_SIZE_MAX}")
+    try:
+        return decoder.decode(text)
+    except _DECODE_ERRORS as error:
+        raise MessageError(str(error)) from None
+
+
+def _version_problem(text: bytes) -> str:
+    """Return that another version of this package has written a status, if it has."""
+    try:
+        version = msgspec.json.decode(text[:_SIZE_MAX], type=_Version).protocol
+    except _DECODE_ERRORS:
+        return ""
+    if version == PROTOCOL:
+        return ""
+    return f"it speaks version {version} of the protocol, not {PROTOCOL}"
+
+
+def _problem(status: MemberStatus) -> str:
+    """Return which value no member would write; empty if there is none."""
+    node, placement, pending = status.node, status.placement, status.pending_restart
+    if node.nproc < 1:
+        return f"nproc is {node.nproc}"
+    if max(map(len, (node.name, node.role, status.address))) > _NAME_MAX:
+        return f"a name has more than {_NAME_MAX} characters"
+    numbers = [node.nproc, status.serial, status.term, *status.acked]
+    numbers += [status.stopped_round, status.probed_round, status.members_done]
+    if placement is not None:
+        numbers += [placement.round, placement.attempt, placement.restarts, placement.changes]
+        span = placement.span
+        if not 0 <= span.group_rank < span.group_world_size:
+            return f"group rank {span.group_rank} of {span.group_world_size}"
+    if pending is not None:
+        numbers += [pending.attempt, pending.restarts]
+    if max(map(abs, numbers)) > _NUMBER_MAX:
+        return "a number is too large"
+    return ""
+
+
+def with_local_times(status: MemberStatus, now: float) -> MemberStatus:
+    """Return a status that has just arrived, its failures in the time of the local clock.
+
+    The clocks of two hosts may be hours apart.  How long a failure happened before the
+    status was sent is the same on both.  `now` is in local Unix seconds.
+    """
+    if not status.failures:
+        return status
+    offset = now - status.sent_at
+    failures = tuple(with_fields(one, time=one.time + offset) for one in status.failures)
+    return replace(status, failures=failures)
+
+
+# --------------------------------------------------------------- truncation
+
+
+def truncate_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Return the first failures with truncated texts, so that any number of them fits.
+
+    The root cause, which is the first, keeps the most text.
+    """
+    return tuple(
+        _within(_OTHER_MAX if index else _ROOT_MAX, failure)
+        for index, failure in enumerate(failures[:_FAILURES_MAX])
+    )
+
+
+def truncate_failure(failure: Failure) -> Failure:
+    """Return a failure with little text, for a message that goes to every node."""
+    return _within(_OTHER_MAX, failure)
+
+
+def sanitize(text: str) -> str:
+    """Return the end of a text, without lone surrogates, which JSON cannot carry."""
+    return _end_of(text, _TEXTS_MAX[3])
+
+
+def _within(room: int, failure: Failure) -> Failure:
+    """Return a failure with as much text as `room` bytes of JSON can hold."""
+    short = failure
+    for limit in _TEXTS_MAX:
+        short = _truncate(failure, limit)
+        if len(_encoder.encode(short)) <= room:
+            break
+    return short
+
+
+def _truncate(failure: Failure, limit: int) -> Failure:
+    error = failure.error
+    if error is not None:
+        trace = error.traceback
+        # The end of a traceback has the exception.
+        error = with_fields(
+            error,
+            message=_end_of(error.message, limit),
+            traceback=None if trace is None else _end_of(trace, limit),
+            path=_end_of(error.path, limit),
+        )
+    path = failure.stderr_path
+    lines = min(_TAIL_MAX, limit // 64)
+    tail = failure.stderr_tail[max(0, len(failure.stderr_tail) - lines) :]
+    return with_fields(
+        failure,
+        host=_end_of(failure.host, min(limit, _NAME_MAX)),
+        error=error,
+        message=_end_of(failure.message, limit),
+        stderr_tail=tuple(_end_of(line, limit) for line in tail),
+        stderr_path=None if path is None else _end_of(path, limit),
+        notes=tuple(_end_of(note, limit) for note in failure.notes[: min(lines, _FAILURES_MAX)]),
+    )
+
+
+def _end_of(text: str, limit: int) -> str:
+    return escape_surrogates(text[-limit:])[-limit:]

@@ -1,0 +1,232 @@
+"""Supervision of a running round: failures, restarts, lost members, and scaling up."""
+
+from __future__ import annotations
+
+from elastic_aio.events import AttemptFailed
+from elastic_aio.outcome import JobOutcome, JobState, root_cause_first
+from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
+from elastic_aio.rendezvous.formation import form_round
+from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.messages import (
+    MemberPhase,
+    MembersDone,
+    ProbePeers,
+    StandBy,
+    truncate_failure,
+)
+from elastic_aio.rendezvous.state import NAMES_MAX, CoordinatorPhase, CoordinatorState
+from elastic_aio.spec.restart import RestartAction
+from elastic_aio.text import counted
+
+_BURST_S = 0.2
+"""Seconds for which ready joiners wait for others that arrive with them."""
+_RETRY_S = 5.0
+"""Seconds after which a joiner that could not reach the other nodes probes again."""
+
+
+def supervise(state: CoordinatorState) -> None:
+    """Handle the reports of a running round."""
+    _restore(state)
+    active = state.active()
+    failed = next(filter(state.has_failed, active), None)
+    if failed is not None:
+        state.restart.stop_reason = f"a worker on {failed.name} has failed"
+        state.phase = CoordinatorPhase.STOPPING
+        return
+    for record in active:
+        if record.status.phase is MemberPhase.STOPPED and state.has_placement(record):
+            state.add_change_reason(f"the workers of {record.name} were stopped")
+        elif state.has_diverged(record):
+            state.add_change_reason(f"{record.name} did not take its place")
+    current = state.round
+    left = current.succeeded_and_left
+    succeeded = {one.member for one in active if state.has_succeeded(one)} | left
+    done = current.members_done + sum(member not in state.members for member in left)
+    for record in filter(state.has_placement, active):
+        if record.status.members_done != done:
+            state.outbox.send(record, MembersDone(current.number, done))
+    if current.change_reasons:
+        _reform(state, active)
+    elif len(succeeded) == len(current.placements):
+        state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
+    else:
+        _scale_up(state, active, is_closing=bool(succeeded or current.members_done))
+
+
+def _restore(state: CoordinatorState) -> None:
+    """Give members their placement back that were wrongly counted as done."""
+    current = state.round
+    for record in state.unplaced():
+        placement = record.status.placement
+        if current.members_done and placement is not None and state.has_placement(record):
+            current.members_done -= 1
+            current.placements[record.member] = placement
+            current.names[record.member] = record.name
+
+
+def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
+    """Form another round of the remaining nodes, or stop and wait for more nodes."""
+    waiting = [
+        one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
+    ]
+    if len(active) + len(waiting) >= state.settings.minimum:
+        form_round(state, [*active, *waiting])
+        return
+    state.restart.cause = state.next_cause()
+    left = counted(len(active), "node")
+    reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
+    state.restart.stop_reason = f"{reasons}: only {left} of {state.settings.nnodes} left"
+    _stop(state)
+    state.wait_for_nodes()
+
+
+def _stop(state: CoordinatorState) -> None:
+    """Order all active members to stop their workers, of whichever round they are."""
+    for record in state.active():
+        number = max(state.round.number, record.status.round)
+        state.outbox.send(record, StopRound(number, state.restart.stop_reason))
+
+
+# ------------------------------------------------------------------ joiners
+
+
+def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing: bool) -> None:
+    """Let joiners probe the other nodes, and form a round with those that succeed."""
+    free = 0 if is_closing else state.settings.maximum - len(state.round.placements)
+    ready = _probe_joiners(state, active, free)
+    if not ready:
+        state.round.ready_since = None
+        return
+    if state.round.ready_since is None:
+        state.round.ready_since = state.deadlines.now
+    if len(ready) < free and state.deadlines.arm(state.round.ready_since + _BURST_S):
+        return
+    names = ", ".join(record.name for record in ready[:NAMES_MAX])
+    form_round(state, [*active, *ready], f"{names} joined")
+
+
+def _probe_joiners(
+    state: CoordinatorState, active: list[MemberRecord], free: int
+) -> list[MemberRecord]:
+    """Return the joiners that reach the other nodes; at most `free` probe at a time."""
+    placements = state.round.placements
+    lead = next((one for one in active if not placements[one.member].span.group_rank), None)
+    number = state.next_round
+    ready: list[MemberRecord] = []
+    probing = 0
+    for record in state.unplaced():
+        status = record.status
+        if status.is_busy:
+            why = "the others have formed another round meanwhile"
+            state.outbox.send(record, StopRound(status.round, why))
+        elif lead is None or len(ready) + probing >= free:
+            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+        elif status.probed_round != number:
+            probing += 1
+            probe = ProbePeers(number, lead.status.address, lead.status.port)
+            state.outbox.send(record, probe)
+        elif not status.probe_error:
+            record.refused_because = ""
+            ready.append(record)
+        else:
+            probe = ProbePeers(number, lead.status.address, lead.status.port)
+            _retry_later(state, record, probe)
+    return ready
+
+
+def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeers) -> None:
+    """Refuse a joiner that does not reach the other nodes, and repeat its probe later."""
+    if not record.refused_because:
+        state.refuse(record, f"it does not reach the others: {record.status.probe_error}")
+    if not state.deadlines.arm(record.refused_at + _RETRY_S):
+        record.refused_at = state.deadlines.now
+        state.deadlines.arm(record.refused_at + _RETRY_S)
+        state.outbox.resend(record, probe)
+
+
+# ----------------------------------------------------------------- failures
+
+
+def decide_restart(state: CoordinatorState) -> None:
+    """Consult the restart policy once all workers of the failed round have stopped."""
+    _stop(state)
+    active = state.active()
+    if not all(map(state.is_stopped, active)):
+        return
+    restart = state.restart
+    members = [one for one in active if state.has_placement(one)]
+    restart.failures = root_cause_first(
+        failure for one in members for failure in one.status.failures
+    )
+    failures, attempt = restart.failures, state.round.attempt
+    if failures:
+        event = AttemptFailed(attempt=attempt, root=failures[0], failures=failures)
+        state.outbox.publish(event)
+    permanent = next((one.status for one in members if one.status.is_permanent), None)
+    inherited = next(filter(None, map(state.inherited_restart, members)), None)
+    if permanent is not None:
+        _fail(state, permanent.permanent_reason, permanent.exit_code)
+    elif inherited is not None:
+        _restart(state, inherited)
+    elif state.round.has_lost_member or not failures:
+        # The connections of a lost node's workers end before its lease does, so the
+        # failures that they cause arrive first.
+        if not state.round.change_reasons:
+            state.add_change_reason("a node has failed and is gone")
+        restart.cause = state.next_cause()
+        state.wait_for_nodes()
+    elif state.settings.has_decide and not state.budget.is_exhausted:
+        restart.decision = None
+        state.phase = CoordinatorPhase.DECIDING
+        state.outbox.request_decision(attempt, failures[0])
+    else:
+        _consult_policy(state, RestartAction.DEFAULT)
+
+
+def apply_decision(state: CoordinatorState) -> None:
+    """Apply the answer of the user's callback once it is there."""
+    match state.restart.decision:
+        case RestartAction() as action:
+            _consult_policy(state, action)
+        case str() as error:
+            _fail(state, error)
+
+
+def back_off(state: CoordinatorState) -> None:
+    """Form another round once the delay is over."""
+    if not state.deadlines.arm(state.restart.restart_at):
+        state.wait_for_nodes()
+
+
+def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
+    members = [one.status for one in state.active() if state.has_placement(one)]
+    runtime = max((status.runtime for status in members), default=0.0)
+    root = state.restart.failures[0]
+    decision = state.budget.decide(root, action, runtime, state.deadlines.now)
+    if not decision.restart:
+        _fail(state, decision.why)
+        return
+    attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
+    root = truncate_failure(root)
+    _restart(state, RestartCause(attempt, decision.why, restarts, decision.delay, root))
+
+
+def _restart(state: CoordinatorState, cause: RestartCause) -> None:
+    """Back off and announce the restart to all members.
+
+    Members keep the announcement in their status, so the next coordinator knows of it.
+    The restart is counted when the round begins: one that no member has seen can be
+    decided again.
+    """
+    state.restart.cause = cause
+    state.restart.restart_at = state.deadlines.now + cause.delay
+    state.phase = CoordinatorPhase.BACKING_OFF
+    for record in state.eligible():
+        state.outbox.send(record, RestartPending(cause))
+
+
+def _fail(state: CoordinatorState, why: str, exit_code: int | None = None) -> None:
+    failures = state.restart.failures
+    if exit_code is None:
+        exit_code = failures[0].status.shell_code or 1
+    state.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))

@@ -1,0 +1,189 @@
+"""Checks of the values that users set; each raises a `SpecError` that names the field.
+
+`checked_…` functions return the value in its final type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeGuard, TypeVar
+
+from elastic_aio.errors import SpecError
+from elastic_aio.outcome import SIGNAL_NUMBERS, signal_name
+
+Part = TypeVar("Part")
+
+_HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
+
+
+def set_fields(value: object, **fields: object) -> None:
+    """Set the fields of a frozen dataclass in its `__init__`."""
+    for name, content in fields.items():
+        object.__setattr__(value, name, content)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def checked_part(name: str, value: object, kind: type[Part]) -> Part:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise SpecError(name, value, f"must be a {kind.__name__}")
+    return value
+
+
+def checked_path(name: str, value: object) -> str:
+    path = value.__fspath__() if hasattr(value, "__fspath__") else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise SpecError(name, value, "must be a path")
+    return path
+
+
+def checked_text(name: str, value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise SpecError(name, value, "must be text without NUL")
+    return value
+
+
+def checked_items(name: str, value: object) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise SpecError(name, value, "must be a list")
+    return list(value)
+
+
+def checked_console(value: object) -> tuple[int, int] | None:
+    """Return the two descriptors of a console; None stands for 1 and 2."""
+    if value is None:
+        return None
+    first, second = checked_pair("console", value)
+    return (
+        checked_integer("console", first, at_least=0),
+        checked_integer("console", second, at_least=0),
+    )
+
+
+def checked_token(value: object) -> str | None:
+    """Return the token of a store; the message does not show a wrong one."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise SpecError("token", type(value).__name__, "must be text that is not empty, or None")
+    return value
+
+
+def checked_pair(name: str, value: object) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    raise SpecError(name, value, "must be a pair")
+
+
+def checked_integer(name: str, value: object, *, at_least: int) -> int:
+    if not is_integer(value) or value < at_least:
+        raise SpecError(name, value, f"must be a whole number of at least {at_least}")
+    return value
+
+
+def checked_texts(name: str, value: object) -> Mapping[str, str]:
+    """Return a read-only copy of a mapping of names to texts."""
+    if not isinstance(value, Mapping):
+        raise SpecError(name, value, "must be a mapping of names to texts")
+    for key, text in value.items():
+        checked_text(name, key)
+        checked_text(f"{name}[{key!r}]", text)
+    return MappingProxyType(dict(value))
+
+
+def check_number(
+    name: str, value: object, *, at_least: float | None = None, above: float | None = None
+) -> None:
+    bound = f"of at least {at_least:g}" if at_least is not None else f"above {above:g}"
+    # Comparisons with NaN are false, so it is refused too.
+    if (
+        not (is_integer(value) or isinstance(value, float))
+        or not (at_least is None or value >= at_least)
+        or not (above is None or value > above)
+        or value == float("inf")
+    ):
+        raise SpecError(name, value, f"must be a number {bound}")
+
+
+def checked_port(name: str, value: object, *, at_least: int = 1) -> int:
+    if not is_integer(value) or not at_least <= value <= 65535:
+        raise SpecError(name, value, f"must be a port from {at_least} to 65535")
+    return value
+
+
+def signal_number(name: str, value: object) -> int:
+    """Return the number of a signal given as a number or as a name such as `SIGTERM`.
+
+    Raises:
+        SpecError: there is no such signal.
+    """
+    if isinstance(value, str) and value in SIGNAL_NUMBERS:
+        return SIGNAL_NUMBERS[value]
+    if is_integer(value) and signal_name(value).startswith("SIG"):
+        return int(value)
+    raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
+
+
+def parse_port(text: str, *, at_least: int = 1) -> int | None:
+    """Return the TCP port that `text` writes in ASCII digits; None if it is no such number."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 5
+    return int(text) if is_number and at_least <= int(text) <= 65535 else None
+
+
+def parse_host_port(
+    name: str, value: object, *, default_port: int | None = None, at_least: int = 1
+) -> tuple[str, int]:
+    """Split `HOST:PORT`, `[IPV6]:PORT` or, where there is a default port, `HOST` or `[IPV6]`.
+
+    Args:
+        name: the field, for the message.
+        value: the text.
+        default_port: the port where the text has none; None requires one.
+        at_least: the lowest port: 0 where that asks for any free one.
+
+    Returns:
+        The host without brackets, and the port.
+
+    Raises:
+        SpecError: `value` has none of these forms.
+    """
+    forms = "HOST:PORT or [IPV6]:PORT" if default_port is None else "HOST:PORT, [IPV6]:PORT or HOST"
+    match = _HOST_PORT.fullmatch(checked_text(name, value))
+    if match is None:
+        raise SpecError(name, value, f"must be {forms}")
+    ipv6, plain, port_text = match.groups()
+    host = ipv6 or plain
+    is_complete = port_text is not None or default_port is not None
+    if not is_host_name(host) or (ipv6 is not None and ":" not in ipv6) or not is_complete:
+        raise SpecError(name, value, f"must be {forms}")
+    port = default_port if port_text is None else parse_port(port_text, at_least=at_least)
+    if port is None:
+        raise SpecError(name, value, "must have a port from 1 to 65535")
+    return host, port
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return `HOST:PORT`, an IPv6 address in brackets; the reverse of `parse_host_port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def checked_host(name: str, value: object) -> str:
+    """Return a host's name or address, without brackets and port.
+
+    Raises:
+        SpecError: `value` is something else.
+    """
+    host = checked_text(name, value)
+    # A single colon would be a port's; an IPv6 address has more.
+    if not is_host_name(host) or host.count(":") == 1 or "[" in host:
+        raise SpecError(name, host, "must be the name or address of a host, without a port")
+    return host
+
+
+def is_host_name(host: str) -> bool:
+    return bool(host) and host.isprintable() and not set(host) & set(" ,/@")

@@ -1,0 +1,167 @@
+"""How the nodes of a job find each other: `RendezvousSpec`, frozen and checked when made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import (
+    check_number,
+    checked_host,
+    checked_integer,
+    checked_part,
+    checked_text,
+    checked_texts,
+    format_host_port,
+    parse_host_port,
+    set_fields,
+)
+
+DEFAULT_PORT: Final = 29400
+"""Port of an endpoint that names none; torchrun's for c10d."""
+
+STATIC_PORT: Final = 29500
+"""The same for the backend "static"."""
+
+_HEARTBEAT_MIN: Final = 2.0
+"""Seconds; the shortest lease that a store grants."""
+
+_WILDCARDS: Final = ("0.0.0.0", "::", "::0", "0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousSpec:
+    """How the nodes of a job find each other; without effect for a job of one node.
+
+    Raises:
+        SpecError: one line naming the field, the problem and the value.
+    """
+
+    backend: str = "c10d"
+    """How nodes get their ranks; the default is "c10d" here, "static" on the command line.
+
+    "c10d" (or "tcp"): a coordinator assigns them, at a store that one of the nodes serves.
+    "static": each node is configured with its rank.  Other names are plug-ins of the entry
+    point group `elastic_aio.rendezvous`.
+    """
+    endpoint: str = f"localhost:{DEFAULT_PORT}"
+    """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
+
+    The default port is 29400, 29500 for "static".  Several endpoints, separated by commas,
+    are tried in their order, at the start and when the store is lost.
+    """
+    is_host: bool | None = None
+    """Whether this node serves the store.
+
+    None serves it if this node can listen at the endpoint, False never does, True does even
+    if the endpoint's address does not belong to this host.
+    """
+    node_rank: int | None = None
+    """The group rank this node prefers; "static" requires one."""
+    local_addr: str | None = None
+    """Address at which the other nodes reach this one.
+
+    None is the local address of the connection to the store.
+    """
+    join_timeout: float = 600.0
+    """Seconds to wait for the minimum of nodes."""
+    last_call_timeout: float = 30.0
+    """Seconds to wait for further nodes once the first round has its minimum."""
+    close_timeout: float = 30.0
+    """Seconds that the node which serves the store waits at the end for the others to finish."""
+    heartbeat_timeout: float = 5.0
+    """Seconds without a sign from a node after which it is lost; 2 or more."""
+    read_timeout: float = 60.0
+    """Seconds to search for a store, at the start and after a loss."""
+    exit_barrier_timeout: float = 300.0
+    """Seconds that a node whose workers succeeded waits for the others."""
+    store_grace: float | None = None
+    """Seconds that workers keep running while no store is reachable.
+
+    None is `heartbeat_timeout`.  The time counts from the last reply of the store, as the
+    other nodes count from the last sign of this one: after it they may have replaced it.
+    """
+    keep_workers: bool = True
+    """Whether workers keep running when the nodes move to another store and nothing else changes.
+
+    Otherwise they are restarted once.
+    """
+    # Not in the repr: a spec may be logged.
+    token: str | None = field(default=None, repr=False)
+    """Secret that the store requires; None for none."""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    """Settings of plug-ins, as given."""
+
+    def __post_init__(self) -> None:
+        if not checked_text("rendezvous.backend", self.backend).strip():
+            raise SpecError("rendezvous.backend", self.backend, "must not be empty")
+        parse_endpoints("rendezvous.endpoint", self.endpoint, self._default_port)
+        if self.is_host is not None:
+            checked_part("rendezvous.is_host", self.is_host, bool)
+        if self.node_rank is not None:
+            checked_integer("rendezvous.node_rank", self.node_rank, at_least=0)
+        if self.local_addr is not None:
+            checked_host("rendezvous.local_addr", self.local_addr)
+        for name in ("join_timeout", "read_timeout"):
+            check_number(f"rendezvous.{name}", getattr(self, name), above=0)
+        for name in ("last_call_timeout", "close_timeout", "exit_barrier_timeout"):
+            check_number(f"rendezvous.{name}", getattr(self, name), at_least=0)
+        heartbeat = self.heartbeat_timeout
+        check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
+        if self.store_grace is not None:
+            check_number("rendezvous.store_grace", self.store_grace, at_least=0)
+        if not isinstance(self.keep_workers, bool):
+            raise SpecError("rendezvous.keep_workers", self.keep_workers, "must be a bool")
+        if not isinstance(self.token, (str, type(None))):  # without showing it
+            raise SpecError("rendezvous.token", type(self.token).__name__, "must be text")
+        if self.token == "":
+            raise SpecError("rendezvous.token", self.token, "must not be empty")
+        set_fields(self, conf=checked_texts("rendezvous.conf", self.conf))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The endpoints as `HOST:PORT` or `[IPV6]:PORT`, in the order they are tried."""
+        return parse_endpoints("rendezvous.endpoint", self.endpoint, self._default_port)
+
+    def check_with(self, maximum: int) -> None:
+        """Raise `SpecError` for settings that a job of 2 to `maximum` nodes cannot use."""
+        if any(endpoint.endswith(":0") for endpoint in self.endpoints):
+            problem = "needs a port other than 0, the same on all nodes"
+            raise SpecError("rendezvous.endpoint", self.endpoint, problem)
+        if self.backend != "static":
+            return
+        if len(self.endpoints) > 1:
+            problem = "must be a single HOST:PORT with the backend 'static'"
+            raise SpecError("rendezvous.endpoint", self.endpoint, problem)
+        if self.node_rank is None or self.node_rank >= maximum:
+            problem = f"must be from 0 to {maximum - 1} with the backend 'static'"
+            raise SpecError("rendezvous.node_rank", self.node_rank, problem)
+
+    @property
+    def _default_port(self) -> int:
+        return STATIC_PORT if self.backend == "static" else DEFAULT_PORT
+
+
+def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:
+    """Read `HOST:PORT`, `[IPV6]:PORT` or `HOST`, several of them separated by commas.
+
+    Args:
+        name: the field, for the message.
+        value: the text.
+        default_port: the port of an endpoint that names none.
+
+    Returns:
+        The endpoints, each with its port, IPv6 addresses in brackets.
+
+    Raises:
+        SpecError: an endpoint has none of these forms, or is a wildcard address.
+    """
+    endpoints = []
+    for part in checked_text(name, value).split(","):
+        host, port = parse_host_port(name, part.strip(), default_port=default_port, at_least=0)
+        if host in _WILDCARDS:
+            raise SpecError(name, part.strip(), "must be the address of one host, not a wildcard")
+        endpoints.append(format_host_port(host, port))
+    return tuple(endpoints)

@@ -1,0 +1,295 @@
+"""When a failed attempt is repeated: `RestartPolicy`, `Backoff`, and the budget of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from elastic_aio.errors import SpecError
+from elastic_aio.outcome import Failure
+from elastic_aio.spec.checks import (
+    check_number,
+    checked_integer,
+    checked_items,
+    checked_pair,
+    is_integer,
+    set_fields,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential delays between restarts.
+
+    The n-th consecutive restart, from 0, is delayed by `min(cap, initial * factor**n)`.
+    """
+
+    initial: float = 1.0
+    """Seconds."""
+    factor: float = 2.0
+    """Growth from one delay to the next."""
+    cap: float = 60.0
+    """Seconds."""
+    jitter: bool = True
+    """Take a uniformly random part of each delay ("full jitter").
+
+    Jobs that failed together then do not restart together.
+    """
+
+    def ceiling(self, consecutive: int) -> float:
+        """Return the longest delay in seconds of the n-th consecutive restart, from 0."""
+        if not self.initial:
+            return 0.0
+        try:
+            return min(self.cap, self.initial * self.factor**consecutive)
+        except OverflowError:
+            return self.cap
+
+    def delay(self, consecutive: int, random: Callable[[], float]) -> float:
+        """Return a delay in seconds; `random` returns a number from 0 to 1."""
+        ceiling = self.ceiling(consecutive)
+        return ceiling * random() if self.jitter else ceiling
+
+    def expected_total(self, restarts: int) -> float:
+        """Return the expected sum in seconds of the first `restarts` delays."""
+        share = 0.5 if self.jitter else 1.0
+        total = 0.0
+        for count in range(restarts):
+            ceiling = self.ceiling(count)
+            if ceiling in (self.cap, self.ceiling(count + 1)):
+                return share * (total + ceiling * (restarts - count))
+            total += ceiling
+        return share * total
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWindow:
+    """At most `count` restarts within any `seconds`; a further one ends the job."""
+
+    count: int
+    seconds: float
+
+    def is_exhausted(self, restarts_at: Sequence[float], now: float) -> bool:
+        """Return whether a restart at `now` would exceed the limit.
+
+        `restarts_at` holds the monotonic times of the restarts so far.
+        """
+        return sum(1 for time in restarts_at if now - time < self.seconds) >= self.count
+
+
+class RestartAction(Enum):
+    """What `RestartPolicy.decide` returns: what to do about a failure."""
+
+    RESTART = "restart"
+    """Restart in spite of the exit-code rules; `max_restarts` and the window still apply."""
+    GIVE_UP = "give up"
+    """End the job now."""
+    DEFAULT = "default"
+    """Apply the exit-code rules, as without the callback."""
+
+
+Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RestartPolicy:
+    """Which failures are followed by another attempt, and after which delay."""
+
+    backoff: Backoff | None = None
+    """Delays between restarts; None restarts at once, as torchrun does."""
+    healthy_after: float | None = None
+    """An attempt that ran this many seconds resets the back-off; None never does."""
+    window: RestartWindow | None = None
+    """At most `count` restarts in `seconds`, as a `RestartWindow` or a pair."""
+    restart_on: frozenset[int] | None = None
+    """Exit codes that allow a restart, 128 + n for a signal; None allows all."""
+    never_on: frozenset[int] = frozenset()
+    """Exit codes that end the job at once."""
+    decide: Decide | None = None
+    """Called with the root cause of each failed attempt while `max_restarts` allows another.
+
+    Returns a `RestartAction`, or an awaitable of one, that overrides the exit-code rules.
+    """
+
+    def __init__(
+        self,
+        *,
+        backoff: Backoff | None = None,
+        healthy_after: float | None = None,
+        window: RestartWindow | tuple[int, float] | None = None,
+        restart_on: Iterable[int] | None = None,
+        never_on: Iterable[int] = (),
+        decide: Decide | None = None,
+    ) -> None:
+        """Check and keep every setting; the fields say what they mean."""
+        if backoff is not None:
+            _check_backoff(backoff)
+        if window is not None and not isinstance(window, RestartWindow):
+            window = RestartWindow(*checked_pair("restart.window", window))
+        set_fields(
+            self,
+            backoff=backoff,
+            healthy_after=healthy_after,
+            window=window,
+            restart_on=None if restart_on is None else _codes("restart.restart_on", restart_on),
+            never_on=_codes("restart.never_on", never_on),
+            decide=decide,
+        )
+        self._check()
+
+    def _check(self) -> None:
+        if self.window is not None:
+            checked_integer("restart.window", self.window.count, at_least=1)
+            check_number("restart.window", self.window.seconds, above=0)
+        if self.healthy_after is not None:
+            check_number("restart.healthy_after", self.healthy_after, above=0)
+            if self.backoff is None:
+                problem = "has no effect unless restart.backoff is set"
+                raise SpecError("restart.healthy_after", self.healthy_after, problem)
+        if both := (self.restart_on or frozenset()) & self.never_on:
+            codes = ", ".join(map(str, sorted(both)))
+            problem = f"must not hold codes of restart.restart_on: {codes}"
+            raise SpecError("restart.never_on", sorted(self.never_on), problem)
+        if self.restart_on == frozenset():
+            problem = "must name an exit code; max_restarts=0 never restarts"
+            raise SpecError("restart.restart_on", [], problem)
+        if self.decide is not None and not callable(self.decide):
+            raise SpecError("restart.decide", self.decide, "must be callable")
+        if self.window and self.backoff:
+            total = self.backoff.expected_total(self.window.count)
+            if total >= self.window.seconds:
+                problem = (
+                    f"cannot be exhausted, as {self.window.count} delays of restart.backoff take"
+                    f" {total:g} s; use a longer window or shorter delays"
+                )
+                raise SpecError("restart.window", self.window, problem)
+
+    def check_with(self, max_restarts: int) -> None:
+        """Raise `SpecError` for settings without an effect under `max_restarts`."""
+        if self.window and max_restarts < self.window.count:
+            problem = (
+                f"cannot be exhausted with max_restarts={max_restarts};"
+                " its count must be at most max_restarts"
+            )
+            raise SpecError("restart.window", self.window, problem)
+        settings = {
+            "restart.backoff": self.backoff,
+            "restart.restart_on": self.restart_on,
+            "restart.decide": self.decide,
+        }
+        for name, value in settings.items():
+            if value is not None and max_restarts == 0:
+                raise SpecError(name, value, "has no effect unless max_restarts is at least 1")
+
+
+def _codes(name: str, value: object) -> frozenset[int]:
+    codes = checked_items(name, value)
+    for code in codes:
+        if not is_integer(code) or not 1 <= code <= 255:
+            raise SpecError(name, code, "must hold exit codes from 1 to 255, 128 + n for a signal")
+    return frozenset(codes)
+
+
+def _check_backoff(backoff: Backoff) -> None:
+    if not isinstance(backoff, Backoff):
+        raise SpecError("restart.backoff", backoff, "must be a Backoff")
+    check_number("restart.backoff.initial", backoff.initial, at_least=0)
+    check_number("restart.backoff.factor", backoff.factor, at_least=1)
+    check_number("restart.backoff.cap", backoff.cap, at_least=0)
+    if backoff.cap < backoff.initial:
+        problem = f"must be at least initial={backoff.initial:g}"
+        raise SpecError("restart.backoff.cap", backoff.cap, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartDecision:
+    """Whether another attempt follows."""
+
+    restart: bool
+    why: str
+    """The rule that applies."""
+    delay: float = 0.0
+    """Seconds until the attempt."""
+
+
+class RestartBudget:
+    """Counts the restarts of one job and decides about each failure."""
+
+    def __init__(
+        self, max_restarts: int, policy: RestartPolicy, random: Callable[[], float]
+    ) -> None:
+        """Start with no restart; `random` returns numbers from 0 to 1 for the jitter."""
+        self._max_restarts = max_restarts
+        self._policy = policy
+        self._random = random
+        self._restarts_at: list[float] = []
+        self._resumed = 0
+        self._consecutive = 0
+
+    def __repr__(self) -> str:
+        return f"<RestartBudget: {self.restarts} of {self._max_restarts} restarts used>"
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far."""
+        return self._resumed + len(self._restarts_at)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether `max_restarts` allows no further restart."""
+        return self.restarts >= self._max_restarts
+
+    def decide(
+        self, root: Failure, action: RestartAction, ran: float, now: float
+    ) -> RestartDecision:
+        """Decide about a failure; `record` counts the restart when it happens.
+
+        The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes
+        unless the callback returned RESTART, the window.
+
+        Args:
+            root: the root cause.
+            action: what the callback returned; DEFAULT without one.
+            ran: seconds that the attempt ran.
+            now: monotonic seconds.
+        """
+        policy, code = self._policy, root.status.shell_code
+        if action is RestartAction.GIVE_UP:
+            return RestartDecision(False, "restart.decide returned GIVE_UP")
+        if self.is_exhausted:
+            if not self._max_restarts:
+                return RestartDecision(False, "no restarts allowed (max_restarts is 0)")
+            why = f"all {self._max_restarts} restarts are used up (max_restarts)"
+            return RestartDecision(False, why)
+        if action is RestartAction.DEFAULT:
+            if code in policy.never_on:
+                return RestartDecision(False, f"exit code {code} is in restart.never_on")
+            if policy.restart_on is not None and code not in policy.restart_on:
+                return RestartDecision(False, f"exit code {code} is not in restart.restart_on")
+        if policy.window and policy.window.is_exhausted(self._restarts_at, now):
+            count, seconds = policy.window.count, policy.window.seconds
+            return RestartDecision(False, f"{count} restarts within {seconds:g} s (restart.window)")
+        why = f"restart {self.restarts + 1} of {self._max_restarts} (max_restarts)"
+        if action is RestartAction.RESTART:
+            why += ", restart.decide returned RESTART"
+        return RestartDecision(True, why, self._delay(ran))
+
+    def resume(self, restarts: int) -> None:
+        """Continue from the `restarts` that another budget counted, at unknown times."""
+        self._resumed = max(0, restarts - len(self._restarts_at))
+
+    def record(self, now: float) -> None:
+        """Count a restart; `now` is in monotonic seconds."""
+        self._restarts_at.append(now)
+
+    def _delay(self, ran: float) -> float:
+        backoff, healthy_after = self._policy.backoff, self._policy.healthy_after
+        if backoff is None:
+            return 0.0
+        if healthy_after is not None and ran >= healthy_after:
+            self._consecutive = 0
+        delay = backoff.delay(self._consecutive, self._random)
+        self._consecutive += 1
+        return delay

@@ -1,0 +1,132 @@
+"""How workers are stopped, and what a launcher does with signals: `StopPlan`, `SignalSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_aio.errors import SpecError
+from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
+from elastic_aio.spec.checks import (
+    check_number,
+    checked_items,
+    checked_pair,
+    set_fields,
+    signal_number,
+)
+
+DEFAULT_GRACE: Final = 30.0
+"""Seconds between SIGTERM and SIGKILL, torchrun's."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StopStep:
+    """Send a signal, then wait before the next step for the processes to exit."""
+
+    signal: int
+    """Number of the signal; also given as a name."""
+    grace: float
+    """Seconds."""
+
+    def __init__(self, signal: int | str, grace: float) -> None:
+        check_number("stop.steps", grace, at_least=0)
+        set_fields(self, signal=signal_number("stop.steps", signal), grace=float(grace))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StopPlan:
+    """How workers are stopped: signals, each with a grace period, and finally SIGKILL."""
+
+    steps: tuple[StopStep, ...] = (StopStep(SIGTERM, DEFAULT_GRACE),)
+    """Also given as pairs of a signal (number or name) and a grace in seconds."""
+    reap_timeout: float = 10.0
+    """Seconds to wait after SIGKILL for the processes to exit.
+
+    One that remains then, in an uninterruptible system call for example, is reported with
+    its state and left behind.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[StopStep | tuple[int | str, float]] = ((SIGTERM, DEFAULT_GRACE),),
+        reap_timeout: float = 10.0,
+    ) -> None:
+        """Check and keep the steps; the fields say what they mean."""
+        checked = [
+            step if isinstance(step, StopStep) else StopStep(*checked_pair("stop.steps", step))
+            for step in checked_items("stop.steps", steps)
+        ]
+        if any(step.signal == SIGKILL for step in checked[:-1]):
+            raise SpecError("stop.steps", steps, "no step may follow SIGKILL")
+        check_number("stop.reap_timeout", reap_timeout, above=0)
+        set_fields(
+            self,
+            steps=tuple(step for step in checked if step.signal != SIGKILL),
+            reap_timeout=reap_timeout,
+        )
+
+    @classmethod
+    def within(cls, grace: float) -> StopPlan:
+        """Return the plan SIGTERM, `grace` seconds, SIGKILL."""
+        check_number("grace", grace, at_least=0)
+        return cls(steps=(StopStep(SIGTERM, grace),))
+
+    def starting_with(self, signal: int) -> StopPlan:
+        """Return this plan with its first signal replaced by a received one."""
+        if signal == SIGKILL:
+            return StopPlan((), self.reap_timeout)
+        if not self.steps:
+            return self
+        first, *rest = self.steps
+        return StopPlan((StopStep(signal, first.grace), *rest), self.reap_timeout)
+
+    @property
+    def grace(self) -> float:
+        """Seconds until SIGKILL at the latest."""
+        return sum(step.grace for step in self.steps)
+
+    def __str__(self) -> str:
+        named = [f"{signal_name(step.signal)} {step.grace:g} s" for step in self.steps]
+        return ", ".join([*named, "SIGKILL"])
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SignalSpec:
+    """What a launcher does with the signals that it receives."""
+
+    stop: frozenset[int] = frozenset({1, 2, 3, 15})
+    """End the job by its stop plan, which then starts with the received signal.
+
+    The default is SIGHUP, SIGINT, SIGQUIT and SIGTERM.
+    """
+    forward: frozenset[int] = frozenset({10, 12})
+    """Send to the leader of every worker; the job continues.  Default: SIGUSR1, SIGUSR2."""
+
+    def __init__(
+        self,
+        *,
+        stop: Iterable[int | str] = (1, 2, 3, 15),
+        forward: Iterable[int | str] = (10, 12),
+    ) -> None:
+        """Check and keep the signals, given as numbers or names."""
+        set_fields(
+            self, stop=_signals("signals.stop", stop), forward=_signals("signals.forward", forward)
+        )
+        if both := self.stop & self.forward:
+            names = [signal_name(number) for number in sorted(self.forward)]
+            both_names = ", ".join(map(signal_name, sorted(both)))
+            problem = f"must not hold signals of signals.stop: {both_names}"
+            raise SpecError("signals.forward", names, problem)
+
+
+# SIGKILL and SIGSTOP cannot be handled, signal(7).  SIGILL, SIGBUS, SIGFPE and SIGSEGV are
+# faults of this process; SIGCHLD belongs to the event loop, SIGCONT and SIGTSTP to job control.
+_NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
+
+
+def _signals(name: str, value: object) -> frozenset[int]:
+    numbers = frozenset(signal_number(name, item) for item in checked_items(name, value))
+    for number in numbers & _NOT_CATCHABLE:
+        raise SpecError(name, signal_name(number), "must be a signal that can be handled")
+    return numbers

@@ -1,0 +1,116 @@
+"""The client's handshake: open a connection, identify the server, choose the dialect.
+
+A server of this package answers READY to a CHECK of the reserved key.  Only then the
+client sends HELLO: a torch server closes the connection on an unknown opcode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_aio.errors import StoreRefused
+from elastic_aio.store import replies, wire
+from elastic_aio.store.link import LinkLost
+from elastic_aio.store.link_plain import PlainLink
+from elastic_aio.store.link_tagged import TaggedLink
+from elastic_aio.store.sockets import enable_keepalive
+
+_PING_NONCE: Final = 0x0E1A5A10
+"""An arbitrary number, which the server sends back: every torch client begins with a PING."""
+
+_NO_STORE: Final = "the peer does not answer like a TCPStore server"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Where and how a client connects; the fields are described at `RemoteStore`."""
+
+    host: str
+    port: int
+    token: str | None
+    reply_timeout: float
+    peer_timeout: float
+
+
+async def open_link(
+    options: LinkOptions, sock: socket.socket | None = None
+) -> PlainLink | TaggedLink:
+    """Connect, identify the server, and return a link in its dialect.
+
+    The caller bounds it in time.
+
+    Cancellation: closes the connection.
+
+    Args:
+        options: where and how to connect.
+        sock: a connected socket to use instead; the link owns it from now on.
+
+    Raises:
+        OSError: the connection fails.
+        LinkLost: the peer closed the connection.
+        StoreRefused: the peer is not a store, or has another token.
+    """
+
+    async def open_further() -> PlainLink:
+        further = PlainLink(options.reply_timeout)
+        try:
+            async with asyncio.timeout(options.reply_timeout):
+                await _connect(further, options)
+                try:
+                    _check_pong(await further.request(wire.PING, b"", _PING_NONCE))
+                except BaseException:  # a cancellation too: the link has no other owner
+                    further.fail("the handshake was not completed")
+                    raise
+        except (OSError, StoreRefused) as error:
+            raise LinkLost(str(error) or "no answer") from None
+        return further
+
+    link = PlainLink(options.reply_timeout, open_further)
+    await _connect(link, options, sock)
+    try:
+        return await _choose_dialect(link, options)
+    except BaseException as error:
+        link.fail("the handshake was not completed")
+        if isinstance(error, LinkLost) and link.is_malformed:
+            raise StoreRefused(_NO_STORE) from None
+        raise
+
+
+async def _connect(
+    link: PlainLink, options: LinkOptions, sock: socket.socket | None = None
+) -> None:
+    loop = asyncio.get_running_loop()
+    if sock is None:
+        transport, _ = await loop.create_connection(lambda: link, options.host, options.port)
+    else:
+        transport, _ = await loop.create_connection(lambda: link, sock=sock)
+    enable_keepalive(transport.get_extra_info("socket"), options.peer_timeout)
+    transport.write(wire.OPENING)
+
+
+async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | TaggedLink:
+    ping = link.request(wire.PING, b"", _PING_NONCE)
+    reserved = link.request(wire.CHECK, b"", (wire.RESERVED_KEY,))
+    _check_pong(await ping)
+    if await reserved != replies.READY:
+        if options.token is not None:
+            raise StoreRefused("token: a plain TCPStore server has none (remove --token-file)")
+        return link
+    hello: replies.HelloReply = await link.request(wire.HELLO, b"", wire.VERSION)
+    tagged = TaggedLink(options.reply_timeout, hello.instance)
+    link.hand_over(tagged)
+    if hello.needs_token and options.token is None:
+        raise StoreRefused("the store asks for a token")
+    if options.token is not None and not hello.needs_token:
+        raise StoreRefused("token: the store has none (remove --token-file)")
+    if options.token is not None:
+        await tagged.call(wire.AUTH, wire.token_code(options.token, hello.nonce), None)
+    return tagged
+
+
+def _check_pong(nonce: Any) -> None:
+    if nonce != _PING_NONCE:
+        raise StoreRefused(_NO_STORE)

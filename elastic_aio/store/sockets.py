@@ -1,0 +1,196 @@
+"""TCP sockets of stores: bound listeners, keepalive, and the owner of a port in use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from elastic_aio.errors import HostError
+from elastic_aio.spec.checks import format_host_port
+from elastic_aio.text import one_line
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+"""A family, and an address as the socket functions of that family take it."""
+
+_BIND_ATTEMPTS: Final = 16
+"""How many free ports to try until one is free in both families."""
+
+_TCP_LISTEN: Final = "0A"
+"""The state of a listening socket in /proc/net/tcp, proc_net_tcp(5)."""
+
+_COMMAND_LENGTH: Final = 80
+
+
+def format_endpoint(address: object) -> str:
+    """Return the address of a socket as `host:port`."""
+    if not isinstance(address, tuple) or len(address) < 2:
+        return "unknown"
+    return format_host_port(str(address[0]), address[1])
+
+
+def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:
+    """Make the kernel end the connection after `peer_timeout` seconds without its peer's kernel.
+
+    Keepalive probes detect a lost peer on an idle connection, TCP_USER_TIMEOUT while
+    sent data is unacknowledged, tcp(7).
+    """
+    step = max(1, round(peer_timeout / 4))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(peer_timeout * 1000)))
+
+
+def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:
+    """Return bound sockets for each address of `host`; None means all interfaces.
+
+    With port 0 all get the same free port.  Accepted connections inherit the socket
+    options, so that accepting one costs no further system calls.
+
+    Raises:
+        HostError: the name has no address, or the port cannot be bound.
+    """
+    try:
+        infos = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except (OSError, UnicodeError) as error:
+        raise HostError(f"no address for host {host!r}: {error}") from None
+    try:
+        return bind_addresses(((info[0], info[4]) for info in infos), peer_timeout)
+    except OSError as error:
+        raise HostError(f"cannot listen on {host or '*'}:{port}: {error.strerror}") from None
+
+
+def bind_addresses(
+    addresses: Iterable[Address], peer_timeout: float, *, is_listening: bool = False
+) -> list[socket.socket]:
+    """Return sockets bound to all `addresses`; those with port 0 get the same free port.
+
+    Args:
+        addresses: where to bind.  An address whose family this kernel lacks is left
+            out, if another one can be bound.
+        peer_timeout: as for `enable_keepalive`; accepted connections inherit it.
+        is_listening: listen at once, so that only one program gets the port.  Sockets
+            that do not listen can be bound to one port by several programs
+            (SO_REUSEADDR, socket(7)).
+
+    Raises:
+        OSError: one of them cannot be bound.
+    """
+    # In the same order everywhere: a program that gets the first address gets all.
+    ordered = sorted(set(addresses), key=repr)
+    for attempt in range(_BIND_ATTEMPTS):
+        try:
+            return _bind_all(ordered, peer_timeout, is_listening)
+        except OSError as error:
+            is_race = error.errno == errno.EADDRINUSE and ordered[0][1][1] == 0
+            if not is_race or attempt == _BIND_ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _bind_all(
+    addresses: Sequence[Address], peer_timeout: float, is_listening: bool
+) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    port: object = None
+    try:
+        for family, address in addresses:
+            if port is not None:
+                address = (address[0], port, *address[2:])
+            try:
+                sock = _bind(family, address, peer_timeout, is_listening)
+            except OSError as error:
+                # An address family that the kernel was booted without.
+                is_missing = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+                if is_missing and len(addresses) > 1:
+                    continue
+                raise
+            sockets.append(sock)
+            port = sock.getsockname()[1]
+        if not sockets:
+            raise OSError(errno.EADDRNOTAVAIL, "none of its addresses can be used")
+    except BaseException:  # on any error: no socket stays open
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+def _bind(
+    family: socket.AddressFamily, address: tuple[Any, ...], peer_timeout: float, is_listening: bool
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if family == socket.AF_INET6:
+            # Each family has a socket of its own.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        enable_keepalive(sock, peer_timeout)
+        sock.bind(address)
+        if is_listening:
+            sock.listen(socket.SOMAXCONN)
+    except BaseException:  # on any error: the socket does not stay open
+        sock.close()
+        raise
+    return sock
+
+
+def port_owner(port: int) -> str | None:
+    """Return the command and pid of the process that listens at `port`; None if none does.
+
+    It reads all of /proc, which takes long on a busy host: call it in a thread.
+    """
+    owners = _listening_sockets(port)
+    if not owners:
+        return None
+    pid = _process_with({f"socket:[{inode}]" for inode in owners})
+    if pid is not None:
+        return f"{_command(pid)} (pid {pid})"
+    # Only root can read the descriptors of other users' processes.
+    return f"a process of user {next(iter(owners.values()))}"
+
+
+def _listening_sockets(port: int) -> dict[str, str]:
+    """Return the user id of each socket that listens at `port`, by inode."""
+    owners = {}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as file:
+                lines = file.read().splitlines()[1:]
+        except OSError:
+            continue  # an address family that the kernel was booted without
+        for fields in map(str.split, lines):
+            is_listening = len(fields) > 9 and fields[3] == _TCP_LISTEN
+            if is_listening and int(fields[1].rpartition(":")[2], 16) == port:
+                owners[fields[9]] = fields[7]
+    return owners
+
+
+def _process_with(links: set[str]) -> int | None:
+    """Return the process with the lowest pid that has one of these descriptors open."""
+    for pid in sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))):
+        directory = f"/proc/{pid}/fd"
+        try:
+            for name in os.listdir(directory):
+                if os.readlink(f"{directory}/{name}") in links:
+                    return pid
+        except OSError:
+            continue  # the process has exited, or belongs to another user
+    return None
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return "a process"
+    return one_line(b" ".join(words).decode(errors="replace"), _COMMAND_LENGTH)

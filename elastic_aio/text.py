@@ -1,0 +1,51 @@
+"""Short texts for messages: counted, truncated, on one line, and fit for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return `number` with its noun: `1 node`, `2 nodes`; `plural` defaults to noun + "s"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def truncate(text: str, limit: int) -> str:
+    """Return at most `limit` characters; a longer text ends with an ellipsis."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Return `text` as a single printable line of at most `limit` characters.
+
+    White space and control characters become single spaces, so that text from another
+    host or process can neither break a line nor move a terminal's cursor.
+    """
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    line = " ".join(printable.split())
+    return line if limit is None else truncate(line, limit)
+
+
+def format_value(value: object, limit: int = 120) -> str:
+    """Return the `repr` of a value as one line of at most `limit` characters."""
+    return one_line(repr(value), limit)
+
+
+def escape_surrogates(text: str) -> str:
+    """Return `text` with each lone surrogate, which UTF-8 cannot carry, as `\\udcXX`.
+
+    Python decodes the bytes of paths and arguments that are not UTF-8 to such surrogates.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def jsonable(value: Any) -> Any:
+    """Return a copy of plain data (dicts, lists, texts) without lone surrogates."""
+    match value:
+        case str():
+            return escape_surrogates(value)
+        case dict():
+            return {jsonable(key): jsonable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [jsonable(item) for item in value]
+    return value

@@ -1,0 +1,70 @@
+"""`record`, which writes torch's error file when a worker's main function raises."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from elastic_aio.outcome import WorkerError
+from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler
+from elastic_aio.worker.context import ERROR_FILE
+from elastic_aio.worker.errorfile import write_error_file
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def record(function: Function) -> Function:
+    """Decorate a worker's main function, so that it records why it failed.
+
+    Compatible with torch's `record`.  An Exception is written to the file that
+    `TORCHELASTIC_ERROR_FILE` names, and raised again.  `SystemExit(0)` becomes a normal
+    return; other exits and KeyboardInterrupt are not recorded.
+
+    Args:
+        function: the function, `def` or `async def`.
+    """
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def record_async(*args: Any, **kwargs: Any) -> Any:
+            with _Recording():
+                return await function(*args, **kwargs)
+
+        return cast("Function", record_async)
+
+    @functools.wraps(function)
+    def record_sync(*args: Any, **kwargs: Any) -> Any:
+        with _Recording():
+            return function(*args, **kwargs)
+
+    return cast("Function", record_sync)
+
+
+class _Recording:
+    """Records an Exception, and suppresses `SystemExit(0)`.
+
+    A class, since a generator of contextlib would be a frame of each recorded traceback.
+    """
+
+    def __enter__(self) -> None:
+        enable_faulthandler()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        path = os.environ.get(ERROR_FILE)
+        if path and isinstance(error, Exception):
+            try:
+                write_error_file(worker_error(error, path))
+            except OSError:
+                pass  # a full disk must not replace the exception that is being raised
+        return isinstance(error, SystemExit) and error.code == 0
+
+
+def worker_error(error: BaseException, path: str) -> WorkerError:
+    """Return an exception, raised now, as the content of the error file at `path`."""
+    stack = "".join(traceback.format_exception(error))
+    return WorkerError(describe_error(error), stack, time.time(), path)

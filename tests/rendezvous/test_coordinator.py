@@ -1,0 +1,849 @@
+"""The coordinator: every rule and every row of its table."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_aio.events import (
+    AttemptFailed,
+    JobFinished,
+    MembershipChanged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    NodeStandby,
+    Restarting,
+    RoundFormed,
+    RoundForming,
+    StandbyPromoted,
+)
+from elastic_aio.outcome import JobState
+from elastic_aio.rendezvous.base import (
+    RENDEZVOUS_FAILED,
+    EndJob,
+    RoundStopped,
+    StartRound,
+    StopRound,
+)
+from elastic_aio.rendezvous.member import Member
+from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.messages import (
+    Order,
+    ProbePeers,
+    Reject,
+    StandBy,
+    WaitForNodes,
+)
+from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from tests.support.coordinator_harness import CoordinatorHarness, failure, status
+
+LATE = 1_000_000.0
+
+
+# ------------------------------------------------------------------ forming
+
+
+def test_the_first_round_is_formed_when_all_nodes_have_joined() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 3), "a", "b")
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    harness.join("d")
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    assert [type(one) for one in harness.events(RoundFormed, NodeJoined)].count(NodeJoined) == 3
+
+
+def test_the_first_round_waits_for_its_last_call() -> None:
+    """A node that joins during the last call does not prolong it."""
+    harness = CoordinatorHarness(RoundSettings(2, 4, last_call_timeout=30), "a", "b")
+    harness.settle(20)
+    harness.join("d")
+    assert not harness.ranks
+    harness.settle(29.9)
+    assert not harness.ranks
+    harness.settle(30)
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+
+
+def test_the_last_call_starts_again_after_there_were_too_few_nodes() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 4, last_call_timeout=30), "a", "b")
+    harness.settle(10)
+    harness.lose("b")
+    harness.now = 20
+    harness.join("d")
+    harness.settle(49)
+    assert not harness.ranks
+    harness.settle(50)
+    assert harness.ranks == {"a": 0, "d": 1}
+
+
+def test_calls_at_the_deadlines_are_sufficient() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=30), "a")
+    seen = []
+    while not harness.ranks:
+        deadline = harness.coordinator.deadline
+        assert deadline is not None
+        assert deadline > harness.now
+        seen.append(deadline)
+        harness.settle(deadline)
+    assert seen[-1] == 30
+    assert len(seen) < 6
+
+
+def test_the_host_of_the_store_gets_group_rank_0() -> None:
+    """Unless another node prefers it."""
+    harness = CoordinatorHarness(RoundSettings(2, 2))
+    harness.join("a")
+    harness.join("b", is_host=True)
+    assert harness.ranks == {"a": 1, "b": 0}
+    harness = CoordinatorHarness(RoundSettings(2, 2))
+    harness.join("a", preferred_rank=0)
+    harness.join("b", is_host=True)
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
+def test_preferred_ranks_are_given_if_free() -> None:
+    """The others get the lowest free ranks, in the order of their arrival."""
+    harness = CoordinatorHarness(RoundSettings(4, 4))
+    harness.join("a", preferred_rank=2)
+    harness.join("b", preferred_rank=2)
+    harness.join("d", preferred_rank=9)
+    harness.join("e")
+    assert harness.ranks == {"a": 2, "b": 0, "d": 1, "e": 3}
+
+
+def test_placements_of_a_round_agree() -> None:
+    """Address and port are those of group rank 0."""
+    harness = CoordinatorHarness(RoundSettings(2, 2))
+    harness.join("a")
+    harness.members["a"].set_port(77)
+    harness.join("b")
+    a, b = harness.places["a"], harness.places["b"]
+    assert a is not None
+    assert b is not None
+    assert (a.master_addr, a.master_port) == (b.master_addr, b.master_port) == ("a", 77)
+    assert (a.span.first_rank, b.span.first_rank) == (0, 1)
+    assert a.span.world_size == b.span.world_size == 2
+    assert a.attempt == a.restarts == a.changes == a.round == 0
+    assert a.formed_by == b.formed_by
+
+
+def test_too_few_nodes_fail_after_the_join_timeout() -> None:
+    """The reason names present, missing and refused nodes."""
+    harness = CoordinatorHarness(RoundSettings(3, 3, join_timeout=600), "a", "b", "d")
+    harness.lose("b")
+    harness.members["x"] = Member(status("x", RoundSettings(1, 8)))
+    harness.done["x"] = []
+    harness.settle(1)
+    shown = harness.events(RoundForming)[-1]
+    assert isinstance(shown, RoundForming)
+    assert (shown.joined, shown.missing, shown.present) == (2, ("b",), ("a", "d"))
+    assert shown.time_left == 599
+    harness.settle(599.9)
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    harness.settle(600)
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert outcome.is_rendezvous
+    assert outcome.exit_code == RENDEZVOUS_FAILED
+    assert outcome.why == (
+        "only 2 of 3 nodes came together (a, d); missing: b; refused: x: it was started with"
+        " --nnodes 1:8, the job with 3; waited 600 s (join_timeout)"
+    )
+    assert {name for name, body in harness.sent if body == EndJob(outcome)} == {"a", "d"}
+
+
+def test_waiting_members_get_few_orders() -> None:
+    """About forty in ten minutes."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, join_timeout=600), "a")
+    for second in range(599):
+        harness.settle(second)
+    published = [body for _, body in harness.sent if isinstance(body, WaitForNodes)]
+    assert 35 <= len(published) <= 45
+
+
+# -------------------------------------------------------------- the membership
+
+
+def test_remaining_nodes_form_a_round_after_a_loss() -> None:
+    """Ranks are kept as far as possible, and no restart is counted."""
+    harness = CoordinatorHarness(RoundSettings(1, 3), "a", "b", "d")
+    harness.lose("b")
+    assert harness.ranks == {"a": 0, "d": 1}
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.attempt, placement.restarts, placement.changes) == (
+        1,
+        1,
+        0,
+        1,
+    )
+    assert harness.events(NodeLost)
+    (change,) = harness.events(MembershipChanged)
+    assert isinstance(change, MembershipChanged)
+    assert (change.why, change.nodes, change.round) == ("b is lost", 2, 1)
+
+
+def test_leaving_is_not_a_loss() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b")
+    harness.lose("b", is_lost=False)
+    assert harness.events(NodeLeft)
+    assert not harness.events(NodeLost)
+    assert harness.events(MembershipChanged)[0].why == "b has left"  # type: ignore[attr-defined]
+
+
+def test_a_standby_node_takes_the_free_rank() -> None:
+    harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b", "d")
+    harness.join("e")
+    assert harness.done["e"] == [NodeStandby(round=0, maximum=3)]
+    harness.lose("b")
+    assert harness.ranks == {"a": 0, "e": 1, "d": 2}
+    assert [type(one) for one in harness.done["e"]] == [NodeStandby, StandbyPromoted, StartRound]
+
+
+def test_group_rank_0_is_replaced() -> None:
+    """The placement has the address of the new node."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.join("d")
+    harness.lose("a")
+    assert harness.ranks == {"d": 0, "b": 1}
+    placement = harness.places["b"]
+    assert placement is not None
+    assert placement.master_addr == "d"
+
+
+def test_too_few_remaining_nodes_stop_and_wait() -> None:
+    """The next node that joins is enough: there is no second last call."""
+    harness = CoordinatorHarness(RoundSettings(2, 3, last_call_timeout=0), "a", "b")
+    harness.lose("b")
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    assert harness.last("a") == StopRound(0, "b is lost: only 1 node of 2:3 left")
+    harness.join("d")
+    assert harness.ranks == {"a": 0, "d": 1}
+    placement = harness.places["d"]
+    assert placement is not None
+    assert (placement.round, placement.changes, placement.restarts) == (1, 1, 0)
+
+
+def test_a_round_waits_for_the_next_port_of_group_rank_0() -> None:
+    """The previous `StartRound` is in flight, so the port in the last status is used up."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0))
+    harness.join("a", "b", "d")
+    harness.drop_orders("a")
+    harness.lose("b")
+    harness.lose("d")
+    assert harness.coordinator.round == 1, "a has not yet taken its place in it"
+    harness.restore_orders()
+    sent = next(body for member, body in reversed(harness.sent) if member == "a")
+    harness.perform("a", harness.members["a"].on_order(Order(1, 100, sent)))
+    harness.settle()
+    first, second = (one for one in harness.done["a"][-2:] if isinstance(one, StartRound))
+    assert (first.placement.round, second.placement.round) == (1, 2)
+    assert first.placement.master_port != second.placement.master_port
+
+
+# -------------------------------------------------------------------- joiners
+
+
+def test_joiners_probe_before_a_round_is_formed() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    port = harness.members["a"].status.port
+    harness.join("d")
+    assert ("d", ProbePeers(1, "a", port)) in harness.sent
+    assert harness.coordinator.round == 1
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+    assert harness.events(MembershipChanged)[0].why == "d joined"  # type: ignore[attr-defined]
+
+
+def test_joiners_of_one_burst_share_a_round() -> None:
+    """Both are ready within 0.2 s."""
+    harness = CoordinatorHarness(RoundSettings(1, 4, last_call_timeout=0), "a", "b")
+    harness.join("d")
+    assert harness.coordinator.round == 0
+    harness.now += 0.1
+    harness.join("e")
+    assert harness.coordinator.round == 1
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2, "e": 3}
+
+
+def test_a_ready_joiner_waits_no_longer_than_a_burst() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 4, last_call_timeout=0), "a", "b")
+    harness.join("d")
+    assert harness.coordinator.deadline == pytest.approx(0.2)
+    harness.settle(0.2)
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+
+
+@pytest.mark.parametrize("has_tried", [False, True])
+def test_losing_a_joiner_changes_nothing(has_tried: bool) -> None:
+    """Before its probe, or after it."""
+    harness = CoordinatorHarness(RoundSettings(1, 4, last_call_timeout=0), "a", "b")
+    if not has_tried:
+        harness.drop_orders("d")
+    harness.join("d")
+    harness.lose("d")
+    harness.settle(LATE)
+    assert harness.coordinator.round == 0
+    assert [type(one) for one in harness.done["a"]] == [StartRound]
+
+
+def test_a_failed_probe_is_repeated_later() -> None:
+    """After 5 s; the round runs on."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    harness.drop_orders("d")
+    harness.join("d")
+    member = harness.members["d"]
+    member.probed(1, "no route")
+    harness.settle()
+    (refused,) = harness.events(NodeRefused)
+    assert isinstance(refused, NodeRefused)
+    assert refused.why == "it does not reach the others: no route"
+    harness.sent.clear()
+    harness.settle(4.9)
+    assert not harness.sent
+    assert harness.coordinator.deadline == 5
+    harness.settle(5)
+    assert [(name, type(body)) for name, body in harness.sent] == [("d", ProbePeers)]
+    assert harness.coordinator.round == 0
+    member.probed(1, "")
+    harness.restore_orders()
+    harness.settle()
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+
+
+def test_a_refused_joiner_does_not_replace_a_lost_node() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    harness.drop_orders("d")
+    harness.join("d")
+    harness.members["d"].probed(1, "no route")
+    harness.settle()
+    harness.restore_orders()
+    harness.lose("b")
+    assert harness.ranks == {"a": 0}
+
+
+def test_joiners_stand_by_once_a_member_has_succeeded() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    harness.succeed("a")
+    harness.join("d")
+    assert harness.done["d"] == [NodeStandby(round=0, maximum=3)]
+    harness.settle(LATE)
+    assert harness.coordinator.round == 0
+
+
+def test_a_member_of_an_older_round_is_stopped_first() -> None:
+    """It was lost and has returned."""
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", "b")
+    former = harness.members["b"]
+    harness.lose("b")
+    assert harness.ranks == {"a": 0}
+    harness.members["b"] = former
+    harness.settle(1)
+    assert StopRound(0, "the others have formed another round meanwhile") in harness.done["b"]
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert harness.coordinator.round == 2
+
+
+# ------------------------------------------------------------ rejected nodes
+
+
+def test_a_node_with_other_nnodes_is_rejected() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a")
+    harness.members["x"] = Member(status("x", RoundSettings(1, 2)))
+    harness.done["x"] = []
+    harness.settle()
+    why = "it was started with --nnodes 1:2, the job with 2"
+    assert ("x", Reject(why)) in harness.sent
+    conclude = harness.last("x")
+    assert isinstance(conclude, EndJob)
+    assert conclude.outcome.why == f"the other nodes refused this one: {why}"
+    assert not harness.ranks
+
+
+def test_a_node_of_another_protocol_version_is_rejected() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a")
+    harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9))
+    harness.settle()
+    assert ("x", Reject("it speaks version 9 of the protocol, not 1")) in harness.sent
+
+
+def test_fixed_ranks_are_unique_and_in_range() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True))
+    harness.join("a", preferred_rank=1)
+    harness.join("b", preferred_rank=1)
+    harness.join("d", preferred_rank=2)
+    reasons = [event.why for event in harness.events(NodeRefused)]  # type: ignore[attr-defined]
+    assert reasons == ["node rank 1 is taken by a", "node rank 2 is not below 2"]
+    harness.settle(1)
+    shown = [body for _, body in harness.sent if isinstance(body, WaitForNodes)][-1].forming
+    assert isinstance(shown, RoundForming)
+    assert shown.missing == ("rank 0",)
+    harness.join("e", preferred_rank=0)
+    assert {name: rank for name, rank in harness.ranks.items() if name in "ae"} == {"a": 1, "e": 0}
+
+
+def test_a_coordinator_with_other_nnodes_takes_those_of_the_round() -> None:
+    """The node of the coordinator is the one that was started with wrong options."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.settings = RoundSettings(1, 8)
+    harness.elect("x")
+    harness.members["x"] = Member(status("x", RoundSettings(1, 8)))
+    harness.done["x"] = []
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    assert [name for name, body in harness.sent if isinstance(body, Reject)] == ["x"]
+
+
+# ------------------------------------------------------------------- failures
+
+
+def test_a_failure_stops_the_round_and_is_followed_by_a_restart() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.fail("b", failure(3))
+    assert StopRound(0, "a worker on b has failed") in harness.done["a"]
+    assert harness.ranks == {"a": 0, "b": 1}
+    for placement in harness.places.values():
+        assert placement is not None
+        assert (placement.round, placement.attempt, placement.restarts, placement.changes) == (
+            1,
+            1,
+            1,
+            0,
+        )
+    assert len(harness.events(AttemptFailed)) == 1
+    (restarting,) = harness.events(Restarting)
+    assert isinstance(restarting, Restarting)
+    assert (restarting.why, restarting.restarts) == ("restart 1 of 3 (max_restarts)", 1)
+
+
+def test_the_policy_is_consulted_once_all_workers_are_stopped() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.drop_orders("a")
+    harness.fail("b")
+    assert harness.is_in(CoordinatorPhase.STOPPING)
+    harness.members["a"].report(RoundStopped(0))
+    harness.settle()
+    assert harness.coordinator.round == 1
+
+
+def test_the_earliest_failure_is_the_root_cause() -> None:
+    """On any node; a victim is never the root cause."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=0)
+    harness.drop_orders("a")
+    harness.fail("b", failure(5, time=20.0))
+    early, victim = failure(4, time=10.0), failure(9, time=1.0, is_victim=True)
+    harness.members["a"].report(RoundStopped(0, (early, victim)))
+    harness.restore_orders()
+    harness.settle()
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert outcome.failures == (early, failure(5, time=20.0), victim)
+    assert outcome.exit_code == 4
+    assert outcome.why == "no restarts allowed (max_restarts is 0)"
+    assert {one.outcome for one in harness.end_orders().values()} == {outcome}
+
+
+def test_failures_of_all_nodes_share_one_budget() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=2)
+    harness.fail("a")
+    harness.fail("b")
+    harness.fail("a", failure(7))
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert outcome.state is JobState.FAILED
+    assert (outcome.why, outcome.restarts, outcome.exit_code) == (
+        "all 2 restarts are used up (max_restarts)",
+        2,
+        7,
+    )
+
+
+def test_the_delay_is_announced_and_kept() -> None:
+    policy = RestartPolicy(backoff=Backoff(initial=8, jitter=False))
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", restart=policy)
+    harness.fail("b")
+    assert harness.is_in(CoordinatorPhase.BACKING_OFF)
+    assert [pause.cause.delay for pause in harness.pending_restarts()] == [8, 8]
+    assert harness.coordinator.deadline == 8
+    harness.settle(7.9)
+    assert not harness.ranks
+    harness.settle(8)
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize("answer", list(RestartAction))
+def test_the_callback_decides(answer: RestartAction) -> None:
+    policy = RestartPolicy(never_on=[3])
+    harness = CoordinatorHarness(RoundSettings(2, 2, has_decide=True), "a", "b", restart=policy)
+    harness.fail("b", failure(3))
+    assert harness.is_in(CoordinatorPhase.DECIDING)
+    assert [(one.attempt, one.failure) for one in harness.decision_requests] == [(0, failure(3))]
+    harness.coordinator.on_decision(7, RestartAction.GIVE_UP)  # about something else
+    harness.settle(LATE)
+    assert harness.is_in(CoordinatorPhase.DECIDING)
+    harness.answer(answer)
+    reasons = {
+        RestartAction.RESTART: None,
+        RestartAction.GIVE_UP: "restart.decide returned GIVE_UP",
+        RestartAction.DEFAULT: "exit code 3 is in restart.never_on",
+    }
+    outcome = harness.coordinator.outcome
+    assert (outcome and outcome.why) == reasons[answer]
+
+
+def test_a_callback_that_fails_ends_the_job() -> None:
+    """Its error is the reason; the exit code is the worker's."""
+    harness = CoordinatorHarness(RoundSettings(1, 1, has_decide=True), "a")
+    harness.fail("a", failure(3))
+    harness.coordinator.on_decision(0, "restart.decide raised ValueError()")
+    harness.settle()
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert (outcome.why, outcome.exit_code) == ("restart.decide raised ValueError()", 3)
+
+
+def test_the_callback_is_not_called_without_restarts_left() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 1, has_decide=True), "a", max_restarts=0)
+    harness.fail("a")
+    assert not harness.decision_requests
+    assert harness.is_in(CoordinatorPhase.ENDING)
+
+
+def test_a_permanent_failure_ends_the_job() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, has_decide=True), "a", "b")
+    harness.fail("b", is_permanent=True, permanent_reason="no such program", exit_code=127)
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert (outcome.why, outcome.exit_code) == ("no such program", 127)
+    assert not harness.decision_requests
+
+
+def test_a_failure_of_a_lost_node_costs_no_restart() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b")
+    harness.drop_orders("a")
+    harness.fail("b")
+    harness.lose("b")
+    harness.members["a"].report(RoundStopped(0))
+    harness.restore_orders()
+    harness.settle()
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.restarts, placement.changes) == (1, 0, 1)
+
+
+def test_workers_that_a_node_has_stopped_by_itself_are_restarted() -> None:
+    """It was without a store for too long."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.perform("b", harness.members["b"].isolate("no store"))
+    harness.settle()
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert harness.coordinator.round == 1
+    assert harness.events(MembershipChanged)[0].why == "the workers of b were stopped"  # type: ignore[attr-defined]
+
+
+# --------------------------------------------------------------------- the end
+
+
+def test_the_job_succeeds_when_all_members_have() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.succeed("a")
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    harness.succeed("b")
+    assert {one.outcome.state for one in harness.end_orders().values()} == {JobState.SUCCEEDED}
+    assert harness.end_orders().keys() == {"a", "b"}
+    assert len(harness.events(JobFinished)) == 1
+    before = harness.coordinator.is_over
+    harness.lose("a", "b", is_lost=False)
+    assert (before, harness.coordinator.is_over) == (False, True)
+    assert isinstance(harness.published[-1], JobFinished), "the last event"
+
+
+def test_a_member_may_leave_after_its_success() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.succeed("a")
+    harness.lose("a", is_lost=False)
+    assert harness.ranks == {"b": 1}
+    assert harness.coordinator.round == 0
+    harness.succeed("b")
+    assert harness.coordinator.outcome is not None
+    assert harness.coordinator.outcome.state is JobState.SUCCEEDED
+
+
+def test_standby_nodes_get_the_outcome() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.join("d")
+    harness.succeed("a", "b")
+    assert harness.end_orders().keys() == {"a", "b", "d"}
+
+
+def test_a_returning_member_gets_the_outcome_and_a_new_one_does_not() -> None:
+    """A new node belongs to the next job of that name."""
+    harness = CoordinatorHarness(RoundSettings(2, 3), "a", "b", "d")
+    away = harness.members.pop("d")
+    harness.succeed("a", "b")
+    away.report(RoundStopped(-1))
+    harness.coordinator.on_gone("d", is_lost=True)
+    harness.settle()
+    harness.succeed("a", "b")
+    assert harness.is_in(CoordinatorPhase.ENDING)
+    harness.members["d"] = away
+    harness.settle()
+    assert "d" in harness.end_orders()
+    harness.join("e")
+    harness.settle(LATE)
+    assert harness.done["e"] == []
+
+
+# -------------------------------------------------------- another coordinator
+
+
+def test_a_running_round_is_recovered_without_orders() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.fail("a")
+    harness.sent.clear()
+    harness.elect("d")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    assert (harness.coordinator.round, harness.coordinator.attempt) == (1, 1)
+    assert not harness.sent
+    harness.fail("b")
+    placement = harness.places["b"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (2, 2), "the restart before is not forgotten"
+
+
+def test_recovery_waits_for_members_of_the_round() -> None:
+    """For 0.7 s."""
+    harness = CoordinatorHarness(RoundSettings(1, 3), "a", "b", "d")
+    away = {name: harness.members.pop(name) for name in "bd"}
+    harness.elect("e")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RECOVERING)
+    assert harness.coordinator.deadline == pytest.approx(0.7)
+    harness.members["b"] = away["b"]
+    harness.settle(0.6)
+    assert harness.is_in(CoordinatorPhase.RECOVERING)
+    harness.settle(0.7)
+    assert harness.ranks == {"a": 0, "b": 1}
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.restarts, placement.changes) == (1, 0, 1)
+    why = harness.events(MembershipChanged)[0].why  # type: ignore[attr-defined]
+    assert why == "1 node did not come back"
+
+
+def test_another_store_restarts_the_workers_without_keep_workers() -> None:
+    """Once."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, keep_workers=False), "a", "b")
+    harness.elect("d", is_new_store=False)
+    harness.settle()
+    assert harness.coordinator.round == 0
+    harness.elect("e", is_new_store=True)
+    harness.settle()
+    assert harness.coordinator.round == 1
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
+def test_a_term_above_those_that_members_have_seen_is_announced() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2))
+    harness.join("a", term=7)
+    assert harness.announced_terms == [8]
+    harness.join("b")
+    assert harness.ranks == {"a": 0, "b": 1}
+    placement = harness.places["a"]
+    assert placement is not None
+    assert placement.formed_by == "8.c"
+
+
+def test_orders_are_resent_in_a_higher_term() -> None:
+    """A member may have dropped those of the lower term."""
+    harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b", "d")
+    harness.sent.clear()
+    harness.join("e", term=9)
+    assert {name for name, body in harness.sent if isinstance(body, StartRound)} == {"a", "b", "d"}
+    assert harness.coordinator.term == 10
+    assert harness.coordinator.round == 0
+
+
+def test_serials_continue_after_another_coordinator_of_the_same_term() -> None:
+    """Two stores have counted to the same term."""
+    harness = CoordinatorHarness(RoundSettings(1, 1), "a")
+    for _ in range(3):
+        harness.fail("a")
+    harness.elect("d", term=1)
+    harness.settle()
+    harness.fail("a")
+    assert harness.end_orders().keys() == {"a"}, "an order that was not dropped"
+
+
+def test_an_announced_restart_is_not_decided_again() -> None:
+    """Its delay begins anew."""
+    policy = RestartPolicy(backoff=Backoff(initial=8, jitter=False))
+    harness = CoordinatorHarness(
+        RoundSettings(2, 2, has_decide=True), "a", "b", max_restarts=1, restart=policy
+    )
+    harness.fail("b")
+    harness.answer(RestartAction.RESTART)
+    harness.now = 5
+    harness.elect("d")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.BACKING_OFF)
+    assert len(harness.decision_requests) == 1
+    harness.settle(13)
+    placement = harness.places["b"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (1, 1)
+
+
+def test_an_announced_restart_counts_after_the_failed_node_is_lost() -> None:
+    """The other member reports the announcement."""
+    policy = RestartPolicy(backoff=Backoff(initial=8, jitter=False))
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", restart=policy)
+    harness.fail("b")
+    harness.elect("d")
+    del harness.members["b"]
+    harness.settle(1)
+    harness.settle(2)
+    assert harness.is_in(CoordinatorPhase.BACKING_OFF)
+    harness.settle(20)
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (1, 1)
+    assert [type(one) for one in harness.events(Restarting, MembershipChanged)] == [Restarting]
+
+
+def test_a_successor_decides_about_a_pending_failure() -> None:
+    """The former coordinator was lost while the round was being stopped."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=1)
+    harness.drop_orders("a", "b")
+    harness.fail("b")
+    harness.restore_orders()
+    harness.elect("d")
+    harness.settle()
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (1, 1)
+
+
+def test_a_successor_recovers_the_outcome() -> None:
+    """One member has read it."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.drop_orders("b")
+    harness.succeed("a", "b")
+    harness.restore_orders()
+    harness.elect("d")
+    harness.settle()
+    assert harness.end_orders().keys() == {"a", "b"}
+    assert harness.end_orders()["b"].outcome.state is JobState.SUCCEEDED
+
+
+def test_a_start_order_of_a_predecessor_is_dropped() -> None:
+    """It arrives after the successor has formed another round."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b", "d")
+    harness.drop_orders("a", "b")
+    harness.lose("d")
+    orders = {name: body for name, body in harness.sent if isinstance(body, StartRound)}
+    harness.restore_orders()
+    harness.elect("e")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RECOVERING)
+    harness.settle(1)
+    assert harness.coordinator.round == 1
+    ranks = harness.ranks
+    # What the first one gave reaches b only now.
+    late = Member(harness.members["b"].status)
+    assert orders["b"].placement.formed_by == "1.c"
+    assert late.on_order(Order(1, 50, orders["b"])) == []
+    assert ranks == {"a": 0, "b": 1}
+
+
+def test_a_successor_learns_how_many_members_are_done() -> None:
+    harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b", "d")
+    harness.succeed("a")
+    harness.lose("a", is_lost=False)
+    harness.elect("e")
+    harness.settle()
+    harness.settle(10)
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    assert harness.coordinator.round == 0
+    harness.succeed("b", "d")
+    assert {one.outcome.state for one in harness.end_orders().values()} == {JobState.SUCCEEDED}
+
+
+@pytest.mark.parametrize("successions", [1, 2])
+def test_a_returning_member_is_not_counted_as_done(successions: int) -> None:
+    """A successor still waits for the running member."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b", "d")
+    harness.succeed("a")
+    back = harness.members["a"]
+    harness.lose("a")
+    if successions == 2:
+        harness.elect("e")
+        harness.settle()
+    harness.members["a"] = back
+    harness.settle()
+    harness.succeed("b")
+    running = harness.members.pop("d")
+    harness.elect("f")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RECOVERING)
+    harness.members["d"] = running
+    harness.settle()
+    assert (harness.coordinator.round, harness.is_in(CoordinatorPhase.RUNNING)) == (0, True)
+    harness.succeed("d")
+    assert harness.end_orders().keys() == {"a", "b", "d"}
+
+
+def test_joiners_stand_by_once_a_member_is_done() -> None:
+    """Under a successor too."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    harness.succeed("a")
+    harness.lose("a", is_lost=False)
+    harness.elect("e")
+    harness.join("d")
+    harness.settle(10)
+    assert harness.done["d"] == [NodeStandby(round=0, maximum=3)]
+
+
+def test_a_diverged_member_is_taken_into_another_round() -> None:
+    """Numbers continue from the highest that it has seen."""
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0), "a", "b")
+    placement = harness.places["b"]
+    assert placement is not None
+    elsewhere = replace(placement, round=5, formed_by="1.x", attempt=5, restarts=2)
+    harness.perform("b", harness.members["b"].on_order(Order(1, 90, StartRound(elsewhere))))
+    harness.settle()
+    for one in harness.places.values():
+        assert one is not None
+        assert (one.round, one.attempt, one.restarts) == (6, 6, 2)
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
+def test_a_placement_that_is_reported_late_is_recovered() -> None:
+    """The coordinator at the new store was there first."""
+    harness = CoordinatorHarness(RoundSettings(2, 4), "a", "b")
+    harness.settle(30)
+    veterans = dict(harness.members)
+    harness.members.clear()
+    harness.elect("d")
+    harness.join("d")
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    harness.members.update(veterans)
+    harness.settle(31)
+    assert harness.coordinator.round == 0
+    assert [type(one) for one in harness.done["a"]] == [StartRound], "they run on"
+    harness.settle(31.2)
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+    assert (harness.coordinator.round, harness.coordinator.attempt) == (1, 1)
+
+
+def test_an_unchanged_order_is_sent_once() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", "b")
+    harness.join("d")
+    sent = len(harness.sent)
+    for now in range(1, 100):
+        harness.settle(now)
+    assert len(harness.sent) == sent
+    assert ("d", StandBy(0, 2)) in harness.sent

@@ -1,0 +1,128 @@
+"""The election at a real store, with broken connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from elastic_aio.errors import StoreLost
+from elastic_aio.events import CoordinatorChanged, Event, NodeLost, RendezvousStoreRecovered
+from elastic_aio.outcome import JobState
+from elastic_aio.rendezvous.base import NodeInfo
+from elastic_aio.rendezvous.dynamic import make_static
+from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
+from elastic_aio.rendezvous.member import Probe
+from elastic_aio.rendezvous.messages import MemberStatus, encode
+from elastic_aio.store import StoreServer, connect
+from tests.support.chaos import ChaosProxy
+from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
+
+
+async def test_a_reconnected_leader_is_elected_again() -> None:
+    """Its previous record does not disappear later, with a write of the broken connection."""
+    async with StoreServer("127.0.0.1", 0) as server, ChaosProxy(server.port) as proxy:
+        a = FakeAgent("a", job_spec(proxy.endpoint, "1:2", is_host=False))
+        b = FakeAgent("b", job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False))
+        async with present(a) as members:
+            await a.wait_event(CoordinatorChanged)
+            members.append(b)
+            await b.rendezvous.open()
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            proxy.is_stalled = True
+            a.succeed()
+            await asyncio.sleep(0)  # its ticket is on its way
+            await asyncio.sleep(0)
+            proxy.cut()
+            proxy.is_stalled = False
+            await a.wait_event(RendezvousStoreRecovered)
+            # Longer than the former lease lingers.
+            await asyncio.sleep(1)
+            b.succeed()
+            assert (await a.wait_ended()).state is JobState.SUCCEEDED
+            assert (await b.wait_ended()).state is JobState.SUCCEEDED
+            names = [one.name for one in b.events if isinstance(one, CoordinatorChanged)]
+            assert set(names) == {"a"}, f"{len(names)} elections"
+            assert not any(isinstance(one, NodeLost) for one in a.events)
+            assert len(a.started) == len(b.started) == 1
+
+
+async def test_a_deposed_leader_stops_coordinating() -> None:
+    async with StoreServer("127.0.0.1", 0) as server:
+        spec = job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False)
+        a, b = FakeAgent("a", spec), FakeAgent("b", spec)
+        async with present(a, b), connect(f"127.0.0.1:{server.port}") as store:
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            for _ in range(5):
+                await store.delete("elastic_aio/run/coordinator")
+                await store.get("elastic_aio/run/coordinator", timeout=10)
+                await asyncio.sleep(0.1)  # room for outbidding
+            a.succeed()
+            b.succeed()
+            assert (await a.wait_ended()).state is JobState.SUCCEEDED
+            assert (await b.wait_ended()).state is JobState.SUCCEEDED
+            elections = [one for one in a.events if isinstance(one, CoordinatorChanged)]
+            assert len(elections) <= 6
+            assert len(a.started) == len(b.started) == 1
+
+
+async def test_resent_orders_delete_no_worker_keys() -> None:
+    """A shared store is cleared once a round."""
+    endpoint = free_endpoint()
+    members = [
+        FakeAgent(name, job_spec(endpoint, "2", backend="static", node_rank=rank), make=make_static)
+        for rank, name in enumerate("ab")
+    ]
+    async with present(*members) as (a, b), connect(endpoint) as store:
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        await store.set("of a worker", "x")
+        node = NodeInfo("from elsewhere", 1, 1, "default")
+        status = MemberStatus(
+            serial=1, node=node, address="", port=1, preferred_rank=1, minimum=2, maximum=2, term=50
+        )
+        await store.set("elastic_aio/run/t/stranger", encode(status))
+        await b.wait_until(
+            lambda: any(isinstance(one, CoordinatorChanged) and one.term > 50 for one in b.events)
+        )
+        await store.delete("elastic_aio/run/t/stranger")  # so that no node waits for it
+        b.fail()  # and it is known that what came before has been dealt with
+        await a.wait_ended()
+        assert await store.check(["of a worker"])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_failed_write_does_not_end_the_event_stream(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = EventStreamWriter.write
+    failures = iter(range(failing))
+
+    async def failing_write(self: EventStreamWriter, events: Sequence[Event]) -> None:
+        for _ in failures:
+            raise StoreLost("the change may have been made or not")
+        await write(self, events)
+
+    monkeypatch.setattr(EventStreamWriter, "write", failing_write)
+    spec = job_spec(free_endpoint(), "2")
+    async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        a.succeed()
+        b.succeed()
+        await a.wait_ended()
+        async with connect(spec.rendezvous.endpoint) as store:
+            assert await store.get(f"elastic_aio/run/{EVENTS}{0:012d}", timeout=10)
+
+
+async def test_an_invalid_probe_address_is_not_reached() -> None:
+    a = FakeAgent("a", job_spec(free_endpoint(), "1:2", last_call_timeout=0.0))
+    async with present(a):
+        await a.wait_formed(1)
+        probe = a.rendezvous._probe  # type: ignore[attr-defined]
+        for address, port in (("127.0.0.1", 1 << 20), ("x" * 100 + ".example", 1)):
+            await probe(Probe(3, address, port))
+            assert address in a.rendezvous._member.status.probe_error  # type: ignore[attr-defined]

@@ -1,0 +1,207 @@
+"""`python -m tests.soak`: inject faults into a job of many nodes at random, for minutes.
+
+Agents run on this host as processes, with real workers, and have two endpoints.  After each
+fault the group must form again: all nodes that can run, one set of workers, no other process.
+The first violation ends the soak test with code 1; the files of the agents are kept then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.soak.faults import FaultyCluster, Round, Violation
+from tests.support.cluster import AgentProcess
+from tests.support.leaks import begin_session
+
+# Much shorter than the heartbeat_timeout of 2 s.
+_SHORT_SUSPENSION_S = 0.4
+_PAUSE_S = 1.0
+# Between the faults of one burst.
+_BURST_S = 0.5
+
+
+class Soak:
+    """Injects faults at random, and measures how long the group takes to form again.
+
+    Args:
+        cluster: to inject faults into.
+        nodes: how many there are without faults.
+        seed: of the random choices.
+        bound: seconds within which the group must have formed again.
+    """
+
+    def __init__(self, cluster: FaultyCluster, nodes: int, seed: int, bound: float) -> None:
+        self._cluster = cluster
+        self._nodes = nodes
+        self._random = random.Random(seed)
+        self._bound = bound
+        self.faults: dict[str, int] = defaultdict(int)
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self._kinds: dict[str, tuple[int, Callable[[], Awaitable[bool]]]] = {
+            "kill an agent": (3, lambda: self._remove_one(self._cluster.kill)),
+            "kill the store's host": (2, self._kill_store_host),
+            "stop an agent": (2, lambda: self._remove_one(self._cluster.stop_one)),
+            "start an agent": (8, self._start),
+            "kill a worker": (3, self._kill_worker),
+            "suspend an agent briefly": (2, self._suspend_briefly),
+            "suspend an agent until the others re-form": (1, self._suspend_for_long),
+        }
+
+    async def run(self, minutes: float) -> None:
+        """Inject faults for so long.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        end = time.monotonic() + 60 * minutes
+        started_at = time.monotonic()
+        for _ in range(self._nodes):
+            self._cluster.start_one()
+        await self._settle("start all", started_at)
+        reported_at = time.monotonic()
+        while time.monotonic() < end:
+            await self._inject_burst()
+            if time.monotonic() > reported_at + 60:
+                reported_at = time.monotonic()
+                print(f"{sum(self.faults.values())} faults", file=sys.stderr, flush=True)
+
+    async def _inject_burst(self) -> None:
+        """Inject one to three faults, and wait until the group has formed again."""
+        injected_at, names = 0.0, []
+        weights = [weight for weight, _ in self._kinds.values()]
+        for number in range(self._random.choice([1, 1, 1, 2, 3])):
+            if number:
+                await asyncio.sleep(self._random.uniform(0, _BURST_S))
+            name = self._random.choices([*self._kinds], weights)[0]
+            at = time.monotonic()
+            _, inject = self._kinds[name]
+            if await inject():
+                self.faults[name] += 1
+                injected_at = at
+                names.append(name)
+        if names:
+            await self._settle(names[0] if len(names) == 1 else "several at once", injected_at)
+        await asyncio.sleep(self._random.uniform(0, _PAUSE_S))
+
+    async def _settle(self, fault: str, injected_at: float) -> Round:
+        try:
+            formed = await self._cluster.settle(self._bound)
+        except Violation as error:
+            raise Violation(f"after `{fault}`: {error}") from None
+        if formed.formed_at > injected_at:
+            self.times[fault].append(formed.formed_at - injected_at)
+        return formed
+
+    # Each fault returns whether it was possible.
+
+    async def _remove_one(self, remove: Callable[[AgentProcess], Awaitable[None]]) -> bool:
+        if len(self._cluster.active) < 2:
+            return False
+        await remove(self._random.choice(self._cluster.active))
+        return True
+
+    async def _kill_store_host(self) -> bool:
+        host = self._cluster.store_host()
+        if host not in self._cluster.active or len(self._cluster.active) < 2:
+            return False
+        await self._cluster.kill(host)
+        return True
+
+    async def _start(self) -> bool:
+        if len(self._cluster.members) >= self._nodes:
+            return False
+        self._cluster.start_one()
+        return True
+
+    async def _kill_worker(self) -> bool:
+        await self._cluster.kill_worker(self._random.choice)
+        return True
+
+    async def _suspend_briefly(self) -> bool:
+        node = self._random.choice(self._cluster.active)
+        self._cluster.suspend(node)
+        await asyncio.sleep(_SHORT_SUSPENSION_S)
+        self._cluster.resume(node)
+        return True
+
+    async def _suspend_for_long(self) -> bool:
+        if len(self._cluster.active) < 2:
+            return False
+        node = self._random.choice(self._cluster.active)
+        at = time.monotonic()
+        self._cluster.suspend(node)
+        await self._settle("an agent is suspended", at)
+        self._cluster.resume(node)
+        return True
+
+
+async def soak(arguments: argparse.Namespace, directory: Path) -> bool:
+    """Run the soak test and print its figures; return whether all invariants hold."""
+    violation = ""
+    async with FaultyCluster(directory, arguments.nodes, arguments.nproc) as cluster:
+        run = Soak(cluster, arguments.nodes, arguments.seed, arguments.bound)
+        try:
+            await run.run(arguments.minutes)
+        except Violation as error:
+            violation = str(error)
+        finally:
+            hung, orphans = await cluster.shut_down()
+    print(f"rounds formed: {len(cluster.rounds)}; hung agents: {hung}; orphans: {orphans}")
+    _print_figures(run)
+    if violation:
+        print(violation, file=sys.stderr)
+    return not (violation or hung or orphans)
+
+
+def _print_figures(run: Soak) -> None:
+    for name, count in sorted(run.faults.items()):
+        print(f"  {name}: {count}")
+    print("seconds until the group has formed again:   times    p50    p99    max")
+    every = [seconds for times in run.times.values() for seconds in times]
+    for name, times in [*sorted(run.times.items()), ("all", every)]:
+        if times:
+            p99 = sorted(times)[min(int(len(times) * 0.99), len(times) - 1)]
+            middle = statistics.median(times)
+            print(f"  {name:41} {len(times):5} {middle:6.2f} {p99:6.2f} {max(times):6.2f}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30, metavar="M")
+    parser.add_argument("--nodes", type=int, default=4, metavar="N")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="workers of each node")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--bound", type=float, default=20, metavar="S", help="seconds to form again at most"
+    )
+    return parser
+
+
+def main() -> int:
+    """Run the soak test; return 1 if an invariant does not hold."""
+    arguments = _parser().parse_args()
+    begin_session()
+    directory = Path(tempfile.mkdtemp(prefix="elastic_aio-soak-"))
+    holds = False
+    try:
+        holds = asyncio.run(soak(arguments, directory))
+    finally:
+        if holds:
+            shutil.rmtree(directory)
+        else:
+            print(f"the files of the agents are in {directory}", file=sys.stderr)
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

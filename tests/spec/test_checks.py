@@ -1,0 +1,125 @@
+"""The checks that several settings share: signals, hosts, ports."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from elastic_aio.errors import SpecError
+from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
+from elastic_aio.spec.checks import (
+    checked_host,
+    checked_port,
+    format_host_port,
+    parse_host_port,
+    parse_port,
+    signal_number,
+)
+
+
+def test_the_table_agrees_with_the_signal_module() -> None:
+    """Every signal below SIGRTMIN that Python names."""
+    for known in signal.Signals:
+        if known < signal.SIGRTMIN:
+            assert signal_name(known.value) == known.name
+            assert signal_number("field", known.name) == known.value
+    assert (SIGKILL, SIGTERM) == (9, 15)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (1, "SIGHUP"),
+        (31, "SIGSYS"),
+        (34, "SIGRTMIN"),
+        (36, "SIGRTMIN+2"),
+        (64, "SIGRTMIN+30"),
+        (32, "signal 32"),
+        (0, "signal 0"),
+        (99, "signal 99"),
+    ],
+)
+def test_every_number_has_a_name(number: int, name: str) -> None:
+    """Real-time signals count from the first one; other numbers have no name."""
+    assert signal_name(number) == name
+
+
+@pytest.mark.parametrize("value", [1, 15, 31, 34, 64])
+def test_a_signal_number_is_accepted(value: int) -> None:
+    assert signal_number("field", value) == value
+
+
+@pytest.mark.parametrize(
+    "value", ["TERM", "sigterm", "SIGNOPE", "SIG", "", 0, -1, 65, 32, 33, True, 15.0, None]
+)
+def test_other_values_are_not_signals(value: object) -> None:
+    """Other spellings, reserved numbers, other types."""
+    with pytest.raises(SpecError, match=r"^stop: must be a signal number or a name such as"):
+        signal_number("stop", value)
+
+
+def test_an_enum_member_becomes_a_plain_number() -> None:
+    number = signal_number("field", signal.SIGUSR1)
+    assert number == 10
+    assert type(number) is int
+
+
+@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "::1", "fe80::1%eth0", "a_b.c"])
+def test_hosts(host: str) -> None:
+    """Names, IPv4 and IPv6 addresses."""
+    assert checked_host("x", host) == host
+
+
+@pytest.mark.parametrize("host", ["", "a:1", "[::1]", "a b", "a,b", "user@a", "http://a", 5])
+def test_other_texts_are_not_hosts(host: object) -> None:
+    with pytest.raises(SpecError, match=r"^x: must be "):
+        checked_host("x", host)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node0:1", "node0", 1),
+        ("[::1]:080", "::1", 80),
+        ("[fe80::1%eth0]:65535", "fe80::1%eth0", 65535),
+    ],
+)
+def test_a_host_and_a_port(text: str, host: str, port: int) -> None:
+    """IPv6 addresses stand in brackets; the formatted pair parses to itself."""
+    assert parse_host_port("x", text) == (host, port)
+    assert parse_host_port("x", format_host_port(host, port)) == (host, port)
+
+
+def test_a_default_port() -> None:
+    """It makes the port optional; port 0 has to be allowed."""
+    assert parse_host_port("x", "a", default_port=7) == ("a", 7)
+    assert parse_host_port("x", "[::1]", default_port=7) == ("::1", 7)
+    assert parse_host_port("x", "a:0", at_least=0) == ("a", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a", "must be HOST:PORT or [IPV6]:PORT (got 'a')"),
+        ("::1:80", "must be HOST:PORT or [IPV6]:PORT (got '::1:80')"),
+        ("[a]:80", "must be HOST:PORT or [IPV6]:PORT (got '[a]:80')"),
+        ("a:0", "must have a port from 1 to 65535 (got 'a:0')"),
+        ("a:\u0661", "must have a port from 1 to 65535 (got 'a:\u0661')"),
+        (7, "must be text without NUL (got 7)"),
+    ],
+)
+def test_other_texts_are_not_endpoints(text: object, problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_host_port("x", text)
+    assert str(caught.value) == f"x: {problem}"
+
+
+def test_ports() -> None:
+    """As text and as numbers; the lowest one accepted is 1 unless stated otherwise."""
+    texts = ("1", "65535", "0", "65536", "-1", " 1", "x", "", "\u0661")
+    assert [parse_port(text) for text in texts] == [1, 65535, *[None] * 7]
+    assert parse_port("0", at_least=0) == checked_port("x", 0, at_least=0) == 0
+    for value in (0, 65536, True, "1", 1.0):
+        with pytest.raises(SpecError, match=r"^x: must be a port from 1 to 65535 \(got "):
+            checked_port("x", value)

@@ -1,0 +1,230 @@
+"""A harness that connects a coordinator and its members without a store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from elastic_aio.events import Event
+from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.rendezvous.base import (
+    EndJob,
+    NodeInfo,
+    Placement,
+    RestartPending,
+    RoundFailing,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
+)
+from elastic_aio.rendezvous.coordinator import Coordinator
+from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
+from elastic_aio.rendezvous.members import (
+    AnnounceTerm,
+    PublishEvent,
+    RequestDecision,
+    RoundSettings,
+    SendOrder,
+)
+from elastic_aio.rendezvous.messages import (
+    MemberPhase,
+    MemberStatus,
+    OrderBody,
+    decode_order,
+    decode_status,
+    encode,
+)
+from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
+
+
+def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus:
+    """Return the first status of a member on a host of the same name."""
+    given: dict[str, object] = {
+        "node": NodeInfo(name, 1, 1, "default"),
+        "minimum": settings.minimum,
+        "maximum": settings.maximum,
+        **fields,
+    }
+    return MemberStatus(serial=1, address=name, port=1, **given)  # type: ignore[arg-type]
+
+
+def failure(code: int = 1, time: float = 0.0, **fields: object) -> Failure:
+    """Return the failure of a worker."""
+    given: dict[str, object] = {"host": "h", "order": 0, "status": ExitStatus(code=code), **fields}
+    return Failure(rank=0, local_rank=0, pid=1, time=time, **given)  # type: ignore[arg-type]
+
+
+class CoordinatorHarness:
+    """Members by name, and the present coordinator."""
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        *names: str,
+        max_restarts: int = 3,
+        restart: RestartPolicy | None = None,
+    ) -> None:
+        """Begin with members that have joined already."""
+        self.settings = settings
+        self.now = 0.0
+        self.members: dict[str, Member] = {}
+        self.done: dict[str, list[MemberEffect]] = {}
+        """The effects of each member, in order."""
+        self.sent: list[tuple[str, OrderBody]] = []
+        self.published: list[Event] = []
+        self.decision_requests: list[RequestDecision] = []
+        self.announced_terms: list[int] = []
+        self._budget: Callable[[], RestartBudget] = lambda: RestartBudget(
+            max_restarts, restart or RestartPolicy(), lambda: 1.0
+        )
+        self._options = itertools.count(1)
+        self._dropping: set[str] = set()
+        self.coordinator = self.elect("c")
+        self.join(*names)
+
+    def elect(self, name: str, term: int | None = None, **options: bool) -> Coordinator:
+        """Replace the coordinator by a new one."""
+        self.coordinator = Coordinator(
+            self.settings,
+            self._budget(),
+            name=name,
+            term=next(self._options) if term is None else term,
+            now=self.now,
+            **options,
+        )
+        return self.coordinator
+
+    def join(self, *names: str, **fields: object) -> None:
+        """Add members, then let the coordinator decide."""
+        for name in names:
+            self.members[name] = Member(status(name, self.settings, **fields))
+            self.done[name] = []
+        self.settle()
+
+    def settle(self, now: float | None = None) -> None:
+        """Deliver statuses and orders until there are no more effects."""
+        self.now = self.now if now is None else now
+        for _ in range(100):
+            self._write_statuses()
+            effects = self.coordinator.decide(self.now)
+            if not effects:
+                return
+            for effect in effects:
+                self._perform(effect)
+        raise AssertionError("the effects do not end")
+
+    def _write_statuses(self) -> None:
+        for name, member in self.members.items():
+            self.coordinator.on_status(name, decode_status(encode(member.status)))
+
+    def _perform(self, effect: object) -> None:
+        match effect:
+            case SendOrder(member, order):
+                self.sent.append((member, order.body))
+                if member in self.members and member not in self._dropping:
+                    order = decode_order(encode(order))
+                    self.perform(member, self.members[member].on_order(order))
+            case PublishEvent(event):
+                self.published.append(event)
+            case RequestDecision():
+                self.decision_requests.append(effect)
+            case AnnounceTerm(term):
+                self.announced_terms.append(term)
+
+    def perform(self, name: str, actions: Iterable[MemberEffect]) -> None:
+        """Perform the effects of a member; workers start and stop at once."""
+        member = self.members[name]
+        for action in actions:
+            self.done[name].append(action)
+            match action:
+                case StartRound(placement) if not placement.span.group_rank:
+                    member.set_port(member.status.port + 1)
+                case StopRound(round) if member.status.phase is not MemberPhase.FAILING:
+                    member.report(RoundStopped(round))
+                case Probe(round):
+                    member.probed(round, "")
+
+    def drop_orders(self, *names: str) -> None:
+        """Drop the orders for some members from now on."""
+        self._dropping.update(names)
+
+    def restore_orders(self) -> None:
+        """Deliver orders to all members again."""
+        self._dropping.clear()
+
+    # --------------------------------------------------------- what may happen
+
+    def fail(self, name: str, *failures: Failure, **fields: object) -> None:
+        """Let a worker fail, and its node stop the others."""
+        member = self.members[name]
+        member.report(RoundFailing(member.status.round, "failed"))
+        self.settle()
+        failures = failures or (failure(),)
+        member.report(RoundStopped(member.status.round, failures, **fields))  # type: ignore[arg-type]
+        self.settle()
+
+    def succeed(self, *names: str) -> None:
+        """Let all workers of some nodes succeed."""
+        for name in names:
+            self.members[name].report(RoundSucceeded(self.members[name].status.round))
+        self.settle()
+
+    def lose(self, *names: str, is_lost: bool = True) -> None:
+        """Remove members: lost, or left by themselves."""
+        for name in names:
+            self.members.pop(name)
+            self.coordinator.on_gone(name, is_lost=is_lost)
+        self.settle()
+
+    def answer(self, answer: RestartAction) -> None:
+        """Let the user's callback answer the last question."""
+        self.coordinator.on_decision(self.decision_requests[-1].attempt, answer)
+        self.settle()
+
+    # ------------------------------------------------------------- what is seen
+
+    def is_in(self, phase: CoordinatorPhase) -> bool:
+        """Whether the coordinator is in a phase now."""
+        return self.coordinator.phase is phase
+
+    @property
+    def places(self) -> dict[str, Placement | None]:
+        """The placement of each member."""
+        return {name: member.status.placement for name, member in self.members.items()}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The group ranks of the members whose workers run, by name."""
+        return {
+            name: member.status.placement.span.group_rank
+            for name, member in self.members.items()
+            if member.status.placement is not None and member.status.is_busy
+        }
+
+    def last(self, name: str) -> MemberEffect:
+        """Return the last effect of a member."""
+        return self.done[name][-1]
+
+    def end_orders(self) -> dict[str, EndJob]:
+        """Return the last `EndJob` of each member that has one."""
+        found = {}
+        for name, actions in self.done.items():
+            for action in actions:
+                if isinstance(action, EndJob):
+                    found[name] = action
+        return found
+
+    def pending_restarts(self) -> list[RestartPending]:
+        """Return all `RestartPending` instructions of all members."""
+        return [
+            one
+            for actions in self.done.values()
+            for one in actions
+            if isinstance(one, RestartPending)
+        ]
+
+    def events(self, *kinds: type[Event]) -> list[Event]:
+        """Return the job's events of some kinds."""
+        return [event for event in self.published if isinstance(event, kinds)]

@@ -1,0 +1,94 @@
+"""TCP ports of this host, and the sockets at them as the kernel lists them."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["LOOPBACK", "Traffic", "can_count_traffic", "free_port", "listening", "traffic_of"]
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port(address: str = "::") -> int:
+    """Return a TCP port that is free at `address`, outside the range of ephemeral ports.
+
+    Args:
+        address: local address; `::` stands for all of them.
+    """
+    if address == "::" and not socket.has_dualstack_ipv6():
+        address = "0.0.0.0"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    while True:
+        port = random.SystemRandom().randint(10_000, 30_000)
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((address, port))
+                probe.listen()
+            except OSError:
+                continue
+        return port
+
+
+def listening(ports: Collection[int]) -> set[str]:
+    """Return the sockets that listen at any of these ports, as /proc/PID/fd names them.
+
+    Nothing is connected, so that the listener does not notice.
+    """
+    wanted = {f"{port:04X}" for port in ports}
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[1].rpartition(":")[2] in wanted:
+                sockets.add(f"socket:[{fields[9]}]")
+    return sockets
+
+
+class Traffic(NamedTuple):
+    """What a server has received and sent; a small message is one segment."""
+
+    connections: int
+    messages_in: int
+    messages_out: int
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def per_connection(self) -> list[float]:
+        """Mean of each connection: messages in and out, bytes in and out."""
+        return [total / self.connections for total in self[1:]]
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """Return what has been added since; connections are the present ones."""
+        added = (new - old for new, old in zip(self[1:], earlier[1:], strict=True))
+        return Traffic(self.connections, *added)
+
+
+def can_count_traffic() -> bool:
+    """Tell whether `ss` of iproute2 is installed."""
+    return shutil.which("ss") is not None
+
+
+def traffic_of(port: int) -> Traffic:
+    """Count what the open connections to a local port have carried."""
+    ss = subprocess.run(
+        ["ss", "-tinOH", "state", "established", f"sport = :{port}"],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    lines = ss.stdout.splitlines()
+    names = ("data_segs_in", "data_segs_out", "bytes_received", "bytes_sent")
+    return Traffic(len(lines), *(sum(_field(line, name) for line in lines) for name in names))
+
+
+def _field(line: str, name: str) -> int:
+    match = re.search(rf"\b{name}:(\d+)", line)
+    return int(match[1]) if match else 0  # `ss` leaves out what is 0

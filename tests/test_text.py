@@ -1,0 +1,52 @@
+"""Texts for messages: numbers with nouns, truncation, one line, no lone surrogates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic_aio.text import counted, format_value, jsonable, one_line, truncate
+
+
+def test_a_noun_agrees_with_its_number() -> None:
+    """The plural of most nouns ends in s; another one can be given."""
+    assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+    assert counted(3, "process", "processes") == "3 processes"
+
+
+@pytest.mark.parametrize(("limit", "text"), [(4, "text"), (3, "te…"), (1, "…")])
+def test_a_long_text_ends_with_an_ellipsis(limit: int, text: str) -> None:
+    assert truncate("text", limit) == text
+
+
+def test_control_characters_cannot_leave_the_line() -> None:
+    """Not even the escape that begins a terminal's commands, nor Unicode's own newline."""
+    assert one_line("\x1b[2Ja\r\n b\u2028c\udcff ") == "[2Ja b c"
+    assert one_line("a b c", 4) == "a b…"
+
+
+class _TwoLines:
+    def __repr__(self) -> str:
+        return "<two\n   lines>"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x", "'x'"),
+        (_TwoLines(), "<two lines>"),
+        ("y" * 200, "'" + "y" * 118 + "…"),
+        ("z" * 118, "'" + "z" * 118 + "'"),
+    ],
+)
+def test_a_value_is_shown_as_one_line(value: object, text: str) -> None:
+    assert format_value(value) == text
+
+
+def test_json_can_carry_any_text() -> None:
+    """Lone surrogates are escaped wherever they stand; other values stay as they are."""
+    odd = {"a\udcff": ["b\ud800", ("é", None)], "n": 1}
+    plain = jsonable(odd)
+    assert plain == {"a\\udcff": ["b\\ud800", ["é", None]], "n": 1}
+    assert json.dumps(plain, ensure_ascii=False).encode()
