@@ -1,6 +1,6 @@
 """Scans of /proc for the descendants of a job's workers, and signals to exactly those.
 
-The guardian runs this file in a bare interpreter (`python -I -S`), so it imports four
+The guardian runs this file in a bare interpreter (`python -I -S`), so it imports five
 small modules of the standard library and nothing else.  A process is a descendant if
 
 * its **session** is one that a worker leads (workers are started by `setsid`; a
@@ -18,6 +18,7 @@ against both, and a session counts only while its number cannot have been used a
 
 from __future__ import annotations
 
+import binascii
 import errno
 import os
 import signal
@@ -370,29 +371,46 @@ def _read(path: str) -> bytes | None:
 
 # The list of workers' sessions, which an agent writes and its guardian reads.  It is an
 # anonymous file in memory: writing wakes no process, and the file outlives the agent for
-# as long as the guardian holds it open.  One line a session: its number, the ticks at
-# which its leader started, and those at which it was reaped (`-` until then).
+# as long as the guardian holds it open.
+#
+# One line a session: its number, the ticks at which its leader started, and those at
+# which it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can
+# cut a write short.  A line of 64 bytes lies within one page of the file, which the kernel
+# copies at once; should it be torn even so, the checksum tells, and only this entry is
+# lost: its processes are then found by the marker, as before they were listed.
+
+_LINE = 64
+_BODY = _LINE - 9
+
+
+def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
+    """Write one line of a session list."""
+    closed = b"-" if session.closed is None else b"%x" % session.closed
+    body = b"%x %x %s" % (session.number, session.opened, closed)
+    body = body.ljust(_BODY)
+    os.pwrite(descriptor, b"%s%08x\n" % (body, binascii.crc32(body)), row * _LINE)
 
 
 def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
-    """Replace the content of a session list."""
-    content = b"".join(
-        b"%d %d %s\n" % (row.number, row.opened, b"-" if row.closed is None else b"%d" % row.closed)
-        for row in sessions
-    )
-    # In this order: a SIGKILL in between leaves whole lines, at worst stale ones.
-    os.pwrite(descriptor, content, 0)
-    os.ftruncate(descriptor, len(content))
+    """Replace a session list by some of its sessions, in the same order.
+
+    The lines that stay move forward one by one, so that each is in the file at any
+    moment; stale lines are cut off last.
+    """
+    row = 0
+    for row, session in enumerate(sessions, 1):
+        write_session(descriptor, row - 1, session)
+    os.ftruncate(descriptor, row * _LINE)
 
 
 def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
-    """Return the sessions by number; malformed lines are left out."""
+    """Return the sessions by number; torn lines are left out."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     sessions = {}
-    for line in os.pread(descriptor, os.fstat(descriptor).st_size, 0).split(b"\n"):
-        try:
-            number, opened, closed = line.split()
-            end = None if closed == b"-" else int(closed)
-            sessions[int(number)] = WorkerSession(int(number), int(opened), end)
-        except ValueError:
-            continue
+    for start in range(0, len(content), _LINE):
+        body, checksum = content[start : start + _BODY], content[start + _BODY : start + _LINE]
+        if checksum == b"%08x\n" % binascii.crc32(body):
+            number, opened, closed = body.split()
+            end = None if closed == b"-" else int(closed, 16)
+            sessions[int(number, 16)] = WorkerSession(int(number, 16), int(opened, 16), end)
     return sessions

@@ -91,7 +91,6 @@ class ProcessTree:
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._excluded: tuple[int, int] | None = None
         self._cache = proc_scan.ScanCache()
-        self._is_write_due = False
         self._must_kill: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -111,7 +110,7 @@ class ProcessTree:
         session = proc_scan.WorkerSession(leader.pid, opened)
         self._leaders[leader.pid] = leader
         self._sessions[leader.pid] = session
-        self._write_sessions()
+        self._write_session(session)
         if leader.exited.done():
             self._close(session)
         else:
@@ -301,23 +300,22 @@ class ProcessTree:
                 self._signalled.discard(pid)
         if not self._leaders:
             self._descendants.clear()
-        self._write_sessions()
+        if self._session_list >= 0:
+            proc_scan.write_session_list(self._session_list, self._sessions.values())
 
     def _close(self, session: proc_scan.WorkerSession) -> None:
         session.closed = proc_scan.ticks_now()
-        if session.number in self._sessions and not self._is_write_due:
-            # One write for all exits of one iteration of the loop.
-            self._is_write_due = True
-            asyncio.get_running_loop().call_soon(self._write_sessions)
+        if self._sessions.get(session.number) is session:
+            self._write_session(session)
 
     def close(self) -> None:
         """Stop writing the session list: its file is about to be closed."""
         self._session_list = -1
 
-    def _write_sessions(self) -> None:
-        self._is_write_due = False
+    def _write_session(self, session: proc_scan.WorkerSession) -> None:
         if self._session_list >= 0:  # else a process that could not be killed has ended after all
-            proc_scan.write_session_list(self._session_list, self._sessions.values())
+            row = list(self._sessions).index(session.number)
+            proc_scan.write_session(self._session_list, row, session)
 
 
 class _Watches:

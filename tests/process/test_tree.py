@@ -308,7 +308,7 @@ async def test_the_session_list_follows_the_tree(bench: Bench) -> None:
     second = await bench.add("sleep", "99")
     async with asyncio.timeout(GUARD):
         await asyncio.shield(first.exited)
-        # One write for all exits of an iteration of the loop, an iteration or two later.
+        # The callback that writes it runs one iteration of the loop later.
         while (rows := listed(bench))[first.pid] is None:
             await asyncio.sleep(0)
     assert rows.keys() == {first.pid, second.pid}
