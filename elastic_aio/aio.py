@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -35,6 +36,12 @@ def running_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise RuntimeError("elastic_aio runs on asyncio only") from None
+
+
+def wall_clock() -> float:
+    """Return Unix seconds by the clock of this host; the loop of a simulated host has its own."""
+    clock: Callable[[], float] = getattr(asyncio.get_running_loop(), "wall_clock", time.time)
+    return clock()
 
 
 async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -209,12 +216,13 @@ class Notifier:
     """
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        # Ordered: the tasks wake up in the order in which they began to wait.
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     async def wait(self, timeout: float | None = None) -> bool:
         """Wait for the next notification; return False if `timeout` seconds pass first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(future)
+        self._waiters[future] = None
         try:
             if timeout is None:
                 await future
@@ -222,7 +230,7 @@ class Notifier:
                 await asyncio.wait([future], timeout=timeout)
             return future.done()
         finally:
-            self._waiters.discard(future)
+            del self._waiters[future]
 
     def notify_all(self) -> None:
         """Wake all tasks that wait now."""

@@ -41,7 +41,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.aio import run_in_thread, run_shielded
+from elastic_aio.aio import run_shielded
 from elastic_aio.discovery.addresses import (
     is_loopback,
     is_loopback_name,
@@ -58,12 +58,13 @@ from elastic_aio.discovery.monitor import (
     StoreNotFound,
     dial_any,
 )
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
 from elastic_aio.errors import ElasticAioError
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import RemoteStore, StoreServer
 from elastic_aio.store.server import PAUSE_RESOLUTION
-from elastic_aio.store.sockets import Address, bind_addresses, port_owner
+from elastic_aio.store.sockets import Address
 
 _KEEPALIVE_TIMEOUT: Final = 60.0
 """Seconds without a TCP acknowledgement after which the server drops a client."""
@@ -103,8 +104,10 @@ class StoreLocator:
     Has one store at a time, and closes it: call `aclose` in the end.
     """
 
-    def __init__(self, spec: RendezvousSpec, run_id: str) -> None:
-        """Parse the endpoints; nothing is connected yet.
+    def __init__(
+        self, spec: RendezvousSpec, run_id: str, network: StoreNetwork | None = None
+    ) -> None:
+        """Parse the endpoints; nothing is connected yet.  None: the network of this host.
 
         Raises:
             SpecError: one of them is not HOST:PORT.
@@ -116,6 +119,7 @@ class StoreLocator:
             peer_timeout=spec.heartbeat_timeout,
             reconnect_for=RECONNECT_FOR,
             run_key=f"elastic_aio/{run_id}/coordinator",
+            network=network or StoreNetwork(),
         )
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
@@ -221,7 +225,7 @@ class StoreLocator:
         monitor = search.monitors[index]
         addresses = search.addresses_to_bind(index)
         try:
-            sockets = bind_addresses(addresses, _KEEPALIVE_TIMEOUT, is_listening=True)
+            sockets = self._options.network.listen(addresses, _KEEPALIVE_TIMEOUT)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and self._spec.is_host:
                 handshake = await self._dial_port_owner(monitor)
@@ -272,8 +276,7 @@ class StoreLocator:
         except StoreNotFound as error:
             if not error.was_accepted:
                 return None
-            # In a thread: it reads much of /proc.
-            owner = await run_in_thread(port_owner, port) or "another program"
+            owner = await self._options.network.port_owner(port) or "another program"
             raise DiscoveryError(
                 f"cannot serve the store at {monitor.endpoint.text}: port {port} is in use by "
                 f"{owner}, which is not a store of this job: {error}"

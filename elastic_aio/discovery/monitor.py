@@ -14,8 +14,9 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.aio import create_task, run_shielded
-from elastic_aio.discovery.addresses import is_local, resolve
+from elastic_aio.discovery.addresses import resolve
 from elastic_aio.discovery.choice import EndpointState
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
@@ -70,13 +71,14 @@ class DialOptions(Struct, frozen=True):
 
     The store is lost after `peer_timeout` seconds without an answer.  When only the
     connection is lost, it is re-established for `reconnect_for` seconds.  `run_key` is the
-    key that exists while this run is active.
+    key that exists while this run is active, and `network` makes the sockets.
     """
 
     token: str | None
     peer_timeout: float
     reconnect_for: float
     run_key: str
+    network: StoreNetwork
 
     @property
     def reply_timeout(self) -> float:
@@ -166,7 +168,7 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
         survive_server_restart=False,
     )
     try:
-        sock = await _dial(address)
+        sock = await _dial(address, options.network)
         local_address = str(sock.getsockname()[0])
         async with asyncio.timeout(_REPLY_TIMEOUT):
             await store.connect_over(sock)
@@ -188,26 +190,12 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     return StoreHandshake(store, local_address, has_run)
 
 
-async def _dial(address: Address) -> socket.socket:
-    family, name = address
+async def _dial(address: Address, network: StoreNetwork) -> socket.socket:
     try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise StoreNotFound(_reason(error)) from None
-    try:
-        sock.setblocking(False)
         async with asyncio.timeout(_CONNECT_TIMEOUT):
-            await asyncio.get_running_loop().sock_connect(sock, name)
-        if sock.getsockname() == sock.getpeername():
-            # A self-connect: the kernel chose the dialled port as the source port.
-            raise StoreNotFound(_REASONS[errno.ECONNREFUSED])
+            return await network.dial(address)
     except OSError as error:
-        sock.close()
         raise StoreNotFound(_reason(error)) from None
-    except BaseException:  # a cancellation too: no connection stays open
-        sock.close()
-        raise
-    return sock
 
 
 def _reason(error: OSError) -> str:
@@ -318,5 +306,5 @@ class EndpointMonitor:
             self._set_no_store(f"its name is unknown: {error.strerror or error}")
         finally:
             late.cancel()
-        self.own_addresses = tuple(filter(is_local, self.addresses))
+        self.own_addresses = tuple(filter(self._options.network.is_local, self.addresses))
         self._resolved_at = loop.time()

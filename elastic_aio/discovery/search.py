@@ -9,11 +9,11 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from elastic_aio.aio import run_in_thread, run_shielded
+from elastic_aio.aio import run_shielded
 from elastic_aio.discovery.addresses import is_loopback, is_loopback_name, wildcard_addresses
 from elastic_aio.discovery.choice import Choice, choose_endpoint, endpoint_turn, search_grace
 from elastic_aio.discovery.monitor import DialOptions, Endpoint, EndpointMonitor
-from elastic_aio.store.sockets import Address, port_owner
+from elastic_aio.store.sockets import Address
 
 _RETRY_BIND: Final = 0.2
 
@@ -38,6 +38,7 @@ class EndpointSearch:
         self._began = self._loop.time()
         self._changed = asyncio.Event()
         self._is_host = is_host
+        self._network = options.network
         self._grace = search_grace(is_first=is_first, timeout=timeout)
         self._turns = [
             endpoint_turn(index, is_first=is_first, timeout=timeout)
@@ -104,8 +105,7 @@ class EndpointSearch:
         if endpoint.index in self._refusals:
             parts.append(self._refusals[endpoint.index])
         if monitor.own_addresses and endpoint.port:
-            # In a thread: it reads much of /proc.
-            owner = await run_in_thread(port_owner, endpoint.port)
+            owner = await self._network.port_owner(endpoint.port)
             if owner is not None:
                 parts.append(f"port {endpoint.port} is in use by {owner}")
         return f"{endpoint.text}: {', '.join(parts)}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.aio import cancel_and_wait, create_task, wall_clock
 from elastic_aio.errors import StoreError
 from elastic_aio.events import Event, NodeJoined, NodeLeft, NodeLost, NodeRefused
 from elastic_aio.outcome import Failure
@@ -104,7 +103,7 @@ class CoordinatorRunner:
             self._budget,
             name=name,
             term=term,
-            now=time.monotonic(),
+            now=asyncio.get_running_loop().time(),
             is_new_store=is_new_store,
         )
         self._own_key = f"t/{name}"
@@ -134,7 +133,7 @@ class CoordinatorRunner:
     async def _wait_wakeup(self, deadline: float | None, collecting: asyncio.Task[None]) -> None:
         """Wait for a change or a decision, until the coordinator's deadline."""
         waiting = create_task(self._wakeup.wait())
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
         try:
             await asyncio.wait(
                 [waiting, collecting], timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -169,7 +168,7 @@ class CoordinatorRunner:
             await lease.set(f"o/{member}", encode(order))
             return
         if is_fresh:
-            status = with_local_times(status, time.time())
+            status = with_local_times(status, wall_clock())
         coordinator.on_status(member, status)
 
     # -------------------------------------------------------------- effects out
@@ -178,7 +177,7 @@ class CoordinatorRunner:
         self, coordinator: Coordinator, lease: Lease, announce: Callable[[int], Awaitable[None]]
     ) -> None:
         orders: dict[str, Order] = {}
-        for effect in coordinator.decide(time.monotonic()):
+        for effect in coordinator.decide(asyncio.get_running_loop().time()):
             match effect:
                 case SendOrder(member, order):
                     orders[member] = order
@@ -214,7 +213,7 @@ class CoordinatorRunner:
     def _publish(self, event: Event) -> None:
         if isinstance(event, _LOCAL_EVENTS):
             self._agent.on_event(event)
-        stamped = replace(event, time=time.time(), run_id=self._run_id, node=self._node.name)
+        stamped = replace(event, time=wall_clock(), run_id=self._run_id, node=self._node.name)
         self._unwritten.append(stamped)
         self._has_unwritten.set()
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.events import Event, RendezvousStoreLost, RendezvousStoreRecovered
 from elastic_aio.rendezvous.base import (
@@ -45,12 +46,18 @@ _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
 
 
-def make_static(spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
+def make_static(
+    spec: LaunchSpec,
+    node: NodeInfo,
+    run_id: str,
+    agent: AgentPort,
+    network: StoreNetwork | None = None,
+) -> Rendezvous:
     """Return a rendezvous of backend "static": every node is given its rank."""
     rank = spec.rendezvous.node_rank or 0
     settings = dataclasses.replace(spec.rendezvous, node_rank=rank, is_host=rank == 0)
     spec = spec.replace(rendezvous=settings)
-    return DynamicRendezvous(spec, node, run_id, agent, fixed_ranks=True)
+    return DynamicRendezvous(spec, node, run_id, agent, network, fixed_ranks=True)
 
 
 class DynamicRendezvous(Rendezvous):
@@ -62,18 +69,20 @@ class DynamicRendezvous(Rendezvous):
         node: NodeInfo,
         run_id: str,
         agent: AgentPort,
+        network: StoreNetwork | None = None,
         *,
         fixed_ranks: bool = False,
     ) -> None:
         """Prepare; nothing is connected before `open`.
 
         With `fixed_ranks`, `node_rank` is binding, and the workers use the nodes' own store.
+        `network` is None for that of this host.
         """
         self._spec = spec
         self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
-        self._locator = StoreLocator(spec.rendezvous, run_id)
+        self._locator = StoreLocator(spec.rendezvous, run_id, network)
         nnodes = spec.nnodes
         self._member = Member(
             MemberStatus(

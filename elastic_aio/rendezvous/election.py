@@ -181,4 +181,5 @@ async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
     finally:
         await cancel_and_wait(tasks)
     failed = {task: not task.cancelled() and task.exception() is not None for task in tasks}
-    return max(done, key=failed.__getitem__).result()
+    ended = [task for task in tasks if task in done]
+    return max(ended, key=failed.__getitem__).result()

@@ -12,13 +12,13 @@ Keys, under `elastic_aio/<run id>/`:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Never
 
 from msgspec.structs import replace
 
+from elastic_aio.aio import wall_clock
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
@@ -155,7 +155,7 @@ class StoreSession:
 
     async def _write_statuses(self, lease: Lease) -> str:
         while True:
-            status = replace(self._member.status, sent_at=time.time())
+            status = replace(self._member.status, sent_at=wall_clock())
             await lease.set(f"t/{self._name}", encode(status))
             if self._written_serial < 0:
                 self._on_joined()

@@ -84,7 +84,7 @@ class StoreServer:
         self._handlers[wire.CHECK] = self._check
         self._dirty: list[Connection] = []
         self._partial = 0
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # ordered
         self._sockets = list(listening)
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -196,12 +196,12 @@ class StoreServer:
     def _admit(self, connection: Connection) -> bool:
         """Register a new connection; return whether it may stay."""
         is_room = len(self._connections) < self._max_connections
-        self._connections.add(connection)
+        self._connections[connection] = None
         return is_room and self._all_gone is None
 
     def _forget(self, connection: Connection) -> None:
         """Unregister a connection that has ended."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         had_deadlines = bool(connection.leases or connection.watches)
         self.keyspace.forget(connection, self._now())
         self._flush()

@@ -104,7 +104,7 @@ def only_local(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def patch(address: str) -> None:
         monkeypatch.setattr(
-            "elastic_aio.discovery.monitor.is_local", lambda one: one[1][0] == address
+            "elastic_aio.discovery.network.is_local", lambda one: one[1][0] == address
         )
 
     return patch

@@ -15,6 +15,7 @@ import pytest
 
 from elastic_aio.discovery import monitor
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import StoreServer, connect
@@ -341,7 +342,7 @@ async def test_an_own_address_that_leads_elsewhere_is_not_served(
     make_locator: MakeLocator, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    monkeypatch.setattr("elastic_aio.discovery.monitor.is_local", lambda _: True)
+    monkeypatch.setattr("elastic_aio.discovery.network.is_local", lambda _: True)
     bound: list[object] = []
 
     def bind(addresses: object, *_: object, **__: object) -> list[socket.socket]:
@@ -353,7 +354,7 @@ async def test_an_own_address_that_leads_elsewhere_is_not_served(
         sock.setblocking(False)
         return [sock]
 
-    monkeypatch.setattr("elastic_aio.discovery.locator.bind_addresses", bind)
+    monkeypatch.setattr("elastic_aio.discovery.network.bind_addresses", bind)
     locator = make_locator(f"127.0.0.1:{port}", read_timeout=0.5)
     with pytest.raises(DiscoveryError, match="this node does not reach itself"):
         await locator.locate(is_first=True)
@@ -439,4 +440,4 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
         with pytest.raises(monitor.StoreNotFound, match="refused"):
-            await monitor._dial((socket.AF_INET, ("127.0.0.1", port)))
+            await monitor._dial((socket.AF_INET, ("127.0.0.1", port)), StoreNetwork())
