@@ -8,8 +8,8 @@ Rules
 =====
 
 * A round is a set of members with consecutive group ranks.  There is one round at a
-  time; the next one has a higher number, and a member stops the workers of an earlier
-  round before it starts those of the next.
+  time; the next one has a higher number.  It begins when every member has reported that
+  no worker of an earlier round is left, or, with `overlap`, after each member's own stop.
 * The first round is formed when the maximum of nodes has joined, or when there are
   enough and the last call is over.  Later rounds are formed at once.
 * When a member of the round leaves or is lost before its workers have succeeded, the
@@ -52,18 +52,15 @@ Another coordinator
                  all of the newest round have returned, or
                  the recovery timeout is over               RUNNING
                  a member of it reports the outcome         ENDING
-    FORMING      enough nodes, and full, not the first
-                 round, or last call over                   RUNNING
+    FORMING      enough nodes, all of them stopped, and
+                 full, not the first round, or last call
+                 over                                       RUNNING
                  too few for the join timeout               ENDING
                  a placement is reported before the first
                  round                                      RECOVERING
     RUNNING      a member's worker has failed               STOPPING
                  all have succeeded                         ENDING
-                 a member is gone, enough remain            RUNNING
-                 a member is gone, too few remain           FORMING
-                 joiners are ready                          RUNNING
-                 another round is due and would use the
-                 same store as this one                     FORMING
+                 a member is gone, or joiners are ready     FORMING
     STOPPING     all workers of the round are gone          DECIDING, or at once:
     DECIDING     the user's callback has answered           BACKING_OFF or ENDING
     STOPPING     ... and no member with a failure remains   FORMING

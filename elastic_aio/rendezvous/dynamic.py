@@ -95,18 +95,8 @@ class DynamicRendezvous(Rendezvous):
                 maximum=nnodes.maximum,
             )
         )
-        # Torch's own clients send no token, and worker 0 may want to host its store.
-        self._shares_store = fixed_ranks and spec.rendezvous.token is None and spec.host_store
-        self._round_settings = RoundSettings(
-            minimum=nnodes.minimum,
-            maximum=nnodes.maximum,
-            join_timeout=spec.rendezvous.join_timeout,
-            last_call_timeout=spec.rendezvous.last_call_timeout,
-            keep_workers=spec.rendezvous.keep_workers,
-            fixed_ranks=fixed_ranks,
-            shared_store=self._shares_store,
-            has_decide=spec.restart.decide is not None,
-        )
+        self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
+        self._shares_store = self._round_settings.shared_store
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._run_id = run_id
         # Unique among all members ever; the host's name makes it readable.
@@ -304,3 +294,19 @@ class DynamicRendezvous(Rendezvous):
                     await session.drain()
                 finally:
                     self._draining = None
+
+
+def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
+    settings = spec.rendezvous
+    return RoundSettings(
+        minimum=spec.nnodes.minimum,
+        maximum=spec.nnodes.maximum,
+        join_timeout=settings.join_timeout,
+        last_call_timeout=settings.last_call_timeout,
+        keep_workers=settings.keep_workers,
+        fixed_ranks=fixed_ranks,
+        # Torch's own clients send no token, and worker 0 may want to host its store.
+        shared_store=fixed_ranks and settings.token is None and spec.host_store,
+        overlap=settings.overlap,
+        has_decide=spec.restart.decide is not None,
+    )

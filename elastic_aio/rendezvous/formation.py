@@ -90,7 +90,7 @@ def recover_round(state: CoordinatorState) -> None:
 
 def form_when_possible(state: CoordinatorState) -> None:
     """Form a round once there are enough nodes, and the last call is over or all joined."""
-    candidates = state.eligible()
+    candidates = _candidates(state)
     settings, timer = state.settings, state.timer
     if state.round.number < 0 and any(one.status.placement is not None for one in candidates):
         state.phase = CoordinatorPhase.RECOVERING
@@ -114,16 +114,29 @@ def form_when_possible(state: CoordinatorState) -> None:
     form_round(state, candidates)
 
 
+def _candidates(state: CoordinatorState) -> list[MemberRecord]:
+    """Return the members of the next round: all, if too few reach the other nodes.
+
+    After the first round that excludes members that are refused or still probe.
+    """
+    eligible = state.eligible()
+    reachable = [one for one in eligible if not (one.refused_because or one.is_probing)]
+    is_first = state.round.number < 0
+    return eligible if is_first or len(reachable) < state.settings.minimum else reachable
+
+
 def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why: str = "") -> None:
     """Begin a round with at most `maximum` candidates; members of the last round first.
 
-    Does nothing while the next port of group rank 0 is unknown: the status with the
-    port is in flight, and its arrival calls this again.  With a store that all rounds
-    share, the previous round is stopped first.
+    All workers of the previous round are stopped first, and this is called again when every
+    member has reported that; with `overlap` each node stops its own workers before it
+    starts others.  Does nothing while the next port of group rank 0 is unknown: the status
+    with the port is in flight, and its arrival calls this again.
     """
     candidates = list(candidates)
-    if state.settings.shared_store and not all(map(state.is_stopped, candidates)):
-        _stop_previous(state, candidates, why)
+    running = [one for one in state.eligible() if not state.is_stopped(one)]
+    if running and (state.settings.shared_store or not state.settings.overlap):
+        _stop_previous(state, running, why)
         return
     chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
     order = _by_group_rank(state, chosen)
@@ -149,11 +162,11 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     state.outbox.publish(round_formed_event(first, group_rank=-1))
 
 
-def _stop_previous(state: CoordinatorState, candidates: list[MemberRecord], why: str) -> None:
-    """Stop workers that would write into the store beside those of the next round."""
+def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:
+    """Stop the workers that would live beside those of the next round."""
     cause = state.restart.cause = state.next_cause(why)
     reason = "another round is to begin" if cause is None else cause.why
-    for record in candidates:
+    for record in running:
         number = max(state.round.number, record.status.round)
         state.outbox.send(record, StopRound(number, reason))
     if state.phase is not CoordinatorPhase.FORMING:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import StartRound
-from elastic_aio.rendezvous.messages import MemberStatus, Order, OrderBody
+from elastic_aio.rendezvous.messages import MemberStatus, Order, OrderBody, ProbePeers
 from elastic_aio.spec.checks import checked_integer
 from elastic_aio.spec.job import NodeRange
 
@@ -27,8 +27,9 @@ class RoundSettings(Struct, frozen=True):
             that it recovers.
         keep_workers: whether a recovered round runs on when all members have returned.
         fixed_ranks: whether the preferred ranks of members are binding.
-        shared_store: whether the workers of all rounds use one store, so that a round
-            must be over before the next begins.
+        shared_store: whether the workers of all rounds use one store.
+        overlap: whether a node may start the workers of a round while another node still
+            stops those of the round before; not with a shared store.
         has_decide: whether the user's callback is asked before each restart.
     """
 
@@ -40,6 +41,7 @@ class RoundSettings(Struct, frozen=True):
     keep_workers: bool = True
     fixed_ranks: bool = False
     shared_store: bool = False
+    overlap: bool = False
     has_decide: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +107,11 @@ class MemberRecord:
     is_rejected: bool = False
     """Whether it can never take part."""
     has_end_order: bool = False
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether its last order is to probe the other nodes, and no result has come."""
+        return isinstance(self.sent, ProbePeers) and self.status.probed_round != self.sent.round
 
     @property
     def name(self) -> str:

@@ -88,6 +88,13 @@ class RendezvousSpec:
 
     Otherwise they are restarted once.
     """
+    overlap: bool = False
+    """Whether a new round may begin on one node while another node still stops its workers.
+
+    By default no worker of a round starts before all processes of the round before have
+    ended on every node.  True saves that wait where two generations of workers can bear to
+    run at once.
+    """
     # Not in the repr: a spec may be logged.
     token: str | None = field(default=None, repr=False)
     """Secret that the store requires; None for none."""
@@ -112,8 +119,9 @@ class RendezvousSpec:
         check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
         if self.store_grace is not None:
             check_number("rendezvous.store_grace", self.store_grace, at_least=0)
-        if not isinstance(self.keep_workers, bool):
-            raise SpecError("rendezvous.keep_workers", self.keep_workers, "must be a bool")
+        for name in ("keep_workers", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
         if not isinstance(self.token, (str, type(None))):  # without showing it
             raise SpecError("rendezvous.token", type(self.token).__name__, "must be text")
         if self.token == "":

@@ -229,7 +229,7 @@ def test_too_few_remaining_nodes_stop_and_wait() -> None:
 
 def test_a_round_waits_for_the_next_port_of_group_rank_0() -> None:
     """The previous `StartRound` is in flight, so the port in the last status is used up."""
-    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0))
+    harness = CoordinatorHarness(RoundSettings(1, 3, last_call_timeout=0, overlap=True))
     harness.join("a", "b", "d")
     harness.drop_orders("a")
     harness.lose("b")
@@ -242,6 +242,48 @@ def test_a_round_waits_for_the_next_port_of_group_rank_0() -> None:
     first, second = (one for one in harness.done["a"][-2:] if isinstance(one, StartRound))
     assert (first.placement.round, second.placement.round) == (1, 2)
     assert first.placement.master_port != second.placement.master_port
+
+
+@pytest.mark.parametrize("change", ["loss", "leave", "joiner"])
+def test_a_round_begins_when_all_workers_of_the_last_one_have_stopped(change: str) -> None:
+    """One node that stops slowly delays the new round on every node."""
+    harness = CoordinatorHarness(RoundSettings(1, 4, last_call_timeout=0), "a", "b", "d")
+    harness.stop_slowly("b")
+    if change == "joiner":
+        harness.join("e")
+        harness.settle(1)
+    else:
+        harness.lose("d", is_lost=change == "loss")
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    assert isinstance(harness.last("a"), StopRound)
+    harness.settle(100)
+    assert harness.coordinator.round == 0
+    harness.members["b"].report(RoundStopped(0))
+    harness.settle()
+    assert harness.coordinator.round == 1
+    third = {"joiner": {"d": 2, "e": 3}}.get(change, {})
+    assert harness.ranks == {"a": 0, "b": 1, **third}
+
+
+def test_overlap_starts_a_round_beside_the_end_of_the_last_one() -> None:
+    settings = RoundSettings(1, 3, last_call_timeout=0, overlap=True)
+    harness = CoordinatorHarness(settings, "a", "b", "d")
+    harness.stop_slowly("b")
+    harness.lose("d")
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert harness.coordinator.round == 1
+
+
+def test_a_joiner_that_still_probes_is_not_taken_while_the_round_stops() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 4, last_call_timeout=0), "a", "b")
+    harness.stop_slowly("b")
+    harness.answer_no_probes("e")
+    harness.join("d", "e")
+    harness.settle(1)
+    assert isinstance(harness.last("b"), StopRound)
+    harness.members["b"].report(RoundStopped(0))
+    harness.settle()
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
 
 
 # -------------------------------------------------------------------- joiners

@@ -81,6 +81,8 @@ class CoordinatorHarness:
         )
         self._options = itertools.count(1)
         self._dropping: set[str] = set()
+        self._slow: set[str] = set()
+        self._unprobed: set[str] = set()
         self.coordinator = self.elect("c")
         self.join(*names)
 
@@ -141,9 +143,11 @@ class CoordinatorHarness:
             match action:
                 case StartRound(placement) if not placement.span.group_rank:
                     member.set_port(member.status.port + 1)
-                case StopRound(round) if member.status.phase is not MemberPhase.FAILING:
+                case StopRound(round) if (
+                    member.status.phase is not MemberPhase.FAILING and name not in self._slow
+                ):
                     member.report(RoundStopped(round))
-                case Probe(round):
+                case Probe(round) if name not in self._unprobed:
                     member.probed(round, "")
 
     def drop_orders(self, *names: str) -> None:
@@ -153,6 +157,14 @@ class CoordinatorHarness:
     def restore_orders(self) -> None:
         """Deliver orders to all members again."""
         self._dropping.clear()
+
+    def stop_slowly(self, *names: str) -> None:
+        """Let some members report no stop by themselves."""
+        self._slow.update(names)
+
+    def answer_no_probes(self, *names: str) -> None:
+        """Let the probes of some members go on for ever."""
+        self._unprobed.update(names)
 
     # --------------------------------------------------------- what may happen
 
