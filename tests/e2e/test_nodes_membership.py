@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,8 @@ async def test_too_few_are_left(tmp_path: Path) -> None:
         await host.event(RoundForming, since=since, joined=1, minimum=2)
         assert (await host.note("signal")).text == "SIGTERM"
         assert not any(alive(worker.pid) for worker in before)
-        waiting = [line for line in host.err.splitlines() if "1 of 2" in line or "1/2" in line]
-        assert waiting
+        waiting = f"1 node present ({socket.gethostname()}), minimum 2, maximum 2, missing"
+        assert waiting in host.err
         instead = cluster.start("instead")
         workers = await cluster.workers(host, instead, attempt=1)
         assert (await instead.workers())[0].group_rank == 0
