@@ -40,10 +40,13 @@ from elastic_aio.rendezvous.messages import MemberStatus
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import RestartBudget
+from elastic_aio.spec.restart import Backoff, RestartBudget
 
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
+
+_REJOIN = Backoff(initial=0.5, factor=2.0, cap=10.0)
+"""Before the next attempt at a store that refuses this node, with a lease for example."""
 
 
 def make_static(
@@ -105,8 +108,8 @@ class DynamicRendezvous(Rendezvous):
         self._attending: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
-        self._is_leaving = False
-        self._is_hurried = False
+        self._refusals = 0
+        self._is_leaving = self._is_hurried = False
         self._draining: asyncio.Timeout | None = None
 
     def __repr__(self) -> str:
@@ -164,6 +167,9 @@ class DynamicRendezvous(Rendezvous):
                 return
             self._agent.on_event(RendezvousStoreLost(endpoint=endpoint, why=why))
             self._start_grace(why, located.store.last_received_at)
+            # The store is there, so the search alone would not wait.
+            if self._refusals > 1:
+                await asyncio.sleep(_REJOIN.delay(self._refusals - 2, random.random))
 
     async def _attend_store(self, located: LocatedStore) -> str:
         """Take part at one store until it is lost; return the reason."""
@@ -182,6 +188,7 @@ class DynamicRendezvous(Rendezvous):
             run_id=self._run_id,
             root=located.store if self._shares_store else None,
         )
+        self._refusals += 1
         self._session = StoreSession(
             located,
             self._locator,
@@ -191,7 +198,7 @@ class DynamicRendezvous(Rendezvous):
             member=self._member,
             ttl=self._settings.heartbeat_timeout,
             perform=self._perform,
-            on_joined=self._stop_grace,
+            on_joined=self._on_joined,
         )
         return await self._session.run()
 
@@ -254,6 +261,10 @@ class DynamicRendezvous(Rendezvous):
             loop = asyncio.get_running_loop()
             # The lease of this node began at the last message that was exchanged.
             self._grace = loop.call_at(last_received_at + seconds, self._isolate, reason)
+
+    def _on_joined(self) -> None:
+        self._refusals = 0
+        self._stop_grace()
 
     def _stop_grace(self) -> None:
         if self._grace is not None:

@@ -127,13 +127,16 @@ class LeaseTable:
             # The new deadline may be earlier than the heap's entry.
             self._push(lease)
 
-    def renew_all(self, now: float) -> None:
-        """Restart the time of every lease at `now`: the server received nothing before."""
+    def extend_all(self, seconds: float, now: float) -> None:
+        """Postpone every deadline by `seconds`: the server received nothing for so long.
+
+        Only by the pause: a server that pauses again and again must still expire a lease.
+        """
+        for holder in {lease.holder for lease in self._leases.values() if lease.holder}:
+            # Not beyond `now`: the bytes of some holders have been read since the pause.
+            holder.last_received_at = min(now, holder.last_received_at + seconds)
         for lease in self._leases.values():
-            if lease.holder is not None:
-                lease.holder.last_received_at = now
-            else:
-                lease.ends_at = now + lease.linger
+            lease.ends_at += seconds
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due, or None."""
@@ -157,6 +160,10 @@ class LeaseTable:
         self._count += 1
         lease.entry = self._count
         heapq.heappush(self._heap, (lease.deadline(), self._count, lease))
+        if len(self._heap) > 2 * len(self._leases) + 64:
+            # Stale entries of leases with distant deadlines.
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
+            heapq.heapify(self._heap)
 
     def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
         lease.holder = holder

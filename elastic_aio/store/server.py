@@ -52,7 +52,7 @@ class StoreServer:
             owns them from now on.
         on_pause: called, while there are leases, after this process or its host was
             suspended, with a lower bound of the seconds; it may have been up to
-            `PAUSE_RESOLUTION` more.  No lease expires because of it.
+            `PAUSE_RESOLUTION` more.  The leases are extended by as much.
     """
 
     def __init__(
@@ -255,13 +255,11 @@ class StoreServer:
         now = self._now()
         late = now - self._timer_at
         if late > PAUSE_RESOLUTION:
-            # This process was suspended, and could not receive heartbeats.  All leases are
-            # renewed even though the sockets will be read next: the network of a host that
-            # was paused may take seconds to deliver the rest.
-            self.keyspace.leases.renew_all(now)
+            # This process was suspended, and could not receive heartbeats.
+            self.keyspace.leases.extend_all(late, now)
             if self._on_pause is not None:
                 self._on_pause(late)
-        elif late > _LATE and not self._is_late:
+        if late > PAUSE_RESOLUTION or (late > _LATE and not self._is_late):
             # Heartbeats may still be in the sockets: let them be read first.
             self._is_late = True
             self._set_timer(now + _LATE)

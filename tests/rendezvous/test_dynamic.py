@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 
 import pytest
 
@@ -24,7 +25,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import make_static
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.store import StoreServer, connect
+from elastic_aio.store import KeyspaceLimits, ServerLimits, StoreServer, connect
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
@@ -387,6 +388,25 @@ async def test_a_node_without_a_store_fails() -> None:
         outcome = await a.wait_ended()
         assert outcome.exit_code == RENDEZVOUS_FAILED
         assert endpoint in outcome.why
+
+
+async def test_a_refused_node_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store grants one lease; the second node waits half a second before its third attempt."""
+    monkeypatch.setattr("random.random", lambda: 1.0)
+    limits = ServerLimits(keyspace=KeyspaceLimits(leases=1))
+    async with StoreServer("127.0.0.1", limits=limits) as server:
+        spec = job_spec(server.endpoint, "2", is_host=False)
+        a, b = FakeAgent("a", spec), FakeAgent("b", spec)
+        async with present(a) as members:
+            await a.wait_event(CoordinatorChanged)
+            begin = time.monotonic()
+            await b.rendezvous.open()
+            members.append(b)
+            await b.wait_until(
+                lambda: sum(isinstance(one, RendezvousStoreLost) for one in b.events) == 3
+            )
+            assert time.monotonic() - begin > 0.5
+            assert (await b.wait_event(RendezvousStoreLost)).why == "there are too many leases"
 
 
 async def test_garbage_in_the_store_stops_no_worker() -> None:

@@ -204,33 +204,91 @@ async def test_a_late_timer_expires_no_lease_before_the_sockets_are_read(
             await lease.wait_ended()
 
 
-def test_renewing_all_leases() -> None:
-    """A lease with a holder gets its whole ttl again, a lingering one its whole linger."""
+class RecordingHolder(LeaseHolder):
+    """A holder that records the end of its leases."""
+
+    def __init__(self, ended: list[bytes]) -> None:
+        super().__init__()
+        self.ended = ended
+
+    def on_lease_ended(self, tag: object) -> None:
+        self.ended.append(b"notified")
+
+
+def test_a_pause_extends_leases_by_itself_only() -> None:
+    """A lease with a holder and a lingering one; a holder that was heard since gets no more."""
     ended: list[bytes] = []
     table = LeaseTable(ended.append, 10)
-
-    class Holder(LeaseHolder):
-        def on_lease_ended(self, tag: object) -> None:
-            ended.append(b"notified")
-
-    one, two = Holder(), Holder()
-    for holder, name in ((one, b"1"), (two, b"2")):
+    one, two, three = (RecordingHolder(ended) for _ in range(3))
+    for holder, name in ((one, b"1"), (two, b"2"), (three, b"3")):
         table.grant(holder, None, name, 5.0, 1.0, 100.0)
         lease = table.find(name)
         assert lease is not None
         table.bind(lease, name)
-    table.forget(two, 104.0)
-    assert table.has_any
-    table.renew_all(200.0)
-    table.expire(200.9)
+    table.forget(two, 103.0)
+    three.last_received_at = 199.5
+    table.extend_all(96.0, 200.0)
+    assert three.last_received_at == 200.0
+    table.expire(199.9)
     assert ended == []
+    table.expire(200.1)
+    assert ended == [b"2"]
+    table.expire(200.9)
+    assert ended == [b"2"]
     table.expire(201.1)
-    assert ended == [b"2"]
-    table.expire(204.9)
-    assert ended == [b"2"]
-    table.expire(205.1)
     assert ended == [b"2", b"1", b"notified"]
-    assert [table.has_any] == [False]
+    table.expire(205.1)
+    assert ended[3:] == [b"3", b"notified"]
+
+
+def test_a_store_that_pauses_again_and_again_expires_a_lease() -> None:
+    """Paused for 2.2 s in every 4: a lease of 5 s ends in the third period."""
+    ended: list[bytes] = []
+    table = LeaseTable(ended.append, 10)
+    table.grant(RecordingHolder(ended), None, b"1", 5.0, 0.0, 0.0)
+    now = 0.0
+    while not ended:
+        now += 4.0
+        table.extend_all(2.2, now)
+        table.expire(now)
+    assert now == 12.0
+
+
+def test_ended_leases_leave_nothing() -> None:
+    """Not even in the heap, where a lease of a month would stay for a month."""
+    table = LeaseTable(lambda key: None, 10)
+    for number in range(1000):
+        table.grant(RecordingHolder([]), None, b"%d" % number, 2e6, 0.0, 0.0)
+        lease = table.find(b"%d" % number)
+        assert lease is not None
+        table.release(lease)
+    assert len(table._heap) < 100
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_suspended_again_and_again_expires_a_lease() -> None:
+    """The holder of a lease of 5 s sends nothing; the server is suspended 2.2 s in every 4."""
+    async with (
+        server_process() as (process, endpoint),
+        connect(endpoint) as other,
+        connect(endpoint) as store,
+        other.watch("here") as watch,
+    ):
+        lease = await store.lease(5.0).__aenter__()
+        await lease.set("here", "1")
+        assert (await anext(watch)).kind is ChangeKind.SET
+        assert store._heartbeat_timer is not None
+        store._heartbeat_timer.cancel()
+        change = asyncio.ensure_future(anext(watch))
+        for _ in range(8):
+            await asyncio.wait([change], timeout=1.8)
+            if change.done():
+                break
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(2.2)  # the pause itself
+            os.kill(process.pid, signal.SIGCONT)
+        assert change.done()
+        assert change.result().kind is ChangeKind.EXPIRED
 
 
 async def test_connecting_over_a_socket(server: StoreServer) -> None:
