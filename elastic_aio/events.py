@@ -262,7 +262,7 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
     name: str
     """Name of the node's host."""
     term: int
-    """The term of its election; a higher term replaces a lower one."""
+    """The term of its election; at one store, a higher term replaces a lower one."""
 
 
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):

@@ -85,6 +85,7 @@ class LocatedStore(Struct, frozen=True):
 
     Attributes:
         store: connected; lost for good once its server does not answer for too long.
+        instance: identifies the server; a restarted server has another one.
         endpoint: as in the list; for port 0, with the port that was chosen.
         index: its position in the list.
         is_host: whether this process serves it.
@@ -92,6 +93,7 @@ class LocatedStore(Struct, frozen=True):
     """
 
     store: RemoteStore
+    instance: bytes
     endpoint: str
     index: int
     is_host: bool
@@ -218,7 +220,9 @@ class StoreLocator:
         if not endpoint.port and server is not None:
             text = f"{text.rpartition(':')[0]}:{server.port}"
         address = _public_address(monitor, handshake.local_address)
-        return LocatedStore(handshake.store, text, endpoint.index, server is not None, address)
+        store = handshake.store
+        is_host = server is not None
+        return LocatedStore(store, store.instance, text, endpoint.index, is_host, address)
 
     async def _serve(self, search: EndpointSearch, index: int) -> LocatedStore | None:
         """Serve the store; None if that is impossible now."""

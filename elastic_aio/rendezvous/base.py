@@ -36,7 +36,7 @@ class Placement(Struct, frozen=True):
 
     Attributes:
         round: number of the round; it only grows.
-        formed_by: term and name of the coordinator that formed the round.  Two
+        formed_by: term, name and store of the coordinator that formed the round.  Two
             coordinators in a network partition may use one number for two rounds.
         attempt: number of the attempt, the same on all nodes.
         restarts: restarts after failures so far, for TORCHELASTIC_RESTART_COUNT.

@@ -98,18 +98,15 @@ class Coordinator:
         name: str,
         term: int,
         now: float,
-        is_new_store: bool = True,
     ) -> None:
         """Begin without members.
 
-        `name` is that of the member that coordinates, `term` is higher than that of every
-        former coordinator, `now` is in monotonic seconds, and `is_new_store` is whether
-        the members have moved to another store.
+        `name` names the member that coordinates and the store, `term` is higher than that
+        of every former coordinator at this store, and `now` is in monotonic seconds.
         """
-        self._state = CoordinatorState(settings, budget, name, term, now, is_new_store)
+        self._state = CoordinatorState(settings, budget, name, term, now)
         self._joined: list[MemberRecord] = []
         self._count = 0
-        self._highest_term = term
 
     def __repr__(self) -> str:
         state = self._state
@@ -170,8 +167,6 @@ class Coordinator:
         elif status.serial <= record.status.serial:
             return
         record.status = status
-        if state.outbox.observe_ack(record):
-            self._highest_term = max(status.term, self._highest_term)
 
     def on_gone(self, member: str, *, is_lost: bool) -> None:
         """Take the end of a member: it has left, or is lost."""
@@ -205,9 +200,6 @@ class Coordinator:
         """Return the effects to perform: at most one order for each member."""
         state = self._state
         state.deadlines.now = now
-        if self._highest_term > state.outbox.term:
-            self._highest_term += 1
-            state.outbox.raise_term(self._highest_term, state.members.values())
         self._admit_joined()
         while True:
             before = state.phase, self.round

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import Never
 
 from msgspec.structs import replace
@@ -17,7 +16,6 @@ from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import Coordinator
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.rendezvous.members import (
-    AnnounceTerm,
     PublishEvent,
     RequestDecision,
     RoundSettings,
@@ -77,22 +75,14 @@ class CoordinatorRunner:
         self._cleared: set[tuple[int, str]] = set()
 
     async def run(
-        self,
-        store: Store,
-        lease: Lease,
-        *,
-        name: str,
-        term: int,
-        is_new_store: bool,
-        announce: Callable[[int], Awaitable[None]],
+        self, store: Store, lease: Lease, *, name: str, term: int, instance: bytes
     ) -> Never:
         """Coordinate until the store is lost; may be called again for another term.
 
         Cancellation: stops coordinating; the members keep their last orders.
 
         `name` and `lease` are those of this member, and orders are written under the
-        lease.  `store` has the prefix of the run; `is_new_store` is whether it has had no
-        coordinator before.  `announce` makes a higher term known; its errors end this call.
+        lease.  `store` has the prefix of the run, and `instance` identifies its server.
 
         Raises:
             StoreError: the store is lost, or the lease has ended.
@@ -101,10 +91,9 @@ class CoordinatorRunner:
         coordinator = Coordinator(
             self._settings,
             self._budget,
-            name=name,
+            name=f"{name}@{instance.hex()[:8]}",
             term=term,
             now=asyncio.get_running_loop().time(),
-            is_new_store=is_new_store,
         )
         self._own_key = f"t/{name}"
         async with store.watch("t/", is_prefix=True) as statuses:
@@ -114,7 +103,7 @@ class CoordinatorRunner:
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
                 while True:
-                    await self._decide(coordinator, lease, announce)
+                    await self._decide(coordinator, lease)
                     if self._is_own_status_gone:
                         self.departure_handled.set()
                     await self._wait_wakeup(coordinator.deadline, collecting)
@@ -173,16 +162,12 @@ class CoordinatorRunner:
 
     # -------------------------------------------------------------- effects out
 
-    async def _decide(
-        self, coordinator: Coordinator, lease: Lease, announce: Callable[[int], Awaitable[None]]
-    ) -> None:
+    async def _decide(self, coordinator: Coordinator, lease: Lease) -> None:
         orders: dict[str, Order] = {}
         for effect in coordinator.decide(asyncio.get_running_loop().time()):
             match effect:
                 case SendOrder(member, order):
                     orders[member] = order
-                case AnnounceTerm(term):
-                    await announce(term)
                 case PublishEvent(event):
                     self._publish(event)
                 case RequestDecision(attempt, failure):
@@ -191,7 +176,7 @@ class CoordinatorRunner:
         starts = [one.body.placement for one in orders.values() if isinstance(one.body, StartRound)]
         begun = {(placement.round, placement.formed_by) for placement in starts}
         if self._root is not None and not begun <= self._cleared:
-            # Once a round: an order is sent again in a higher term.
+            # Once a round: an order may be sent again.
             await _delete_worker_keys(self._root)
             self._cleared = begun
         if orders:

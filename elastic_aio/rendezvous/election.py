@@ -8,21 +8,22 @@ The record is written under the member's lease, and so is every order of a coord
 When the lease ends, the store removes the record and refuses further writes under that
 lease.  So a leader that was suspended or partitioned cannot send orders beside its
 successor, and no clocks are compared; this is the fencing token of other designs.
-Terms order the coordinators for the members: an order of an older term than the highest
-seen is dropped.  A candidate takes its own highest term + 1.  That can be too low when a
-member has seen a higher one at another store; the coordinator learns it from that
-member's status and announces a higher term, again by compare-and-set.
 
-Three cases need care:
+Terms order the coordinators of one store.  The winner takes its term from the store's
+counter `terms`, and then replaces its record, of term 0, by one with the term.  The
+counter is added to after the election and not before: a candidate that is suspended
+between the two could otherwise lead in a term below that of a leader before it.  A term
+is given once in the life of a store; nothing about terms comes from a member's memory.
+At another store, terms begin anew (see `Member.attend`).
+
+Two cases need care:
 
 * A record with this member's own name may be left of its previous lease, which lingers
   for `LEASE_LINGER` after its connection.  It must not be taken for a leadership: it is
-  removed when that lease ends.  So the member remembers the exact bytes that it has
-  written under the present lease (`_own_records`), and replaces any other record of its
-  own by a compare-and-set against these old bytes.  Waiting for the key to become empty
-  would leave the job without a coordinator meanwhile.
-* `_own_records` is a set, because announcing a term replaces the record: the watch may
-  still deliver the previous one, which is this member's as well.
+  removed when that lease ends.  So a member leads only by the record that it has written
+  under the present lease (`_record`), and replaces any other of its own by a
+  compare-and-set against these old bytes.  Waiting for the key to become empty would
+  leave the job without a coordinator meanwhile.
 * Changes of the watch can be older than the election that was just won.  The leader
   does not conclude from a change that it is deposed, but reads the key again.
 
@@ -76,11 +77,11 @@ class Election:
         self._name = name
         self._perform = perform
         self._migrate = migrate
-        self._own_records: set[bytes] = set()
+        self._record = b""
         self.is_leader = False
 
     async def run(self, records: Watch, lease: Lease) -> Never:
-        """Stand for election whenever there is no leader, and lead when elected.
+        """Campaign whenever there is no leader, and lead when elected.
 
         `records` watches the key `coordinator`; `lease` is this member's.
 
@@ -95,79 +96,68 @@ class Election:
                     present = (await anext(records)).value
         while True:
             leader = LeaderRecord.decode(present)
-            is_own = leader is not None and leader.member == self._name
-            if leader is None or (is_own and present not in self._own_records):
+            if leader is None or (leader.member == self._name and present != self._record):
                 # No leader, no readable record, or one of this member's previous lease.
-                term = self._member.status.term + 1
-                present = await self._campaign(lease, present or b"", term)
-                leader = LeaderRecord.decode(present)
-            if leader is not None:
-                self._perform(self._member.on_coordinator(leader.name, leader.term))
-            if leader is not None and present in self._own_records:
-                present = await self._lead(leader.term, records, lease)
+                present = await self.campaign(lease, present or b"")
+            self.observe(present)
+            if present is not None and present == self._record:
+                present = await self.lead(lease, records)
             else:
                 present = (await anext(records)).value
 
-    async def _campaign(self, lease: Lease, present: bytes, term: int) -> bytes:
-        """Try to replace the record `present`; return the record that stands then."""
-        record = self._record(term)
-        self._own_records.add(record)
-        return await lease.compare_set(_KEY, present, record)
+    async def campaign(self, lease: Lease, former: bytes) -> bytes:
+        """Try to replace the record `former`; return the record that stands then."""
+        candidate = self._new_record(0)
+        present = await lease.compare_set(_KEY, former, candidate)
+        if present != candidate:
+            return present
+        elected = self._new_record(await self._store.add("terms"))
+        return await lease.compare_set(_KEY, candidate, elected)
 
-    def _record(self, term: int) -> bytes:
-        return encode(LeaderRecord(term, self._name, self._member.status.node.name))
+    def observe(self, present: bytes | None) -> None:
+        """Take the record that stands now: its leader may be another one."""
+        leader = LeaderRecord.decode(present)
+        if leader is not None and leader.term:
+            self._perform(self._member.on_coordinator(leader.name, leader.term))
 
-    async def _lead(self, term: int, records: Watch, lease: Lease) -> bytes | None:
+    async def lead(self, lease: Lease, records: Watch) -> bytes | None:
         """Coordinate until deposed; return the record that stands then."""
+        leader = LeaderRecord.decode(self._record)
+        assert leader is not None
         self.is_leader = True
         try:
-            work = [self._coordinate(term, lease), self._wait_deposed(records)]
+            instance = self._located.instance
+            run = self._runner.run
+            work = [
+                run(self._store, lease, name=self._name, term=leader.term, instance=instance),
+                self._wait_deposed(records),
+            ]
             if self._located.index and not self._located.is_host:
                 work.append(self._migrate())
             return await first_result(work)
         finally:
             self.is_leader = False
-            self._own_records.clear()
 
-    async def _coordinate(self, term: int, lease: Lease) -> bytes | None:
-        current = self._record(term)
+    async def resign(self) -> None:
+        """Wait until the coordinator, if it is this member, has acted on its departure.
 
-        async def announce(term: int) -> None:
-            nonlocal current
-            present = await self._campaign(lease, current, term)
-            if present not in self._own_records:
-                raise _DeposedError(present)
-            current = present
-            name = self._member.status.node.name
-            self._perform(self._member.on_coordinator(name, term))
+        The next coordinator cannot read the status of a member that has left; it learns
+        from the others that the member was done (`MembersDone`).
+        """
+        if self.is_leader:
+            await self._runner.departure_handled.wait()
 
-        try:
-            await self._runner.run(
-                self._store,
-                lease,
-                name=self._name,
-                term=term,
-                is_new_store=await self._store.add("terms", 1) == 1,
-                announce=announce,
-            )
-        except _DeposedError as error:
-            return error.present
+    def _new_record(self, term: int) -> bytes:
+        self._record = encode(LeaderRecord(term, self._name, self._member.status.node.name))
+        return self._record
 
     async def _wait_deposed(self, records: Watch) -> bytes | None:
         """Return the record of another leader, or None, once this member is deposed."""
         while True:
             await anext(records)
             present = await self._store.peek(_KEY)
-            if present not in self._own_records:
+            if present != self._record:
                 return present
-
-
-class _DeposedError(Exception):
-    """Another member is the leader."""
-
-    def __init__(self, present: bytes) -> None:
-        super().__init__(present)
-        self.present = present
 
 
 async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:

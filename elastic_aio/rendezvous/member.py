@@ -61,6 +61,8 @@ class Member:
     def __init__(self, status: MemberStatus) -> None:
         """Begin with a first status."""
         self.status = status
+        self._instance = b""
+        self._term = 0
         self._acked = (0, 0)
         self._stopping = -1
         self._is_standing_by = False
@@ -86,25 +88,29 @@ class Member:
         if port != self.status.port:
             self._update(port=port)
 
-    def republish(self) -> None:
-        """Make the status a new one, for a store that may not have it."""
+    def attend(self, instance: bytes) -> None:
+        """Take part at the store `instance`, which may not have the status.
+
+        Each store counts its own terms.  So the orders of one store are not compared with
+        those of another; at the same store, after a reconnection, they are.
+        """
+        if instance != self._instance:
+            self._instance, self._term, self._acked = instance, 0, (0, 0)
         self._update()
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
         """Take the name of the coordinator; a term that is not newer changes nothing."""
-        if term <= self.status.term:
+        if term <= self._term:
             return []
-        self._update(term=term)
+        self._term = term
         return [CoordinatorChanged(name=name, term=term)]
 
     def on_order(self, order: Order) -> list[MemberEffect]:
         """Take an order and return the effects to perform."""
         position = (order.term, order.serial)
-        if position <= self._acked or order.term < self.status.term or self.has_ended:
+        if position <= self._acked or order.term < self._term or self.has_ended:
             return []
         self._acked = position
-        if order.term > self.status.term:
-            self._update(term=order.term)
         match order.body:
             case StartRound():
                 return self._start(order.body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -77,13 +76,7 @@ class RequestDecision(Struct, frozen=True):
     failure: Failure
 
 
-class AnnounceTerm(Struct, frozen=True):
-    """Announce a higher term: a member has seen a newer one than this coordinator's."""
-
-    term: int
-
-
-CoordinatorEffect = SendOrder | PublishEvent | RequestDecision | AnnounceTerm
+CoordinatorEffect = SendOrder | PublishEvent | RequestDecision
 
 
 # ------------------------------------------------------------------ members
@@ -156,22 +149,6 @@ class Outbox:
     def publish(self, event: Event) -> None:
         """Publish an event of the job."""
         self._others.append(PublishEvent(event))
-
-    def observe_ack(self, record: MemberRecord) -> bool:
-        """Take a member's `acked`; return whether the member has seen a higher term."""
-        term, serial = record.status.acked
-        if term == self.term:
-            # A coordinator of the same term at another store: outnumber its orders.
-            self._serial = max(serial, self._serial)
-        return record.status.term > self.term
-
-    def raise_term(self, term: int, records: Iterable[MemberRecord]) -> None:
-        """Continue in a higher term, and send every member its last order again."""
-        self.term = term
-        self._others.append(AnnounceTerm(term))
-        for record in records:
-            if record.sent is not None:
-                self.resend(record, record.sent)
 
     def discard(self, member: str) -> None:
         """Drop the order for a member that has gone."""

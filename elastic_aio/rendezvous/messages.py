@@ -30,7 +30,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.text import escape_surrogates
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of statuses and orders; members of another version are rejected."""
 
 LEASE_LINGER = 0.2
@@ -72,7 +72,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 25 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 24 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -81,7 +81,6 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         port: reserved there for the workers of the next round.
         is_host: whether it hosts the store.
         minimum, maximum: nodes of the job, by its own command line.
-        term: the highest term of a coordinator that it has seen.
         placement: the last one it took.
         stopped_round: no worker of this round or of an earlier one runs there.
         probed_round: the round of its last `ProbePeers` order.
@@ -90,7 +89,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         is_permanent: another attempt cannot succeed, because of `permanent_reason`.
         exit_code: of such a failure.
         runtime: seconds that the workers of the round ran.
-        acked: term and serial of the last order that it had seen.
+        acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success.
         pending_restart: a restart that was announced after the round's failure.
         outcome: how the job has ended, if it has seen that.
@@ -106,7 +105,6 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     is_host: bool = False
     minimum: int = 1
     maximum: int = 1
-    term: int = 0
     phase: MemberPhase = MemberPhase.JOINING
     placement: Placement | None = None
     stopped_round: int = -1
@@ -196,7 +194,10 @@ class Order(Struct, frozen=True):
 
 
 class LeaderRecord(Struct, frozen=True):
-    """The value of the key `coordinator`: the elected member, its host's name, its term."""
+    """The value of the key `coordinator`: the elected member, its host's name, its term.
+
+    The term is 0 until the member has taken one.
+    """
 
     term: int
     member: str
@@ -284,7 +285,7 @@ def _problem(status: MemberStatus) -> str:
         return f"nproc is {node.nproc}"
     if max(map(len, (node.name, node.role, status.address))) > _NAME_MAX:
         return f"a name has more than {_NAME_MAX} characters"
-    numbers = [node.nproc, status.serial, status.term, *status.acked]
+    numbers = [node.nproc, status.serial, *status.acked]
     numbers += [status.stopped_round, status.probed_round, status.members_done]
     if placement is not None:
         numbers += [placement.round, placement.attempt, placement.restarts, placement.changes]

@@ -6,7 +6,7 @@ Keys, under `elastic_aio/<run id>/`:
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
   the store refuses the orders of a deposed coordinator;
 * `coordinator`: the `LeaderRecord` of the coordinator, under the same lease;
-* `terms`: how many terms there have been at this store.
+* `terms`: the last term; see `elastic_aio.rendezvous.election`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StoreSession:
                 lease = await enter(self._store.lease(self._ttl, linger=LEASE_LINGER))
                 orders = await enter(self._store.watch(f"o/{self._name}"))
                 records = await enter(self._store.watch("coordinator"))
-                self._member.republish()
+                self._member.attend(self._located.instance)
                 work = [
                     self._write_statuses(lease),
                     self._follow_orders(orders),
@@ -116,15 +116,12 @@ class StoreSession:
     async def resign(self) -> None:
         """Let the coordinator record this member's success before its lease ends.
 
-        The next coordinator cannot read the status of a member that has left; it learns
-        from the others that the member was done (`MembersDone`).
-
         Raises:
             StoreError: the store is lost.
         """
         if self._election.is_leader:
             await self._delete_status()
-            await self._runner.departure_handled.wait()
+            await self._election.resign()
 
     async def drain(self) -> None:
         """Wait until all other members have left, if they need this one.

@@ -100,20 +100,15 @@ class CoordinatorState:
     """The state that all phases of a coordinator read and change."""
 
     def __init__(
-        self,
-        settings: RoundSettings,
-        budget: RestartBudget,
-        name: str,
-        term: int,
-        now: float,
-        is_new_store: bool,
+        self, settings: RoundSettings, budget: RestartBudget, name: str, term: int, now: float
     ) -> None:
         """Begin without members."""
         self.phase = CoordinatorPhase.RECOVERING
         self.settings = settings
         self.budget = budget
         self.name = name
-        self.is_new_store = is_new_store
+        self.is_new_store = term == 1
+        """Whether the members have moved to another store: it has had no leader."""
         self.created_at = now
         self.deadlines = Deadlines(now)
         self.outbox = Outbox(term)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from elastic_aio.discovery.choice import RECONNECT_FOR
 from elastic_aio.rendezvous.coordinator import Coordinator
-from elastic_aio.rendezvous.members import AnnounceTerm, PublishEvent, RequestDecision, SendOrder
+from elastic_aio.rendezvous.members import PublishEvent, RequestDecision, SendOrder
 from elastic_aio.rendezvous.messages import (
     HOST_HEAD_START,
     LEASE_LINGER,
@@ -50,7 +50,6 @@ class SimSession:
         self.store = store
         self.is_over = False
         self.coordinator: SimCoordinator | None = None
-        self._is_new_store = False
         self._is_candidate = False
         self._record = b""
         self._lease = b"%d" % next(_names)
@@ -65,7 +64,7 @@ class SimSession:
         self._is_writing = False
         self._is_draining = False
         self._connection = self._connect(is_back=False)
-        node.member.republish()
+        node.member.attend(store.instance)
         self.status_changed()
         self._ping()
 
@@ -249,11 +248,10 @@ class SimSession:
         if self.is_over or self._is_candidate or self.coordinator is not None:
             return
         self._is_candidate = True
-        self.request(wire.ADD, b"terms", 1, self._on_terms)
+        self._replace_record(b"", 0, self._on_voted)
 
-    def _on_terms(self, count: int) -> None:
-        self._is_new_store = count == 1
-        self._replace_record(b"", max(count, self.node.member.status.term + 1), self._on_voted)
+    def _on_term(self, term: int) -> None:
+        self._replace_record(self._record, term, self._on_elected)
 
     def _replace_record(self, former: bytes, term: int, then: OnReply) -> None:
         name = self.node.name
@@ -262,27 +260,25 @@ class SimSession:
         self.request(wire.LEASED_COMPARE_SET, b"coordinator", arguments, then)
 
     def _on_voted(self, present: bytes) -> None:
+        if present == self._record:
+            self.request(wire.ADD, b"terms", 1, self._on_term)
+        else:
+            self._is_candidate = False
+            self._on_leader(present)
+
+    def _on_elected(self, present: bytes) -> None:
         self._is_candidate = False
         self._on_leader(present)
         if present == self._record and self.coordinator is None and not self.is_over:
-            term = _decode(present).term
-            self.coordinator = SimCoordinator(self, term, is_new_store=self._is_new_store)
+            self.coordinator = SimCoordinator(self, _decode(present).term)
             self._watches[_STATUSES] = -1
             self._connection.watch(_STATUSES, self._keys[_STATUSES], -1, is_prefix=True)
 
     def _on_leader(self, text: bytes) -> None:
         # A record of this node's own previous session may be there; it is removed soon.
         leader = _decode(text)
-        self.node._perform(self.node.member.on_coordinator(leader.name, leader.term))
-
-    def announce(self, term: int) -> None:
-        """Announce a higher term, unless another node is the leader."""
-        self._replace_record(self._record, term, self._on_announced)
-        self.node._perform(self.node.member.on_coordinator(self.node.name, term))
-
-    def _on_announced(self, present: bytes) -> None:
-        if _decode(present).member != self.node.name:
-            self.end("another node is the coordinator")
+        if leader.term:
+            self.node._perform(self.node.member.on_coordinator(leader.name, leader.term))
 
 
 def _decode(text: bytes) -> LeaderRecord:
@@ -294,7 +290,7 @@ def _decode(text: bytes) -> LeaderRecord:
 class SimCoordinator:
     """Runs the coordinator of one term: statuses in, effects out."""
 
-    def __init__(self, session: SimSession, term: int, *, is_new_store: bool) -> None:
+    def __init__(self, session: SimSession, term: int) -> None:
         """Begin; statuses come with `on_snapshot`."""
         node = session.node
         self._session = session
@@ -302,10 +298,9 @@ class SimCoordinator:
         self.machine = Coordinator(
             node.settings.rounds,
             node.budget,
-            name=node.name,
+            name=f"{node.name}@{session.store.instance.decode()}",
             term=term,
             now=node.host.now,
-            is_new_store=is_new_store,
         )
         self._known: set[bytes] = set()
         self._is_ready = False
@@ -367,8 +362,6 @@ class SimCoordinator:
             match effect:
                 case SendOrder(member, order):
                     self._session.leased_set(f"o/{member}".encode(), encode(order))
-                case AnnounceTerm(term):
-                    self._session.announce(term)
                 case PublishEvent(event):
                     observer.on_event(self._node, event)
                 case RequestDecision():

@@ -43,6 +43,7 @@ class SimStore:
         """Begin empty; `noise` is the share of notifications that are repeated late."""
         self.host = host
         self.endpoint = endpoint
+        self.instance = f"{endpoint} since {host.now}".encode()
         self.is_open = True
         self.keyspace = Keyspace()
         self.network = network

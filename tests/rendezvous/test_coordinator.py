@@ -236,8 +236,7 @@ def test_a_round_waits_for_the_next_port_of_group_rank_0() -> None:
     harness.lose("d")
     assert harness.coordinator.round == 1, "a has not yet taken its place in it"
     harness.restore_orders()
-    sent = next(body for member, body in reversed(harness.sent) if member == "a")
-    harness.perform("a", harness.members["a"].on_order(Order(1, 100, sent)))
+    harness.perform("a", harness.members["a"].on_order(harness.dropped["a"]))
     harness.settle()
     first, second = (one for one in harness.done["a"][-2:] if isinstance(one, StartRound))
     assert (first.placement.round, second.placement.round) == (1, 2)
@@ -408,7 +407,7 @@ def test_a_node_of_another_protocol_version_is_rejected() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a")
     harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9))
     harness.settle()
-    assert ("x", Reject("it speaks version 9 of the protocol, not 1")) in harness.sent
+    assert ("x", Reject("it speaks version 9 of the protocol, not 2")) in harness.sent
 
 
 def test_fixed_ranks_are_unique_and_in_range() -> None:
@@ -679,45 +678,25 @@ def test_recovery_waits_for_members_of_the_round() -> None:
 def test_another_store_restarts_the_workers_without_keep_workers() -> None:
     """Once."""
     harness = CoordinatorHarness(RoundSettings(2, 2, keep_workers=False), "a", "b")
-    harness.elect("d", is_new_store=False)
+    harness.elect("d")
     harness.settle()
     assert harness.coordinator.round == 0
-    harness.elect("e", is_new_store=True)
+    harness.elect("e", store=b"another")
     harness.settle()
     assert harness.coordinator.round == 1
     assert harness.ranks == {"a": 0, "b": 1}
 
 
-def test_a_term_above_those_that_members_have_seen_is_announced() -> None:
-    harness = CoordinatorHarness(RoundSettings(2, 2))
-    harness.join("a", term=7)
-    assert harness.announced_terms == [8]
-    harness.join("b")
-    assert harness.ranks == {"a": 0, "b": 1}
-    placement = harness.places["a"]
-    assert placement is not None
-    assert placement.formed_by == "8.c"
-
-
-def test_orders_are_resent_in_a_higher_term() -> None:
-    """A member may have dropped those of the lower term."""
-    harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b", "d")
-    harness.sent.clear()
-    harness.join("e", term=9)
-    assert {name for name, body in harness.sent if isinstance(body, StartRound)} == {"a", "b", "d"}
-    assert harness.coordinator.term == 10
-    assert harness.coordinator.round == 0
-
-
-def test_serials_continue_after_another_coordinator_of_the_same_term() -> None:
-    """Two stores have counted to the same term."""
-    harness = CoordinatorHarness(RoundSettings(1, 1), "a")
-    for _ in range(3):
-        harness.fail("a")
-    harness.elect("d", term=1)
-    harness.settle()
-    harness.fail("a")
-    assert harness.end_orders().keys() == {"a"}, "an order that was not dropped"
+def test_orders_of_another_store_are_obeyed() -> None:
+    """A new coordinator there begins with term 1 and serial 1 again, whatever came before."""
+    harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b")
+    for second in range(0, 300, 15):
+        harness.settle(second)
+    assert len([one for one in harness.sent if isinstance(one[1], WaitForNodes)]) > 20
+    harness.elect("d", store=b"another")
+    harness.join("d")
+    assert harness.ranks == {"a": 0, "b": 1, "d": 2}
+    assert harness.coordinator.term == 1
 
 
 def test_an_announced_restart_is_not_decided_again() -> None:
@@ -855,7 +834,10 @@ def test_a_diverged_member_is_taken_into_another_round() -> None:
     placement = harness.places["b"]
     assert placement is not None
     elsewhere = replace(placement, round=5, formed_by="1.x", attempt=5, restarts=2)
-    harness.perform("b", harness.members["b"].on_order(Order(1, 90, StartRound(elsewhere))))
+    b = harness.members["b"]
+    b.attend(b"another")
+    harness.perform("b", b.on_order(Order(1, 90, StartRound(elsewhere))))
+    b.attend(b"store")
     harness.settle()
     for one in harness.places.values():
         assert one is not None

@@ -10,11 +10,8 @@ import pytest
 from elastic_aio.errors import StoreLost
 from elastic_aio.events import CoordinatorChanged, Event, NodeLost, RendezvousStoreRecovered
 from elastic_aio.outcome import JobState
-from elastic_aio.rendezvous.base import NodeInfo
-from elastic_aio.rendezvous.dynamic import make_static
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
 from elastic_aio.rendezvous.member import Probe
-from elastic_aio.rendezvous.messages import MemberStatus, encode
 from elastic_aio.store import StoreServer, connect
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
@@ -59,7 +56,7 @@ async def test_a_deposed_leader_stops_coordinating() -> None:
             for _ in range(5):
                 await store.delete("elastic_aio/run/coordinator")
                 await store.get("elastic_aio/run/coordinator", timeout=10)
-                await asyncio.sleep(0.1)  # room for outbidding
+                await asyncio.sleep(0.1)  # room for more elections
             a.succeed()
             b.succeed()
             assert (await a.wait_ended()).state is JobState.SUCCEEDED
@@ -69,29 +66,15 @@ async def test_a_deposed_leader_stops_coordinating() -> None:
             assert len(a.started) == len(b.started) == 1
 
 
-async def test_resent_orders_delete_no_worker_keys() -> None:
-    """A shared store is cleared once a round."""
-    endpoint = free_endpoint()
-    members = [
-        FakeAgent(name, job_spec(endpoint, "2", backend="static", node_rank=rank), make=make_static)
-        for rank, name in enumerate("ab")
-    ]
-    async with present(*members) as (a, b), connect(endpoint) as store:
-        await a.wait_formed(2)
-        await b.wait_formed(2)
-        await store.set("of a worker", "x")
-        node = NodeInfo("from elsewhere", 1, 1, "default")
-        status = MemberStatus(
-            serial=1, node=node, address="", port=1, preferred_rank=1, minimum=2, maximum=2, term=50
-        )
-        await store.set("elastic_aio/run/t/stranger", encode(status))
-        await b.wait_until(
-            lambda: any(isinstance(one, CoordinatorChanged) and one.term > 50 for one in b.events)
-        )
-        await store.delete("elastic_aio/run/t/stranger")  # so that no node waits for it
-        b.fail()  # and it is known that what came before has been dealt with
-        await a.wait_ended()
-        assert await store.check(["of a worker"])
+async def test_a_leader_without_a_past_has_a_new_term() -> None:
+    """Terms come from the store, and not from what a member remembers."""
+    async with StoreServer("127.0.0.1", 0) as server:
+        spec = job_spec(f"127.0.0.1:{server.port}", "2", is_host=False)
+        terms = []
+        for name in "abc":
+            async with present(FakeAgent(name, spec)) as (one,):
+                terms.append((await one.wait_event(CoordinatorChanged)).term)
+        assert terms == [1, 2, 3]
 
 
 @pytest.mark.parametrize("failing", [1, 2])

@@ -100,8 +100,8 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_the_error_names_another_version() -> None:
-    with pytest.raises(MessageError, match="it speaks version 2 of the protocol, not 1"):
-        decode_status(b'{"protocol": 2, "all": "else"}')
+    with pytest.raises(MessageError, match="it speaks version 1 of the protocol, not 2"):
+        decode_status(b'{"protocol": 1, "all": "else"}')
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_error_names_another_version() -> None:
     [
         ({"node": NodeInfo("a", 1, 0, "r")}, "nproc is 0"),
         ({"node": NodeInfo("a" * 256, 1, 1, "r")}, "more than 255 characters"),
-        ({"term": 1 << 53}, "too large"),
+        ({"stopped_round": 1 << 53}, "too large"),
         ({"acked": (0, 1 << 60)}, "too large"),
         ({"placement": replace(placement(2, 0), round=1 << 62)}, "too large"),
     ],

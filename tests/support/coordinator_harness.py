@@ -21,7 +21,6 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.rendezvous.coordinator import Coordinator
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import (
-    AnnounceTerm,
     PublishEvent,
     RequestDecision,
     RoundSettings,
@@ -30,6 +29,7 @@ from elastic_aio.rendezvous.members import (
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
+    Order,
     OrderBody,
     decode_order,
     decode_status,
@@ -75,33 +75,36 @@ class CoordinatorHarness:
         self.sent: list[tuple[str, OrderBody]] = []
         self.published: list[Event] = []
         self.decision_requests: list[RequestDecision] = []
-        self.announced_terms: list[int] = []
         self._budget: Callable[[], RestartBudget] = lambda: RestartBudget(
             max_restarts, restart or RestartPolicy(), lambda: 1.0
         )
-        self._options = itertools.count(1)
+        self._store = b"store"
+        self._terms = itertools.count(1)
         self._dropping: set[str] = set()
         self._slow: set[str] = set()
         self._unprobed: set[str] = set()
+        self.dropped: dict[str, Order] = {}
+        """The last order for each member whose orders are dropped."""
         self.coordinator = self.elect("c")
         self.join(*names)
 
-    def elect(self, name: str, term: int | None = None, **options: bool) -> Coordinator:
-        """Replace the coordinator by a new one."""
+    def elect(self, name: str, *, store: bytes | None = None) -> Coordinator:
+        """Replace the coordinator by a new one; `store` is another one to move to."""
+        if store is not None:
+            self._store, self._terms = store, itertools.count(1)
+            for member in self.members.values():
+                member.attend(store)
+        term = next(self._terms)
         self.coordinator = Coordinator(
-            self.settings,
-            self._budget(),
-            name=name,
-            term=next(self._options) if term is None else term,
-            now=self.now,
-            **options,
+            self.settings, self._budget(), name=name, term=term, now=self.now
         )
         return self.coordinator
 
     def join(self, *names: str, **fields: object) -> None:
         """Add members, then let the coordinator decide."""
         for name in names:
-            self.members[name] = Member(status(name, self.settings, **fields))
+            member = self.members[name] = Member(status(name, self.settings, **fields))
+            member.attend(self._store)
             self.done[name] = []
         self.settle()
 
@@ -125,15 +128,15 @@ class CoordinatorHarness:
         match effect:
             case SendOrder(member, order):
                 self.sent.append((member, order.body))
-                if member in self.members and member not in self._dropping:
+                if member in self._dropping:
+                    self.dropped[member] = order
+                elif member in self.members:
                     order = decode_order(encode(order))
                     self.perform(member, self.members[member].on_order(order))
             case PublishEvent(event):
                 self.published.append(event)
             case RequestDecision():
                 self.decision_requests.append(effect)
-            case AnnounceTerm(term):
-                self.announced_terms.append(term)
 
     def perform(self, name: str, actions: Iterable[MemberEffect]) -> None:
         """Perform the effects of a member; workers start and stop at once."""
