@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -40,8 +41,15 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 def wall_clock() -> float:
     """Return Unix seconds by the clock of this host; the loop of a simulated host has its own."""
-    clock: Callable[[], float] = getattr(asyncio.get_running_loop(), "wall_clock", time.time)
+    clock: Callable[[], float] = getattr(asyncio._get_running_loop(), "wall_clock", time.time)
     return clock()
+
+
+def random_bytes(size: int) -> bytes:
+    """Return bytes for a name or a secret; those of a simulated loop repeat with its seed."""
+    source: Callable[[int], bytes]
+    source = getattr(asyncio._get_running_loop(), "random_bytes", os.urandom)
+    return source(size)
 
 
 async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import random
 from collections.abc import Iterable
 
-from elastic_aio.aio import create_task, run_shielded
+from elastic_aio.aio import create_task, random_bytes, run_shielded
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, StoreError
@@ -103,7 +102,7 @@ class DynamicRendezvous(Rendezvous):
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._run_id = run_id
         # Unique among all members ever; the host's name makes it readable.
-        self._name = f"{node.name}.{node.pid}.{os.urandom(4).hex()}"
+        self._name = f"{node.name}.{node.pid}.{random_bytes(4).hex()}"
         self._session: StoreSession | None = None
         self._attending: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()

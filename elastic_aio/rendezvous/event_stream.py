@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, event_from_json, event_to_json
 from elastic_aio.store import Store
@@ -64,7 +64,7 @@ class EventStreamWriter:
     async def _write(self, events: Sequence[Event]) -> None:
         # Each time: another server may have replaced the one before.
         _, end = await asyncio.gather(
-            self._store.compare_set(IDENTITY, b"", os.urandom(16).hex()),
+            self._store.compare_set(IDENTITY, b"", random_bytes(16).hex()),
             self._store.add(COUNT, len(events)),
         )
         numbers = range(end - len(events), end)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
-from elastic_aio.aio import run_shielded, running_loop
+from elastic_aio.aio import random_bytes, run_shielded, running_loop
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import Keyspace
@@ -77,7 +76,7 @@ class StoreServer:
         self._on_drop = on_drop
         self._on_pause = on_pause
         self.limits = limits = checked_part("limits", limits, ServerLimits)
-        self.instance = secrets.token_bytes(16)
+        self.instance = random_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
+from elastic_aio.aio import random_bytes
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import (
     PENDING,
@@ -310,7 +310,7 @@ class Connection(Client, asyncio.Protocol):
             # `data_received` has renewed the leases; there is no reply.
             return PENDING
         elif op == wire.GRANT_LEASE:
-            lease_id = secrets.token_bytes(16)
+            lease_id = random_bytes(16)
             result = keyspace.grant_lease(self, tag, lease_id, argument, server._now())
         elif op == wire.RESUME_LEASE:
             result = int(keyspace.leases.resume(self, tag, key, server._now()))
@@ -334,7 +334,7 @@ class Connection(Client, asyncio.Protocol):
         if self._is_tagged or version != wire.VERSION:
             raise WireError(f"sent a HELLO of version {version}")
         self._is_tagged = True
-        self._nonce = secrets.token_bytes(16)
+        self._nonce = random_bytes(16)
         reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
         self._out.append(ENCODER_OF[wire.HELLO](reply))
 
