@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -57,47 +56,44 @@ async def launch(
     `asyncio.CancelledError` is raised.  Further cancellations do not shorten the plan.
     """
     running_loop()
-    agent = Agent(spec, console=console, listeners=listeners)
     if not signals:
-        async with agent:
+        async with Agent(spec, console=console, listeners=listeners) as agent:
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
     if not isinstance(chosen, SignalSpec):
         raise SpecError("signals", signals, "must be True, False or a SignalSpec")
-    with ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP]) as received:
-        # On exit, unread signals are delivered again; those for the workers must not be.
-        received.discard(chosen.forward)
-        async with agent:
-            handler = create_task(_handle_signals(received, chosen, agent), name="handle signals")
-            try:
-                return await agent.wait()
-            finally:
-                handler.cancel()
-                await wait_shielded(handler)
+    with receive_signals(chosen) as received:
+        return await supervise(spec, chosen, received, console=console, listeners=listeners)
 
 
-async def _handle_signals(received: ReceivedSignals, chosen: SignalSpec, agent: Agent) -> None:
-    """Suspend, forward, stop or kill, as each received signal requires."""
-    is_stopping = False
-    async for number in received:
-        if number == signal.SIGTSTP:
-            try:
-                await agent._suspend_while(_suspend_this_process)
-            except OSError:
-                continue  # no descriptor is left to scan /proc with: the job goes on
-        elif number in chosen.forward:
-            agent.forward_signal(number)
-        elif is_stopping:
-            agent.kill()
-        else:
-            is_stopping = True
+def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
+    """Return the signals that `supervise` handles; those for workers are never sent again."""
+    received = ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP])
+    received.discard(chosen.forward)
+    return received
+
+
+async def supervise(
+    spec: LaunchSpec,
+    chosen: SignalSpec,
+    received: ReceivedSignals,
+    *,
+    console: tuple[int, int] | None = None,
+    listeners: Sequence[EventListener] = (),
+) -> LaunchResult:
+    """Run a job to its end as `launch` does, and handle signals that the caller receives."""
+    async with Agent(spec, console=console, listeners=listeners) as agent:
+
+        def on_stop(number: int) -> None:
             received.discard(chosen.forward | chosen.stop)  # this signal is handled
-            agent.stop(signal=number, reason=f"{signal.Signals(number).name} was received")
 
-
-def _suspend_this_process() -> None:
-    # SIGSTOP and not SIGTSTP, which has a handler here; the shell sees the same state.
-    os.kill(os.getpid(), signal.SIGSTOP)
+        handling = agent._handle_signals(received, chosen.forward, on_stop)
+        handler = create_task(handling, name="handle signals")
+        try:
+            return await agent.wait()
+        finally:
+            handler.cancel()
+            await wait_shielded(handler)
 
 
 def run(

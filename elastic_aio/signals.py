@@ -1,7 +1,7 @@
 """ReceivedSignals: signals as an async iterator, which restores the previous handlers.
 
 Signal handlers belong to a process, not to a library, so they are installed only inside
-this context manager, which the command line and `launch(signals=...)` enter.  Three rules:
+this context manager, which the command line, `launch(signals=...)` and `sync` enter.
 
 * A signal that is ignored on entry stays ignored: `nohup` and a shell's background jobs
   ignore signals on purpose.
@@ -10,75 +10,122 @@ this context manager, which the command line and `launch(signals=...)` enter.  T
   embedding program has installed there for the same signal.  Like the loop, it needs the
   wake-up descriptor: a signal that arrives right before the loop blocks in its poll would
   otherwise be noticed only at the next event.
-* On exit the previous handlers are restored, and a signal that is in the queue is sent
-  again, so that it is not lost between two owners.
+* All instances share the handlers of the process (`_Handlers`), so several jobs of one
+  program all receive a signal, and may end in any order.  The last instance that handles
+  a signal restores the previous handler.
+* A signal that was received and not read is sent again after that, so that it is not
+  lost between two owners.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import HostError
 
 
-class ReceivedSignals:
-    """A context manager and an async iterator over the numbers of received signals.
+class _Handlers:
+    """The signal handlers and the wake-up descriptor of this process, while they are used."""
 
-    Raises:
-        HostError: on entry: this is not the main thread.
-    """
-
-    def __init__(self, numbers: Iterable[int]) -> None:
-        """Choose the signals; their handlers are installed on entry."""
-        self._numbers = sorted(set(numbers))
-        self._queue: asyncio.Queue[int] = asyncio.Queue()
+    def __init__(self) -> None:
+        self._receivers: list[ReceivedSignals] = []
         self._previous: dict[int, Any] = {}
-        self._discarded: frozenset[int] = frozenset()
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._previous_wakeup = -1
+        self.resumed_at = 0.0
 
-    def __enter__(self) -> ReceivedSignals:
-        if threading.current_thread() is not threading.main_thread():
-            raise HostError("signals can only be handled on the main thread")
-        self._loop = asyncio.get_running_loop()
-        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
-        for end in (self._wakeup_reader, self._wakeup_writer):
-            end.setblocking(False)
-        self._previous_wakeup = signal.set_wakeup_fd(
-            self._wakeup_writer.fileno(), warn_on_full_buffer=False
-        )
-        self._loop.add_reader(self._wakeup_reader.fileno(), self._on_wakeup)
-        try:
-            for number in self._numbers:
+    def add(self, receiver: ReceivedSignals, numbers: Iterable[int]) -> None:
+        """Pass these signals to a receiver, except those that are ignored."""
+        self._receivers.append(receiver)
+        if self._wakeup is None:
+            self._open_wakeup()
+        for number in numbers:
+            if number not in self._previous:
                 previous = signal.getsignal(number)
-                if previous is not signal.SIG_IGN:
-                    signal.signal(number, self._on_signal)
-                    self._previous[number] = previous
-        except BaseException:  # KeyboardInterrupt too: all or none is installed
-            self._restore()
-            raise
-        return self
+                if previous is signal.SIG_IGN:
+                    continue
+                signal.signal(number, self._on_signal)
+                self._previous[number] = previous
+            receiver.handled.add(number)
 
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-        while not self._queue.empty():
-            if (number := self._queue.get_nowait()) not in self._discarded:
-                os.kill(os.getpid(), number)
+    def remove(self, receiver: ReceivedSignals) -> None:
+        """Restore the handlers that no other receiver needs.  Idempotent."""
+        if receiver not in self._receivers:
+            return
+        self._receivers.remove(receiver)
+        unused = [number for number in self._previous if not self.receivers_of(number)]
+        # Blocked: a signal that arrives between the two handlers would be dropped.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, unused)
+        try:
+            self._restore(unused)
+            if not self._receivers:
+                self._close_wakeup()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def receivers_of(self, number: int) -> list[ReceivedSignals]:
+        """Return the receivers of a signal."""
+        return [receiver for receiver in self._receivers if number in receiver.handled]
+
+    def forget(self) -> None:
+        """Restore everything in a process that was just forked: it has no receivers."""
+        self._receivers.clear()
+        self._previous_wakeup = -1  # the parent's
+        self._restore(list(self._previous))
+        self._close_wakeup()
+
+    def _restore(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            previous = self._previous.pop(number)
+            if signal.getsignal(number) == self._on_signal:
+                # None: a handler installed from C, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        # Runs at an arbitrary bytecode of the main thread; the loop does the rest.
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, number)
+        # Runs at an arbitrary bytecode of the main thread; an event loop does the rest.
+        for receiver in self.receivers_of(number):
+            receiver.put(number)
 
-    def _on_wakeup(self) -> None:
+    def _open_wakeup(self) -> None:
+        reader, writer = self._wakeup = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._previous_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def _close_wakeup(self) -> None:
+        if self._wakeup is None:
+            return
+        reader, writer = self._wakeup
+        self._wakeup = None
+        try:
+            present = signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=False)
+        except (OSError, ValueError):
+            present = signal.set_wakeup_fd(-1)  # its owner, an event loop, is closed
+        if present not in (-1, writer.fileno()):
+            signal.set_wakeup_fd(present, warn_on_full_buffer=False)  # set in the meantime
+        reader.close()
+        writer.close()
+
+    def wakeup_descriptor(self) -> int:
+        """Return a new descriptor that becomes readable when a signal arrives."""
+        assert self._wakeup is not None, "it is open while there are receivers"
+        return os.dup(self._wakeup[0].fileno())
+
+    def on_wakeup(self) -> None:
         """Pass the numbers of other signals on to the previous wake-up descriptor."""
         try:
-            numbers = self._wakeup_reader.recv(4096)
+            numbers = b"" if self._wakeup is None else self._wakeup[0].recv(4096)
         except BlockingIOError:
-            return
+            return  # another event loop was faster
         others = bytes(number for number in numbers if number not in self._previous)
         if others and self._previous_wakeup >= 0:
             try:
@@ -86,20 +133,87 @@ class ReceivedSignals:
             except OSError:
                 pass  # full: its reader wakes up anyway
 
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
-            # None: a handler installed from C, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
-        signal.set_wakeup_fd(self._previous_wakeup, warn_on_full_buffer=False)
-        self._loop.remove_reader(self._wakeup_reader.fileno())
-        self._wakeup_reader.close()
-        self._wakeup_writer.close()
 
-    @property
-    def handled(self) -> frozenset[int]:
+_handlers = _Handlers()
+os.register_at_fork(after_in_child=_handlers.forget)
+
+
+class ReceivedSignals:
+    """A context manager and an async iterator over the numbers of received signals.
+
+    It may be entered before the event loop runs that iterates over it.
+
+    Raises:
+        HostError: on entry: this is not the main thread.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        """Choose the signals; their handlers are installed on entry."""
+        self.handled: set[int] = set()
         """The signals that are received now: the chosen ones that are not ignored."""
-        return frozenset(self._previous)
+        self._numbers = sorted(set(numbers))
+        self._unread: collections.deque[int] = collections.deque()
+        self._due: set[int] = set()
+        self._discarded: frozenset[int] = frozenset()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._descriptor = -1
+
+    def __enter__(self) -> ReceivedSignals:
+        if threading.current_thread() is not threading.main_thread():
+            raise HostError("signals can only be handled on the main thread")
+        try:
+            _handlers.add(self, self._numbers)
+            try:
+                self._attach()
+            except RuntimeError:
+                pass  # no event loop is running yet
+        except BaseException:  # KeyboardInterrupt too: all or none is installed
+            self._detach()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._detach()
+        for number in sorted({*self._unread, *self._due} - self._discarded):
+            if others := _handlers.receivers_of(number):
+                others[-1]._due.add(number)  # they have received it too
+            else:
+                signal.raise_signal(number)
+
+    def _attach(self) -> None:
+        """Let the running loop wake up when a signal arrives."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._descriptor = _handlers.wakeup_descriptor()
+            loop.add_reader(self._descriptor, _handlers.on_wakeup)
+
+    def _detach(self) -> None:
+        if self._descriptor >= 0:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+        _handlers.remove(self)
+        self.handled.clear()
+
+    def put(self, number: int) -> None:
+        """Add a signal that has arrived; called by the handler."""
+        self._unread.append(number)
+        if self._waiter is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(set_result_if_pending, self._waiter, None)
+
+    def suspend_process(self, since: float) -> None:
+        """Suspend this process as SIGTSTP does, until SIGCONT.
+
+        Of several receivers of one SIGTSTP, the first does it for all: `since` is when
+        the signal was read, in seconds of `time.monotonic`.
+        """
+        if _handlers.resumed_at <= since:
+            # SIGSTOP, since SIGTSTP has a handler here; a shell sees the same state.
+            os.kill(os.getpid(), signal.SIGSTOP)
+            _handlers.resumed_at = time.monotonic()
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Choose signals that are not sent again on exit: they were for this block only."""
@@ -109,4 +223,10 @@ class ReceivedSignals:
         return self
 
     async def __anext__(self) -> int:
-        return await self._queue.get()
+        self._attach()
+        while True:
+            # Set first: the handler may run between any two bytecodes.
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            if self._unread:
+                return self._unread.popleft()
+            await waiter

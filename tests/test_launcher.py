@@ -250,6 +250,28 @@ async def test_chosen_signals(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, former)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_two_jobs_share_the_signals(first: int, tmp_path: Path) -> None:
+    """In either order of their ends: both receive a signal, and the handlers are restored."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    jobs, logs = [], []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        spec = noting_spec(tmp_path / name, SIGNAL_LOGGER, stop=StopPlan.within(0.1))
+        jobs.append(asyncio.ensure_future(launch(spec, signals=True)))
+        await until(noted(tmp_path / name, 1))
+        logs.append(tmp_path / name / "log")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await until(lambda: [log.exists() and log.read_text() for log in logs] == ["SIGUSR1\n"] * 2)
+    jobs[first].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await jobs[first]
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(JobStopped, match="SIGTERM"):
+        await jobs[1 - first]
+    assert {number: signal.getsignal(number) for number in HANDLED} == before
+
+
 @pytest.mark.parametrize("ending", ["success", "failure", "cancel", "refusal"])
 async def test_handlers_are_restored(ending: str, tmp_path: Path) -> None:
     """The former handlers are restored however a launch with signals ends."""

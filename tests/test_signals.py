@@ -14,13 +14,15 @@ import pytest
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
 from elastic_aio.signals import ReceivedSignals
+from tests.support.children import until_sync
+from tests.support.cli import running
 
 pytestmark = pytest.mark.both_loops
 
 ROOT = Path(__file__).parent.parent
 
 PRELUDE = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 import uvloop
 from elastic_aio.signals import ReceivedSignals
 
@@ -147,9 +149,7 @@ def test_an_unread_signal_goes_to_the_previous_handler(loop: str) -> None:
             signal.signal(signal.SIGUSR1, lambda number, frame: print("own", number))
             with ReceivedSignals([signal.SIGUSR1]) as received:
                 send(signal.SIGUSR1)
-                while received._queue.empty():
-                    await asyncio.sleep(0)
-                print("leaving")
+                print("leaving")  # without a turn of the loop
             print("left")
         run(main)
         """,
@@ -166,8 +166,6 @@ def test_an_unread_sigterm_ends_the_process(loop: str) -> None:
         async def main():
             with ReceivedSignals([signal.SIGTERM]) as received:
                 send(signal.SIGTERM)
-                while received._queue.empty():
-                    await asyncio.sleep(0)
                 print("leaving", flush=True)
             print("not reached", flush=True)
         run(main)
@@ -232,6 +230,136 @@ def test_cancelling_a_read_loses_no_signal(loop: str) -> None:
         """,
     )
     assert lines == ["10"]
+
+
+@loops
+@pytest.mark.parametrize(
+    ("leaves", "expected"),
+    [
+        # It has not read SIGUSR1, which no other receiver handles.
+        ("first", ["own 10", "one has left", "15"]),
+        ("second", ["one has left", "10"]),
+    ],
+)
+def test_two_receivers_share_the_handlers(loop: str, leaves: str, expected: list[str]) -> None:
+    """Both receive a signal; the last one to leave restores, whichever of them it is."""
+    lines, code = printed_by(
+        loop,
+        f"""
+        def own(number, frame):
+            print("own", number, flush=True)
+        async def main():
+            signal.signal(signal.SIGUSR1, own)
+            wakeup = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(wakeup)
+            first = ReceivedSignals([signal.SIGUSR1, signal.SIGTERM]).__enter__()
+            second = ReceivedSignals([signal.SIGTERM, signal.SIGUSR2]).__enter__()
+            send(signal.SIGTERM)
+            print(await read(first), await read(second))
+            send(signal.SIGUSR1)
+            send(signal.SIGTERM)
+            leaves, stays = (first, second) if {leaves!r} == "first" else (second, first)
+            leaves.__exit__()
+            print("one has left", flush=True)
+            print(await read(stays))
+            stays.discard([signal.SIGTERM])  # the other one had not read it
+            stays.__exit__()
+            print(signal.set_wakeup_fd(-1) == wakeup)
+            send(signal.SIGUSR1)
+            send(signal.SIGTERM)
+        run(main)
+        """,
+    )
+    assert lines == ["15 15", *expected, "True", "own 10"]
+    assert code == -signal.SIGTERM
+
+
+@loops
+def test_what_the_last_receiver_leaves_unread_is_delivered_once(loop: str) -> None:
+    """Two receivers have received one SIGUSR1, and neither has read it."""
+    lines, _ = printed_by(
+        loop,
+        """
+        async def main():
+            signal.signal(signal.SIGUSR1, lambda number, frame: print("own", number))
+            with ReceivedSignals([signal.SIGUSR1]):
+                inner = ReceivedSignals([signal.SIGUSR1]).__enter__()
+                send(signal.SIGUSR1)
+                inner.__exit__()
+                print("leaving")
+        run(main)
+        """,
+    )
+    assert lines == ["leaving", "own 10"]
+
+
+@loops
+def test_a_handler_that_was_installed_meanwhile_stays(loop: str) -> None:
+    """A block entered before the loop runs; the program and its loop install handlers."""
+    lines, _ = printed_by(
+        loop,
+        """
+        def own(number, frame):
+            print("own", number)
+        async def main(received):
+            signal.signal(signal.SIGUSR1, own)
+            heard = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+                send(number)
+            await heard.wait()
+            print(await read(received))
+        with ReceivedSignals([signal.SIGTERM, signal.SIGUSR1]) as received:
+            run(lambda: main(received))
+        print(signal.getsignal(signal.SIGUSR1) is own)
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1))
+        """,
+    )
+    assert lines == ["own 10", "15", "True", "True -1"]
+
+
+@loops
+def test_a_forked_process_has_the_previous_handlers(loop: str) -> None:
+    """`terminate()` of a child of multiprocessing ends it."""
+    lines, _ = printed_by(
+        loop,
+        """
+        async def main():
+            with ReceivedSignals([signal.SIGTERM]) as received:
+                if not (pid := os.fork()):
+                    send(signal.SIGTERM)
+                    os._exit(0)
+                print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                send(signal.SIGTERM)
+                print(await read(received))
+        run(main)
+        """,
+    )
+    assert lines == ["-15", "15"]
+
+
+def test_one_sigtstp_suspends_the_process_once() -> None:
+    """The first of two receivers does it for both."""
+    program = """
+    async def main():
+        with ReceivedSignals([signal.SIGTSTP]) as first, ReceivedSignals([20]) as second:
+            since = time.monotonic()
+            first.suspend_process(since)
+            second.suspend_process(since)
+            print("resumed")
+    run(main)
+    """
+    argv = [sys.executable, "-c", PRELUDE + textwrap.dedent(program), "asyncio"]
+    with running(argv, cwd=ROOT) as process:
+        until_sync(lambda: state_of(process.pid) == "T")
+        process.send(signal.SIGCONT)
+        assert process.wait() == 0
+        assert process.out == "resumed\n"
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def test_another_thread_is_an_error() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from signal import SIGTSTP
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -23,9 +26,10 @@ from elastic_aio.aio import running_loop, wait_shielded
 from elastic_aio.channel import EventReader
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import Event
-from elastic_aio.outcome import JobState, LaunchResult
+from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
+from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import (
     checked_console,
     checked_integer,
@@ -216,9 +220,35 @@ class Agent:
         """
         return self._started_driver.forward(signal_number("signal", signal))
 
-    async def _suspend_while(self, wait: Callable[[], None]) -> None:
-        """Suspend all processes and deadlines of the job while `wait` blocks this process."""
-        await self._started_driver.suspend_while(wait)
+    async def _handle_signals(
+        self,
+        received: ReceivedSignals,
+        forward: Collection[int],
+        on_stop: Callable[[int], object],
+    ) -> None:
+        """Suspend, forward, stop or kill, as each received signal requires.
+
+        Args:
+            received: the signals.
+            forward: those to send to the workers.
+            on_stop: called with the first signal that stops the job.
+        """
+        is_stopping = False
+        async for number in received:
+            if number == SIGTSTP:
+                suspend = partial(received.suspend_process, time.monotonic())
+                try:
+                    await self._started_driver.suspend_while(suspend)
+                except OSError:
+                    continue  # no descriptor is left to scan /proc with: the job goes on
+            elif number in forward:
+                self.forward_signal(number)
+            elif is_stopping:
+                self.kill()
+            else:
+                is_stopping = True
+                on_stop(number)
+                self.stop(signal=number, reason=f"{signal_name(number)} was received")
 
     @property
     def _started_driver(self) -> Driver:

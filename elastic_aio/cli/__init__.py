@@ -29,7 +29,11 @@ usage: aio-elastic run [options] script [arguments of the script]
 
 def entry() -> int:
     """Run `aio-elastic` with the arguments of this process; return the exit code."""
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        # The modules were still being imported, or the sub-command handles no signals.
+        code = 128 + signal.SIGINT
     # The exit code is settled.  The interpreter's shutdown restores default actions, so
     # a late signal would replace the code.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

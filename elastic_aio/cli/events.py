@@ -47,8 +47,6 @@ def main_events(argv: Sequence[str]) -> int:
         return print_error("events", str(error), 2)
     except StoreError as error:
         return print_error("events", str(error), 1)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error, parse_run
@@ -21,9 +18,15 @@ from elastic_aio.events import (
     WorkerStarted,
     event_to_json,
 )
-from elastic_aio.launcher import launch, run_coroutine, use_pidfd_child_watcher
+from elastic_aio.launcher import (
+    receive_signals,
+    run_coroutine,
+    supervise,
+    use_pidfd_child_watcher,
+)
 from elastic_aio.logs.sink import LineWriter, Sink, open_sink
 from elastic_aio.report import Level, describe, format_failure
+from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import one_line
 from elastic_aio.worker.context import ERROR_FILE
@@ -43,18 +46,19 @@ def main_run(argv: list[str]) -> int:
     except UsageError as error:
         return print_error("run", str(error), 2)
     try:
-        signals = request.signals.stop | request.signals.forward
-        with use_pidfd_child_watcher(), _restoring_handlers(signals):
-            return run_coroutine(lambda: _run(request, events, level), loop_factory=factory)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # before the handlers were installed: nothing had started
+        with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
+            return run_coroutine(
+                lambda: _run(request, events, level, received), loop_factory=factory
+            )
     except SpecError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     except (HostError, OSError) as error:
         return print_error("run", str(error), 1)
 
 
-async def _run(request: RunRequest, events: int | None, level: int) -> int:
+async def _run(
+    request: RunRequest, events: int | None, level: int, received: ReceivedSignals
+) -> int:
     """Run a job, print its events and its failure report; return the exit code."""
     stderr = open_sink("stderr", 2)
     printer = _EventPrinter(stderr, level)
@@ -68,11 +72,8 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if recorder is not None:
             recorder.put(event_to_json(event) + b"\n")
 
-    # `launch` restores these handlers when it ends: a signal for workers that have just
-    # exited must not end the launcher before it has printed the report.
-    _ignore_signals(request.signals.forward)
     try:
-        await launch(request.spec, signals=request.signals, listeners=[on_event])
+        await supervise(request.spec, request.signals, received, listeners=[on_event])
         code = 0
     except JobEnded as error:
         code = error.result.exit_code
@@ -80,7 +81,8 @@ async def _run(request: RunRequest, events: int | None, level: int) -> int:
         if isinstance(error, JobFailed):
             _copy_error_file(error, printer.node)
     finally:
-        _ignore_signals(request.signals.stop)
+        # The exit code is settled: later signals have no effect while the report is printed.
+        received.discard(request.signals.stop | request.signals.forward)
         if recorder is not None and (not await recorder.drain(_CONSOLE_PATIENCE) or recorder.lost):
             printer.print(f"--events: some events are not written ({recorder.lost})")
         await printer.drain()
@@ -147,26 +149,6 @@ class _EventPrinter:
     async def drain(self) -> None:
         """Wait until everything is printed, or the console is blocked for too long."""
         await self._writer.drain(_CONSOLE_PATIENCE)
-
-
-@contextmanager
-def _restoring_handlers(numbers: Iterable[int]) -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _ignore_signals(numbers: Iterable[int]) -> None:
-    """Install a handler without effect for signals that are not ignored yet.
-
-    Workers would inherit SIG_IGN; a handler is reset by execve(2).
-    """
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
 
 
 def _level(text: str) -> int:

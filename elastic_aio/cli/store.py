@@ -51,8 +51,6 @@ def main_store(argv: Sequence[str]) -> int:
         return print_error(command, str(error), 2)
     except StoreError as error:
         return print_error(command, str(error), 1)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # before the handlers were installed, or during a probe
 
 
 def _serve_parser() -> OptionParser:

@@ -24,7 +24,6 @@ from elastic_aio import (
     JobStarted,
     JobState,
     LaunchResult,
-    LaunchSpec,
     RendezvousFailed,
     RoundForming,
     WorkerError,
@@ -335,10 +334,10 @@ def test_loop_of_a_run(options: list[str], loop: str, monkeypatch: pytest.Monkey
     """`auto`, the default, is asyncio's loop."""
     loops = []
 
-    async def launch(*_: object, **__: object) -> None:
+    async def supervise(*_: object, **__: object) -> None:
         loops.append(type(asyncio.get_running_loop()).__module__)
 
-    monkeypatch.setattr(cli_run, "launch", launch)
+    monkeypatch.setattr(cli_run, "supervise", supervise)
     assert main(["run", *options, "train.py"]) == 0
     assert loops == [loop]
 
@@ -386,6 +385,18 @@ def test_nothing_is_imported_that_a_launcher_does_not_need() -> None:
     assert run_program([sys.executable, "-c", code]).out == "[]\n"
 
 
+def test_ctrl_c_while_the_launcher_is_being_imported() -> None:
+    """It ends as by any other signal: no traceback, 128 + SIGINT."""
+    code = (
+        "import os, sys; from elastic_aio.cli import entry;"
+        " sys.addaudithook(lambda name, args: name == 'import'"
+        " and args[0] == 'elastic_aio.launcher' and os.kill(os.getpid(), 2));"
+        " sys.argv[1:] = ['run', '--no-python', 'echo', 'started']; sys.exit(entry())"
+    )
+    ended = run_program([sys.executable, "-c", code])
+    assert (ended.code, ended.out, ended.err) == (130, "", "")
+
+
 @pytest.mark.e2e
 def test_the_launcher_has_one_thread(tmp_path: Path) -> None:
     """There is no thread per worker, not even on Python 3.11."""
@@ -430,14 +441,14 @@ def fail_jobs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that makes every job fail after two events."""
 
     def fail(kind: type[JobFailed], why: str, code: int, *failures: Failure) -> None:
-        async def launch(spec: LaunchSpec, *, listeners: Any, **_: object) -> LaunchResult:
+        async def supervise(*_: object, listeners: Any) -> LaunchResult:
             for event in (STARTED, FORMING):
                 for listen in listeners:
                     listen(event)
             attempts = (AttemptResult(0, 1.0, 1.0, failures=failures),)
             raise kind(why, LaunchResult("r", JobState.FAILED, why, code, 1.0, 0, attempts))
 
-        monkeypatch.setattr(cli_run, "launch", launch)
+        monkeypatch.setattr(cli_run, "supervise", supervise)
 
     return fail
 
