@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
+    from elastic_aio.events import GuardianLost as GuardianLost
     from elastic_aio.events import GuardianRestarted as GuardianRestarted
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
@@ -118,7 +119,8 @@ else:
                 StoreRefused StoreTimeout
             """,
             "elastic_aio.events": """
-                AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianRestarted
+                AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianLost
+                GuardianRestarted
                 JobFinished JobStarted MembershipChanged NodeJoined NodeLeft NodeLost NodeRefused
                 NodeStandby RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed
                 RoundForming SignalForwarded StandbyPromoted StopEscalated StopRequested

@@ -141,6 +141,16 @@ class GuardianRestarted(Event, frozen=True, kw_only=True):
     """The new guardian."""
 
 
+class GuardianLost(Event, frozen=True, kw_only=True):
+    """The guardian process exited, and `why` another one does not start.
+
+    Attempts go on, up to a minute apart; `GuardianRestarted` reports success.  Until then
+    nothing ends the job if the launcher is killed.
+    """
+
+    why: str
+
+
 class ConsoleLost(Event, frozen=True, kw_only=True):
     """The console accepts no more output (`why`); the logs still receive all of it."""
 

@@ -50,7 +50,9 @@ def describe(event: Event) -> tuple[int, str]:
             workers = counted(len(event.pids), "worker")
             return Level.INFO, f"{signal_name(event.signal)} forwarded to {workers}"
         case events.GuardianRestarted():
-            return Level.INFO, f"guardian process exited, restarted as pid {event.pid}"
+            return Level.WARNING, f"guardian process exited, restarted as pid {event.pid}"
+        case events.GuardianLost():
+            return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
         case events.ConsoleLost():
             text = f"{event.stream} accepts no more output ({event.why}); see the logs"
             return Level.WARNING, text

@@ -18,6 +18,7 @@ from elastic_aio.events import (
     CoordinatorChanged,
     Event,
     EventsMissed,
+    GuardianLost,
     GuardianRestarted,
     JobFinished,
     JobStarted,
@@ -116,6 +117,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     StopEscalated: drawn(StopEscalated, signal=counts, pids=pids),
     WorkerAbandoned: drawn(WorkerAbandoned, pid=counts, state=texts),
     SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
+    GuardianLost: drawn(GuardianLost, why=texts),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),
     ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts),
     NodeJoined: drawn(

@@ -31,6 +31,7 @@ PUBLIC = [
     "ExitStatus",
     "Failure",
     "Function",
+    "GuardianLost",
     "GuardianRestarted",
     "HostError",
     "InternalError",

@@ -16,6 +16,7 @@ from elastic_aio import (
     EventsMissed,
     ExitStatus,
     Failure,
+    GuardianLost,
     GuardianRestarted,
     JobFinished,
     JobStarted,
@@ -320,7 +321,12 @@ EVENTS: list[tuple[Event, int, str]] = [
         Level.INFO,
         "SIGUSR1 forwarded to 2 workers",
     ),
-    (GuardianRestarted(pid=9), Level.INFO, "guardian process exited, restarted as pid 9"),
+    (GuardianRestarted(pid=9), Level.WARNING, "guardian process exited, restarted as pid 9"),
+    (
+        GuardianLost(why="no process left"),
+        Level.WARNING,
+        "guardian process exited, the job is unguarded: no process left",
+    ),
     (
         ConsoleLost(stream="stdout", why="broken pipe"),
         Level.WARNING,

@@ -42,7 +42,7 @@ from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import ConsoleLost, Event, GuardianRestarted
+from elastic_aio.events import ConsoleLost, Event, GuardianLost, GuardianRestarted
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.lines import PrefixFields, make_prefix
 from elastic_aio.logs.paths import WorkerLogs, attempt_directory, plan_logs
@@ -148,11 +148,14 @@ class LocalRuntime:
         self._tree = ProcessTree(self._marker, self.clock, self._session_list)
         self.directory = RunDirectory.make(self.spec.logs, self.run_id)
         self._guardian = Guardian(
-            self.program.command_spawner,
             marker=self._marker,
             since=self._tree.since,
             session_list=self._session_list,
+            null=self._null,
+            plan=self.spec.stop,
             on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
+            on_lost=lambda why: self.publish(GuardianLost(why=why)),
+            python=self.spec.python,
         )
         await self._guardian.start()
         env = worker_env(self.spec, self.nproc, {self._marker: "1"})
@@ -161,6 +164,7 @@ class LocalRuntime:
             await self.program.start(env, streams, _with_original_limit, self._tree.exclude)
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
+        await self._guardian.wait_ready()
 
     async def close(self) -> bool:
         """Show the rest of the output and release everything; see the module for the order.

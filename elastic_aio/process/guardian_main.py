@@ -1,25 +1,33 @@
-"""The guardian process: when its supervisor ends, it kills what is left of the job.
+"""The guardian process: when its supervisor is gone, it ends what is left of the job.
 
-Run as `python -I -S guardian_main.py PIDFD SESSIONS MARKER SINCE`, in a session of its
-own.  It waits on a pidfd of the supervisor, not on a pipe: a pipe stays open in every
-child that the embedding program forks.  When the supervisor is gone it sends SIGKILL to
-every descendant of the workers, again and again until none is found: a worker that was
-being spawned has its marker only after its exec, and a process that forks can hide a
-child from one scan of /proc (see `tree`).
+Run as `python -I -S guardian_main.py REPORT SESSIONS MARKER SINCE SIGNAL GRACE`, in a
+session of its own.  It waits until it gets the lock of the session list, which the
+supervisor holds (F_SETLK of fcntl(2)).  The kernel releases such a lock when the process
+ends, by SIGKILL too, and when it executes another program, because the descriptor is
+closed on exec.  A pidfd does not notice an exec, and a pipe stays open in every child
+that the embedding program forks; a lock is not inherited by forks.
+
+Then all descendants of the workers get SIGNAL, and SIGKILL after GRACE seconds, again and
+again until none is found: a worker that was being spawned has its marker only after its
+exec, and a process that forks can hide a child from one scan of /proc (see `tree`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import select
-import signal
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
+
     from elastic_aio.process import proc_scan
 else:
+    # The public module makes enumerations: a third of this process's start.
+    import _signal as signal
+
     # -I leaves this file's directory out of the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import proc_scan
@@ -29,56 +37,105 @@ else:
 # busy host it may be a hundred.
 _QUIET_S = 0.25
 _LIMIT_S = 10.0
+# Seconds between two scans, before and after SIGKILL is sent: the kernel reports no forks
+# of other processes to an unprivileged one.
+_GRACE_SCAN_S = 0.02
+_SCAN_S = 0.005
 
 
 def main() -> int:
-    """Wait for the supervisor's end, kill its job, and return the exit code."""
-    supervisor, sessions, since = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    """Wait for the supervisor's end, end its job, and return the exit code."""
+    report, sessions, since, number = (int(sys.argv[index]) for index in (1, 2, 4, 5))
     # A signal to all processes of a user must not leave the workers unguarded; the agent
     # ends its guardian with SIGKILL.
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    for ignored in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         try:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(ignored, signal.SIG_IGN)
         except (OSError, ValueError):
             continue  # reserved by the C library
-    poller = select.poll()
-    poller.register(supervisor, select.POLLIN)
-    poller.poll()
-    kill_job(sys.argv[3].encode("ascii"), since, proc_scan.read_session_list(sessions))
+    _check_kernel(sessions)
+    if _is_locked(sessions):  # else the supervisor has ended by now
+        os.write(report, b"!")
+        os.close(report)
+        fcntl.lockf(sessions, fcntl.LOCK_EX)
+    end_job(
+        sys.argv[3].encode("ascii"),
+        since,
+        proc_scan.read_session_list(sessions),
+        number,
+        float(sys.argv[6]),
+    )
     return 0
 
 
-def kill_job(marker: bytes, since: int, sessions: dict[int, proc_scan.WorkerSession]) -> None:
-    """Kill all descendants of the workers, for 10 seconds at most."""
+def _check_kernel(sessions: int) -> None:
+    """Use what the end of the job will need, so that a lack is an error at the start."""
+    descriptor = os.pidfd_open(os.getpid())
+    signal.pidfd_send_signal(descriptor, 0)
+    os.close(descriptor)
+    proc_scan.read_session_list(sessions)
+
+
+def _is_locked(sessions: int) -> bool:
+    try:
+        fcntl.lockf(sessions, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # either, fcntl(2)
+        return True
+    return False
+
+
+def end_job(
+    marker: bytes,
+    since: int,
+    sessions: dict[int, proc_scan.WorkerSession],
+    number: int,
+    grace: float,
+) -> None:
+    """Signal all descendants of the workers, and after `grace` seconds kill what is left.
+
+    Ends 10 seconds after that at the latest.
+    """
     cache = proc_scan.ScanCache()
+    signalled: set[tuple[int, int]] = set()
     began = quiet_since = time.monotonic()
-    # Polled every 5 ms for a quarter of a second: the kernel reports no forks of other
-    # processes to an unprivileged one.
-    while (now := time.monotonic()) - quiet_since < _QUIET_S and now - began < _LIMIT_S:
-        if kill_descendants(marker, since, sessions, cache):
-            quiet_since = time.monotonic()
-        time.sleep(0.005)
+    while (now := time.monotonic()) - quiet_since < _QUIET_S and now - began < grace + _LIMIT_S:
+        is_grace = now - began < grace
+        try:
+            descendants = find_descendants(marker, since, sessions, cache)
+        except OSError:
+            quiet_since = now  # no descriptor for a moment: scan again
+        else:
+            if descendants:
+                quiet_since = now
+            for process in descendants:
+                if not is_grace:
+                    proc_scan.signal_process(process, signal.SIGKILL)
+                elif process.identity not in signalled:
+                    signalled.add(process.identity)
+                    proc_scan.signal_process(process, number)
+                    # A stopped process acts on a signal only after this one.
+                    proc_scan.signal_process(process, signal.SIGCONT)
+        time.sleep(min(_GRACE_SCAN_S, max(began + grace - now, 0)) if is_grace else _SCAN_S)
 
 
-def kill_descendants(
+def find_descendants(
     marker: bytes,
     since: int,
     sessions: dict[int, proc_scan.WorkerSession],
     cache: proc_scan.ScanCache,
-) -> int:
-    """Send SIGKILL to all descendants that one scan finds; return how many there were."""
+) -> list[proc_scan.ProcEntry]:
+    """Return the descendants that one scan finds.
+
+    Raises:
+        OSError: an exec is under way, or no descriptor is left: scan again.
+    """
     scan = proc_scan.find_descendants(marker, since, sessions, {}, cache)
     while True:
         try:
             next(scan)
         except StopIteration as end:
             descendants: list[proc_scan.ProcEntry] = end.value
-            break
-        except OSError:
-            return 1  # an exec under way, or no descriptor for a moment: scan again
-    for process in descendants:
-        proc_scan.signal_process(process, signal.SIGKILL)
-    return len(descendants)
+            return descendants
 
 
 if __name__ == "__main__":

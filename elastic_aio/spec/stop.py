@@ -46,11 +46,18 @@ class StopPlan:
     One that remains then, in an uninterruptible system call for example, is reported with
     its state and left behind.
     """
+    guardian_grace: float = 0.5
+    """Seconds between the first signal and SIGKILL when the launcher has been killed.
+
+    The guardian then ends the job; a first step with a shorter grace takes precedence.  With
+    more than the default, workers can outlive their launcher for more than a second.
+    """
 
     def __init__(
         self,
         steps: Iterable[StopStep | tuple[int | str, float]] = ((SIGTERM, DEFAULT_GRACE),),
         reap_timeout: float = 10.0,
+        guardian_grace: float = 0.5,
     ) -> None:
         """Check and keep the steps; the fields say what they mean."""
         checked = [
@@ -60,10 +67,12 @@ class StopPlan:
         if any(step.signal == SIGKILL for step in checked[:-1]):
             raise SpecError("stop.steps", steps, "no step may follow SIGKILL")
         check_number("stop.reap_timeout", reap_timeout, above=0)
+        check_number("stop.guardian_grace", guardian_grace, at_least=0)
         set_fields(
             self,
             steps=tuple(step for step in checked if step.signal != SIGKILL),
             reap_timeout=reap_timeout,
+            guardian_grace=guardian_grace,
         )
 
     @classmethod
@@ -75,11 +84,14 @@ class StopPlan:
     def starting_with(self, signal: int) -> StopPlan:
         """Return this plan with its first signal replaced by a received one."""
         if signal == SIGKILL:
-            return StopPlan((), self.reap_timeout)
+            return self._with_steps()
         if not self.steps:
             return self
         first, *rest = self.steps
-        return StopPlan((StopStep(signal, first.grace), *rest), self.reap_timeout)
+        return self._with_steps(StopStep(signal, first.grace), *rest)
+
+    def _with_steps(self, *steps: StopStep) -> StopPlan:
+        return StopPlan(steps, self.reap_timeout, self.guardian_grace)
 
     @property
     def grace(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from elastic_aio import (
     Agent,
     Event,
+    HostError,
     JobFailed,
     JobStarted,
     JobStopped,
@@ -80,23 +82,23 @@ async def test_a_listener_may_stop_the_job_at_its_first_event() -> None:
     assert names == ["JobStarted", "JobFinished"]
 
 
-async def test_readers_of_a_job_that_cannot_start_end() -> None:
-    """The events end when entering the block fails."""
-    spec = LaunchSpec(["true"])
-    agent = Agent(spec, _spawner=refusing_spawner)
+@pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false", ""])
+async def test_a_job_without_a_guardian_does_not_start(
+    executable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entering the block fails before any worker starts; the events end."""
+    monkeypatch.setattr(sys, "executable", executable)
+    agent = Agent(LaunchSpec(["touch", str(tmp_path / "started")], max_restarts=3))
     reading = asyncio.create_task(collect(agent))
-    with pytest.raises(Exception, match="cannot start the guardian"):
+    with pytest.raises(HostError, match="cannot start the guardian process: .*" + executable):
         await agent.__aenter__()
     async with asyncio.timeout(GUARD):
         assert await reading == []
+    assert not (tmp_path / "started").exists()
 
 
 async def collect(agent: Agent) -> list[Event]:
     return [event async for event in agent.events()]
-
-
-async def refusing_spawner(plan: ChildSpec) -> Any:
-    raise OSError(11, "no process left")
 
 
 async def test_a_callback_that_raises_a_cancellation_fails_the_job() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import noted, noting, until_sync
-from tests.support.cli import Running, running, running_cli
+from tests.support.cli import Running, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -150,6 +150,62 @@ def test_a_fork_of_the_embedding_program(loop: str, tmp_path: Path) -> None:
         finally:
             os.kill(fork, signal.SIGKILL)
     until_sync(all_exited)
+
+
+@pytest.mark.parametrize("holds_descriptors", [False, True])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_an_exec_of_the_embedding_program(
+    loop: str, holds_descriptors: bool, tmp_path: Path
+) -> None:
+    """A program that replaces itself, as to resume, leaves no worker to its successor.
+
+    Not even if a fork of it holds every descriptor that the program had open.
+    """
+    code = EMBEDDING.replace("    await task\n", """
+    while not all(os.path.exists(os.environ["NOTES"] + name) for name in ("/0", "/1")):
+        await asyncio.sleep(0.01)
+    sys.stdin.read()
+    os.execvp("sleep", ["sleep", "98"])
+""")  # fmt: skip
+    env = {"NOTES": str(tmp_path), **({"FORK": "1"} if holds_descriptors else {})}
+    argv = [sys.executable, "-c", code, loop, "2", *PROCESS_TREE_WORKER]
+    with running(argv, env=env, stdin_pipe=True) as program:
+        pids = tree_pids(tmp_path, 2)
+        assert program.process.stdin is not None
+        program.process.stdin.close()
+        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
+        assert program.process.poll() is None
+        until_sync(lambda: guardians() == [])
+        for pid in leaked_processes():
+            os.kill(pid, signal.SIGKILL)
+    until_sync(all_exited)
+
+
+def guardians() -> list[int]:
+    """Return the pids of all guardians of this test session."""
+    return [pid for pid, command in leaked_processes().items() if "guardian_main.py" in command]
+
+
+def test_an_application_that_is_its_own_interpreter(tmp_path: Path) -> None:
+    """It does not run itself as its guardian, which would do so too, endlessly."""
+    application = tmp_path / "application"
+    application.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        f"open({str(tmp_path / 'starts')!r}, 'a').write('started ')\n"
+        "sys.executable = sys.argv[0]\n"
+        "from elastic_aio import LaunchSpec, run\n"
+        "run(LaunchSpec(['touch', 'worker']))\n"
+    )
+    application.chmod(0o755)
+    ended = run_program([str(application)], cwd=tmp_path)
+    assert ended.code == 1
+    assert ended.errors[-1].startswith(
+        "elastic_aio.errors.HostError: cannot start the guardian process: "
+        f"{application} ended at once (exit code 1, elastic_aio.errors.HostError: "
+    )
+    assert (tmp_path / "starts").read_text() == "started started "
+    assert not (tmp_path / "worker").exists()
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

@@ -9,16 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.process import guardian
 from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.command import spawn_with_popen
 from elastic_aio.process.guardian import Guardian, open_session_list
 from elastic_aio.process.proc_scan import ticks_now
+from elastic_aio.spec.stop import StopPlan
+from tests.support.children import until_sync
+from tests.support.leaks import alive
 
 pytestmark = pytest.mark.both_loops
 
@@ -29,28 +35,44 @@ ROOT = Path(__file__).parent.parent.parent
 class Bench:
     """A guardian without workers; `restarted` gets the pids of its replacements."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, python: str | None = None) -> None:
         self.restarted: asyncio.Queue[int] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.sessions = open_session_list()
+        self.null = os.open(os.devnull, os.O_RDWR)
         self.refusals = 0
         self.guardian = Guardian(
-            self.spawn,
             marker="ELASTIC_AIO_JOB_GUARDIAN_TEST",
             since=ticks_now(),
             session_list=self.sessions,
+            null=self.null,
+            plan=StopPlan(),
             on_restarted=self.restarted.put_nowait,
+            on_lost=self.lost.put_nowait,
+            python=python,
+            _spawner=self.spawn,
         )
 
     async def spawn(self, plan: ChildSpec) -> Child:
         if self.refusals:
             self.refusals -= 1
             raise SpawnError("no processes left", permanent=False, exit_code=1)
-        return await command_spawner(asyncio.get_running_loop())(plan)
+        return await spawn_with_popen(plan)
+
+    async def start(self) -> int:
+        """Start the guardian and return its pid when it works."""
+        async with asyncio.timeout(GUARD):
+            await self.guardian.start()
+            await self.guardian.wait_ready()
+        pid = self.guardian.pid
+        assert pid is not None
+        return pid
 
     async def aclose(self) -> None:
         async with asyncio.timeout(GUARD):
             await self.guardian.aclose()
         os.close(self.sessions)
+        os.close(self.null)
 
 
 @pytest.fixture
@@ -63,9 +85,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def test_it_runs_until_it_is_closed(bench: Bench) -> None:
     assert repr(bench.guardian) == "<Guardian None>"
-    await bench.guardian.start()
-    pid = bench.guardian.pid
-    assert pid is not None
+    pid = await bench.start()
     assert os.getsid(pid) == pid
     assert repr(bench.guardian) == f"<Guardian <Child {pid}: running>>"
     await bench.guardian.aclose()
@@ -73,56 +93,128 @@ async def test_it_runs_until_it_is_closed(bench: Bench) -> None:
     assert bench.restarted.empty()
 
 
-async def test_a_killed_guardian_is_restarted(bench: Bench) -> None:
-    await bench.guardian.start()
-    for _ in range(2):
-        previous = bench.guardian.pid
-        assert previous is not None
+async def test_a_killed_guardian_is_restarted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once for the first time, then with growing delays."""
+    delays: list[float] = []
+    monkeypatch.setattr(guardian, "_DELAY_S", 0.01)
+    monkeypatch.setattr(asyncio, "sleep", recording(delays))
+    previous = await bench.start()
+    for _ in range(3):
         os.kill(previous, signal.SIGKILL)
         async with asyncio.timeout(GUARD):
             pid = await bench.restarted.get()
         assert pid == bench.guardian.pid != previous
         os.kill(pid, 0)
+        previous = pid
+    assert delays == [0.0, 0.01, 0.02]
+    assert bench.lost.empty()
 
 
-async def test_a_guardian_that_cannot_start_is_an_error(bench: Bench) -> None:
+def recording(delays: list[float]) -> Callable[[float], Awaitable[None]]:
+    """Return a `sleep` that records its argument."""
+    sleep = asyncio.sleep
+
+    async def record(delay: float) -> None:
+        delays.append(delay)
+        await sleep(delay)
+
+    return record
+
+
+async def test_a_guardian_that_cannot_be_spawned_is_an_error(bench: Bench) -> None:
     bench.refusals = 1
     with pytest.raises(HostError, match=r"^cannot start the guardian process: no processes"):
         await bench.guardian.start()
 
 
-async def test_a_restart_is_tried_until_it_succeeds(bench: Bench) -> None:
-    """The host is out of processes for a while."""
-    await bench.guardian.start()
-    bench.refusals = 1
-    previous = bench.guardian.pid
-    assert previous is not None
+@pytest.mark.parametrize(
+    ("executable", "problem"),
+    [
+        ("/bin/false", r"/bin/false ended at once \(exit code 1\)"),
+        ("/bin/sh", r"/bin/sh ended at once \(exit code \d+, .*sh: .+\)"),
+        ("/no/such/python", r"cannot run /no/such/python: command not found"),
+        ("", r"sys.executable is no Python interpreter \(''\); name an interpreter by "),
+        (None, r"sys.executable is no Python interpreter \(None\); name an interpreter by "),
+    ],
+)
+async def test_an_executable_that_is_no_interpreter_is_refused(
+    executable: Any, problem: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says which executable it is, and what happened."""
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(HostError, match=rf"^cannot start the guardian process: {problem}"):
+        await bench.start()
+
+
+async def test_an_executable_that_does_not_answer_is_refused(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed."""
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 99\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(guardian, "_START_S", 0.2)
+    with pytest.raises(HostError, match=r"/deaf does not report that it works within 0\.2 s$"):
+        await bench.start()
+
+
+async def test_a_frozen_application_needs_another_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would run itself as its guardian, which would run itself, and so on."""
+    python = sys.executable
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    bench = Bench()
+    with pytest.raises(HostError, match=r"sys\.executable is a frozen application \('/bin/false'"):
+        await bench.start()
+    await bench.aclose()
+    bench = Bench(python=python)
+    assert alive(await bench.start())
+    await bench.aclose()
+
+
+async def test_a_guardian_that_does_not_start_again_is_reported_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attempts go on, further and further apart."""
+    delays: list[float] = []
+    monkeypatch.setattr(guardian, "_DELAY_S", 0.01)
+    monkeypatch.setattr(guardian, "_DELAY_MAX_S", 0.05)
+    monkeypatch.setattr(asyncio, "sleep", recording(delays))
+    previous = await bench.start()
+    bench.refusals = 5
     os.kill(previous, signal.SIGKILL)
     async with asyncio.timeout(GUARD):
         assert await bench.restarted.get() != previous
     assert bench.refusals == 0
+    assert delays == [0.0, 0.01, 0.02, 0.04, 0.05, 0.05]
+    assert bench.lost.get_nowait() == "cannot start the guardian process: no processes left"
+    assert bench.lost.empty()
 
 
 async def test_closing_cancels_a_restart(bench: Bench) -> None:
-    await bench.guardian.start()
+    previous = await bench.start()
     bench.refusals = 1_000_000
-    previous = bench.guardian.pid
-    assert previous is not None
     os.kill(previous, signal.SIGKILL)
     async with asyncio.timeout(GUARD):
-        while bench.refusals == 1_000_000:  # no event reports it
-            await asyncio.sleep(0)
+        await bench.lost.get()
         await bench.guardian.aclose()
     assert bench.restarted.empty()
 
 
-async def test_common_signals_do_not_end_it(bench: Bench) -> None:
+async def test_closing_before_the_report() -> None:
+    """A start that is cancelled leaves no process and no descriptor."""
+    bench = Bench()
     await bench.guardian.start()
-    pid = bench.guardian.pid
-    assert pid is not None
-    async with asyncio.timeout(GUARD):
-        while not (ignored(pid) >> (signal.SIGUSR2 - 1) & 1):  # no event reports it
-            await asyncio.sleep(0)
+    await bench.aclose()
+
+
+async def test_common_signals_do_not_end_it(bench: Bench) -> None:
+    pid = await bench.start()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE):
         os.kill(pid, number)
     assert bench.guardian.pid == pid
@@ -130,14 +222,8 @@ async def test_common_signals_do_not_end_it(bench: Bench) -> None:
     assert bench.restarted.empty()
 
 
-def ignored(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigIgn:"):
-            return int(line.split()[1], 16)
-    raise AssertionError("no SigIgn line")
-
-
-# A supervisor with a guardian and a worker, which starts another process group and a daemon.
+# A supervisor with a guardian and a worker, which starts another process group and a daemon,
+# and goes on after SIGTERM.  At the end of its stdin it becomes another program.
 SUPERVISOR = """
 import asyncio, os, sys
 from elastic_aio.aio import PausableClock
@@ -145,6 +231,7 @@ from elastic_aio.process.base import ChildSpec
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian import Guardian, open_session_list
 from elastic_aio.process.tree import ProcessTree
+from elastic_aio.spec.stop import StopPlan
 
 MARKER = "ELASTIC_AIO_JOB_" + os.urandom(8).hex()
 DAEMON = '''
@@ -155,71 +242,114 @@ if os.fork(): os._exit(0)
 print(os.getpid(), flush=True)
 os.execvp("sleep", ["sleep", "99"])
 '''
-SCRIPT = 'set -m; sleep 99 & echo $!; "$0" -I -S -c "$1"; trap "" TERM; echo $$; exec sleep 99'
+SCRIPT = '''
+set -m; sleep 99 & echo $!; "$0" -I -S -c "$1"
+trap "echo terminated" TERM; echo $$; while :; do sleep 99 & wait; done
+'''
+
+def become_another_program():
+    os.execvp("sleep", ["sleep", "99"])
 
 async def main():
     spawn = command_spawner(asyncio.get_running_loop())
     sessions = open_session_list()
     tree = ProcessTree(MARKER, PausableClock(), sessions)
     guardian = Guardian(
-        spawn, marker=MARKER, since=tree.since, session_list=sessions, on_restarted=print
+        marker=MARKER, since=tree.since, session_list=sessions, null=os.open("/dev/null", 2),
+        plan=eval(sys.argv[1]), on_restarted=print, on_lost=print,
     )
     await guardian.start()
+    await guardian.wait_ready()
     print(guardian.pid, flush=True)
     tree.add(await spawn(ChildSpec(
         argv=("bash", "-c", SCRIPT, sys.executable, DAEMON),
         env={**os.environ, MARKER: "1"}, cwd=None, stdin=0, stdout=1, stderr=2,
     )))
-    if sys.argv[1] == "forking" and os.fork() == 0:
-        os.execvp("sleep", ["sleep", "99"])  # holds every pipe of ours that it inherits
+    if sys.argv[2] == "forking" and os.fork() == 0:
+        os.execvp("sleep", ["sleep", "99"])  # its descriptors are closed on exec
+    if sys.argv[2] == "forking" and os.fork() == 0:
+        os.kill(os.getpid(), 19)  # it holds every descriptor that it inherits
+    asyncio.get_running_loop().add_reader(0, become_another_program)
     await asyncio.sleep(99)
 
 asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("end", ["kill", "exec"])
 @pytest.mark.parametrize("kind", ["plain", "forking"])
-def test_a_killed_supervisor_leaves_no_process(kind: str) -> None:
-    """Worker, other process group and daemon are gone within a second or two.
+def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
+    """After SIGKILL and after an exec, worker, process group and daemon are gone in a second.
 
-    A program that forks keeps only its own fork alive.
+    A program that forks keeps only its own forks alive.
     """
+    with supervised("StopPlan()", kind) as (supervisor, pids):
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        expected = 2 if kind == "forking" else 0
+        until_sync(lambda: len(set(children_of(supervisor.pid)) - set(pids)) == expected)
+        forks = set(children_of(supervisor.pid)) - set(pids)
+        began = time.monotonic()
+        assert supervisor.stdin is not None
+        supervisor.kill() if end == "kill" else supervisor.stdin.close()
+        for pidfd in pidfds:
+            wait_for_end(pidfd)
+        # One second is guaranteed, then the guardian ends; the host may be busy.
+        assert time.monotonic() - began < 3
+        assert (supervisor.poll() is None) == (end == "exec")
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == b"terminated\n", "SIGTERM came before SIGKILL"
+        for fork in forks:
+            pidfd = os.pidfd_open(fork)
+            os.kill(fork, signal.SIGKILL)
+            if end == "kill":
+                wait_for_end(pidfd)
+            else:
+                os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    "plan", ["StopPlan(())", "StopPlan.within(0)", "StopPlan(guardian_grace=0)"]
+)
+def test_a_plan_without_a_grace(plan: str) -> None:
+    """SIGKILL is the first signal then."""
+    with supervised(plan, "plain") as (supervisor, pids):
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        supervisor.kill()
+        for pidfd in pidfds:
+            wait_for_end(pidfd)
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.read() == b""
+
+
+@contextmanager
+def supervised(plan: str, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Yield a supervisor, and the pids of its guardian and of what its worker consists of."""
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, kind],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", SUPERVISOR, plan, kind],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )
     bystander = subprocess.Popen(["sleep", "99"], start_new_session=True)
+    assert supervisor.stdin is not None
     assert supervisor.stdout is not None
     try:
-        pids = [int(supervisor.stdout.readline()) for _ in range(4)]
-        pidfds = [os.pidfd_open(pid) for pid in pids]
-        forks = set(children_of(supervisor.pid)) - set(pids)
-        assert len(forks) == (kind == "forking")
-        began = time.monotonic()
-        supervisor.kill()
-        supervisor.wait()
-        for pidfd in pidfds:
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            assert poller.poll(GUARD * 1000), "it still runs"
-            os.close(pidfd)
-        assert time.monotonic() - began < 5
+        yield supervisor, [int(supervisor.stdout.readline()) for _ in range(4)]
         assert bystander.poll() is None
-        for fork in forks:
-            pidfd = os.pidfd_open(fork)
-            os.kill(fork, signal.SIGKILL)
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            assert poller.poll(GUARD * 1000)
-            os.close(pidfd)
     finally:
-        bystander.kill()
-        bystander.wait()
-        supervisor.kill()
-        supervisor.wait()
+        for process in (bystander, supervisor):
+            process.kill()
+            process.wait()
+        supervisor.stdin.close()
         supervisor.stdout.close()
+
+
+def wait_for_end(pidfd: int) -> None:
+    """Wait until the process of a pidfd has ended, and close it."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert poller.poll(GUARD * 1000), "it still runs"
+    os.close(pidfd)
 
 
 def children_of(pid: int) -> list[int]:

@@ -70,10 +70,18 @@ def test_the_reap_timeout_must_be_positive(value: Any) -> None:
         StopPlan(reap_timeout=value)
 
 
+def test_the_grace_of_the_guardian_must_not_be_negative() -> None:
+    """With 0 s workers are killed as soon as their launcher is gone."""
+    assert StopPlan(guardian_grace=0).guardian_grace == 0
+    with pytest.raises(SpecError, match=r"^stop\.guardian_grace: must be a number of at least 0"):
+        StopPlan(guardian_grace=-1)
+
+
 def test_a_received_signal_replaces_the_first_one() -> None:
-    """Graces, later steps and the reap timeout stay."""
-    plan = StopPlan([("SIGTERM", 3), ("SIGQUIT", 4)], reap_timeout=7)
-    assert plan.starting_with(2) == StopPlan(((2, 3.0), (3, 4.0)), 7)
+    """Graces, later steps and the other settings stay."""
+    plan = StopPlan([("SIGTERM", 3), ("SIGQUIT", 4)], reap_timeout=7, guardian_grace=2)
+    assert plan.starting_with(2) == StopPlan(((2, 3.0), (3, 4.0)), 7, 2)
+    assert plan.starting_with(9) == StopPlan((), 7, 2)
     assert StopPlan(()).starting_with(2) == StopPlan(())
 
 
