@@ -132,7 +132,8 @@ def find_descendants(
     scan = proc_scan.find_descendants(marker, since, sessions, {}, cache)
     while True:
         try:
-            next(scan)
+            if pause := next(scan):
+                time.sleep(pause)
         except StopIteration as end:
             descendants: list[proc_scan.ProcEntry] = end.value
             return descendants

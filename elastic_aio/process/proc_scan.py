@@ -31,10 +31,15 @@ else:
     import _signal as signal  # without the enumerations: 3 ms of the guardian's start
 
 _LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# How many scans may be repeated because of execs, for one process and in a row: an exec
-# lasts one or two scans of some 5 ms, but a busy host has a new one in every scan.
-_EXEC_SCANS = 40
+# How often one scan looks again at execs under way, and the pause before, in seconds: an
+# exec hides a process for about a millisecond, on a busy host or a slow disk for longer.
+_LOOKS = 100
+_PAUSE_S = 0.002
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+# Flags of a task (include/linux/sched.h): it is past the point of no return of its exit; it
+# is a thread of the kernel.
+_PF_EXITING = 0x4
+_PF_KTHREAD = 0x200000
 
 
 def ticks_now() -> int:
@@ -45,20 +50,28 @@ def ticks_now() -> int:
 class ProcEntry:
     """One process as `/proc` shows it; (`pid`, `start`) is its identity.
 
-    `start` is in clock ticks since boot.
+    `start` is in clock ticks since boot; `flags` are those of its main thread.
     """
 
-    __slots__ = ("is_dead", "parent", "pid", "session", "start", "state")
+    __slots__ = ("flags", "parent", "pid", "session", "start", "state", "threads")
 
     def __init__(
-        self, pid: int, parent: int, session: int, start: int, state: str, is_dead: bool
+        self,
+        pid: int,
+        parent: int,
+        session: int,
+        start: int,
+        state: str = "S",
+        flags: int = 0,
+        threads: int = 1,
     ) -> None:
         self.pid = pid
         self.parent = parent
         self.session = session
         self.start = start
         self.state = state
-        self.is_dead = is_dead
+        self.flags = flags
+        self.threads = threads
 
     def __repr__(self) -> str:
         return f"<ProcEntry {self.pid} of session {self.session}, state {self.state}>"
@@ -68,13 +81,21 @@ class ProcEntry:
         """Pid and start time, which no other process of this host has until it reboots."""
         return self.pid, self.start
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether its last thread has ended.
+
+        A process whose main thread has ended is shown as a zombie while its other threads
+        run.
+        """
+        return self.state in "XZ" and self.threads <= 1
+
 
 def parse_stat(content: bytes) -> ProcEntry:
     """Read `/proc/<pid>/stat` (proc(5)).
 
     The name stands in parentheses and may contain anything, so fields are counted from
-    the last parenthesis.  A process whose main thread has ended is shown as a zombie
-    while its other threads run: it is dead only when no other thread is counted.
+    the last parenthesis.
 
     Raises:
         ValueError: the content has another format.
@@ -83,14 +104,14 @@ def parse_stat(content: bytes) -> ProcEntry:
     fields = content[content.rindex(b")") + 2 :].split()
     if len(fields) < 20:
         raise ValueError("stat is too short")
-    state = fields[0].decode("ascii", "replace")
     return ProcEntry(
         pid=pid,
         parent=int(fields[1]),
         session=int(fields[3]),
         start=int(fields[19]),
-        state=state,
-        is_dead=state in "XZ" and int(fields[17]) <= 1,
+        state=fields[0].decode("ascii", "replace"),
+        flags=int(fields[6]),
+        threads=int(fields[17]),
     )
 
 
@@ -132,54 +153,19 @@ class WorkerSession:
 
 
 class ScanCache:
-    """What a scan keeps for the next one: mainly the pids that are older than the job.
+    """Processes that the next scans of a job need not look at, or need not wait for.
 
-    Scans come in close succession, and most processes of a host are older.  A pid may
-    be skipped as long as it cannot have been used again: the kernel assigns pids in
-    ascending order (`last pid` of proc_loadavg(5)), so those assigned since the last
-    scan are known, unless the numbers have wrapped around, which takes longer than
-    `_VALID_S` even with the smallest `pid_max`.
+    `older` has the processes that are older than the job, most of a host, as pids and the
+    numbers of their directories' inodes.  The kernel drops these inodes with the process
+    (proc_flush_pid), so that a process with the same pid has a directory with another
+    number; readdir(3) gives the number at no cost.
+
+    `hidden` has the identities of the processes that an exec hid to the end of a scan.
     """
 
-    _VALID_S = 0.01
-
     def __init__(self) -> None:
-        self._pids: set[int] = set()
-        self._exec_scans: dict[tuple[int, int], int] = {}
-        self._repeated = 0
-        self._at = 0.0
-        self._last_pid = 0
-
-    def begin_scan(self) -> set[int]:
-        """Return the pids that the scan which begins now may skip."""
-        now, last_pid = time.monotonic(), _last_pid()
-        if now - self._at > self._VALID_S or last_pid < self._last_pid:
-            self._pids = set()
-        else:
-            self._pids.difference_update(range(self._last_pid + 1, last_pid + 1))
-        self._at, self._last_pid = now, last_pid
-        return set(self._pids)
-
-    def add(self, pid: int) -> None:
-        """Record a process that is older than the job."""
-        self._pids.add(pid)
-
-    def should_retry(self, hidden: list[ProcEntry]) -> bool:
-        """Return whether to scan again for processes hidden by an exec: only so often."""
-        retry = False
-        for process in hidden:
-            scans = self._exec_scans.get(process.identity, 0) + 1
-            self._exec_scans[process.identity] = scans
-            retry = retry or scans <= _EXEC_SCANS
-        self._repeated = self._repeated + 1 if retry else 0
-        return retry and self._repeated <= _EXEC_SCANS
-
-
-def _last_pid() -> int:
-    try:
-        return int((_read("/proc/loadavg") or b"").split()[-1])
-    except (OSError, ValueError, IndexError):
-        return -1  # then nothing is ever skipped: it counts as wrapped around
+        self.older: dict[int, int] = {}
+        self.hidden: set[tuple[int, int]] = set()
 
 
 def find_descendants(
@@ -188,10 +174,12 @@ def find_descendants(
     sessions: Mapping[int, WorkerSession],
     known: Mapping[int, int],
     cache: ScanCache,
-) -> Generator[None, None, list[ProcEntry]]:
+) -> Generator[float, None, list[ProcEntry]]:
     """Read every process once; return the live descendants of the workers.
 
     Yields before each process, so that a caller with an event loop can run other tasks.
+    The value is 0, or the seconds to pause because an exec hides an environment; a scan
+    pauses for 0.2 s at most, and never twice for the same process.
 
     Args:
         marker: name of the job's environment variable.
@@ -201,37 +189,61 @@ def find_descendants(
         cache: the same for all scans of a job.
 
     Raises:
-        BlockingIOError: a process that may be a descendant is in the middle of an exec;
-            scan again in some milliseconds.
-        OSError: this process has no descriptors or memory left.
+        OSError: there is no /proc, or this process has no descriptors or memory left.
     """
-    skipped = cache.begin_scan()
     ours: dict[int, ProcEntry] = {}
     unknown: list[ProcEntry] = []
-    in_exec: list[ProcEntry] = []
+    hidden: list[ProcEntry] = []
     me = os.getpid()
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) in skipped:
+    with os.scandir("/proc") as directory:
+        inodes = {int(entry.name): entry.inode() for entry in directory if entry.name.isdecimal()}
+    for pid, inode in inodes.items():
+        if cache.older.get(pid) == inode:
             continue
-        yield
-        process = read_process(int(name))
-        if process is None or process.is_dead or process.pid == me:
+        yield 0.0
+        process = read_process(pid)
+        if process is None or process.is_dead or pid == me:
             continue
         if process.start < since:
-            cache.add(process.pid)
+            cache.older[pid] = inode
             continue
-        is_known = known.get(process.pid) == process.start
-        if is_known or (is_ours := _is_ours(process, marker, sessions)):
-            ours[process.pid] = process
+        if known.get(pid) == process.start or (is_ours := _is_ours(process, marker, sessions)):
+            ours[pid] = process
         else:
             unknown.append(process)
             if is_ours is None:
-                in_exec.append(process)
+                hidden.append(process)
     yield from _add_relatives(ours, unknown, sessions)
-    # An exec hides the environment only: session and parent have decided for the others.
-    if cache.should_retry([process for process in in_exec if process.pid not in ours]):
-        raise BlockingIOError(errno.EAGAIN, "a process is in the middle of an exec")
+    for _ in range(_LOOKS):
+        # Session and parent have decided for some, and an earlier scan has waited for others.
+        hidden = [
+            item for item in hidden if not (item.pid in ours or item.identity in cache.hidden)
+        ]
+        if not hidden:
+            break
+        yield _PAUSE_S
+        hidden = list(_look_again(hidden, marker, sessions, ours))
+        yield from _add_relatives(ours, unknown, sessions)
+    cache.hidden.update(process.identity for process in hidden)
     return list(ours.values())
+
+
+def _look_again(
+    hidden: list[ProcEntry],
+    marker: bytes,
+    sessions: Mapping[int, WorkerSession],
+    ours: dict[int, ProcEntry],
+) -> Iterator[ProcEntry]:
+    """Add to `ours` the processes that an exec hides no longer; yield those that it hides."""
+    for former in hidden:
+        process = read_process(former.pid)
+        if process is None or process.is_dead or process.start != former.start:
+            continue
+        is_ours = _is_ours(process, marker, sessions)
+        if is_ours:
+            ours[process.pid] = process
+        elif is_ours is None:
+            yield process
 
 
 def _is_ours(
@@ -241,18 +253,38 @@ def _is_ours(
     session = sessions.get(process.session)
     if session and session.is_certain(process):
         return True
-    environment = _environment(process.pid)
-    may_be_in_exec = not environment and _may_be_in_exec(process)
-    # Once more if it was empty: an exec may have ended between the two reads.
-    environment = environment or _environment(process.pid)
-    if may_be_in_exec and not environment:
+    if process.flags & _PF_KTHREAD:
+        return False
+    environment = _environment(process)
+    if environment == b"" and not process.flags & _PF_EXITING:
+        # For about a millisecond of an exec neither the environment nor the arguments can
+        # be read; a process that really has no environment still has arguments.
+        may_be_in_exec = _read(f"/proc/{process.pid}/cmdline") == b""
+        # Once more: the exec may have ended between the two reads.
+        environment = _environment(process)
+        if may_be_in_exec and environment == b"":
+            return None
+    return b"\0" + marker + b"=" in b"\0" + (environment or b"")
+
+
+def _environment(process: ProcEntry) -> bytes | None:
+    """Return the environment; None: gone, or another user's; session and parent decide."""
+    if not process.flags & _PF_EXITING:
+        return _read(f"/proc/{process.pid}/environ")
+    # The main thread has ended, and has no memory any more; others may run.
+    try:
+        threads = os.listdir(f"/proc/{process.pid}/task") if process.threads > 1 else []
+    except OSError as error:
+        if error.errno in _LACK:
+            raise
         return None
-    return b"\0" + marker + b"=" in b"\0" + environment
+    contents = (_read(f"/proc/{process.pid}/task/{thread}/environ") for thread in threads)
+    return next(filter(None, contents), None)
 
 
 def _add_relatives(
     ours: dict[int, ProcEntry], unknown: list[ProcEntry], sessions: Mapping[int, WorkerSession]
-) -> Iterator[None]:
+) -> Iterator[float]:
     """Add to `ours` the members of their sessions, and their descendants."""
     pinned = {process.session for process in ours.values()} & sessions.keys()
     has_grown = True
@@ -267,7 +299,7 @@ def _add_relatives(
                 rest.append(process)
         has_grown = len(rest) < len(unknown)
         unknown = rest
-        yield
+        yield 0.0
 
 
 def iter_descendants(pid: int) -> Iterator[ProcEntry]:
@@ -288,18 +320,6 @@ def iter_descendants(pid: int) -> Iterator[ProcEntry]:
             if process := read_process(child):
                 yield process
                 parents.append(child)
-
-
-def _may_be_in_exec(process: ProcEntry) -> bool:
-    """Return whether a process without an environment may be in the middle of an exec.
-
-    For about a millisecond neither the environment nor the arguments can be read; a
-    process that really has no environment still has arguments.  (Kernel threads have
-    neither, and kthreadd, pid 2, as their parent.)
-    """
-    if process.parent in (0, 2):
-        return False
-    return _read(f"/proc/{process.pid}/cmdline") == b""
 
 
 def open_pidfd(process: ProcEntry) -> int | None:
@@ -342,11 +362,6 @@ def send(descriptor: int, number: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def _environment(pid: int) -> bytes:
-    # Unreadable: gone, or another user's; session and parent decide.
-    return _read(f"/proc/{pid}/environ") or b""
 
 
 def _read(path: str) -> bytes | None:

@@ -138,7 +138,7 @@ class ProcessTree:
             try:
                 return await self._scan()
             except OSError:
-                # An exec under way, or no descriptor left: no event reports its end.
+                # No descriptor left, and no event reports the end of that.
                 await self._clock.sleep(_RETRY_S)
         return await self._scan()
 
@@ -149,10 +149,12 @@ class ProcessTree:
         yielder = _Yielder()
         while True:
             try:
-                next(scan)
+                pause = next(scan)
             except StopIteration as end:
                 entries: list[proc_scan.ProcEntry] = end.value
                 return [entry for entry in entries if not self._is_excluded(entry)]
+            if pause:
+                await asyncio.sleep(pause)  # no event reports the end of an exec
             await yielder.maybe_yield()
 
     def _is_excluded(self, process: proc_scan.ProcEntry) -> bool:

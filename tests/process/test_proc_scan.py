@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,10 @@ def stat_line(name: bytes, *, state: bytes = b"S", threads: int = 1) -> bytes:
         b"7",
         b"42",
         b"40",
-        *[b"0"] * 13,
+        b"0",
+        b"-1",
+        b"4194304",
+        *[b"0"] * 10,
         b"%d" % threads,
         b"0",
         b"98765",
@@ -71,6 +76,7 @@ def test_a_name_may_contain_anything(name: bytes) -> None:
         "S",
     )
     assert process.identity == (42, 98765)
+    assert (process.flags, process.threads) == (4194304, 1)
     assert not process.is_dead
 
 
@@ -115,7 +121,7 @@ def test_a_reaped_process_is_none() -> None:
 
 
 def process(pid: int, *, start: int, session: int = 100) -> ProcEntry:
-    return ProcEntry(pid, 1, session, start, "S", is_dead=False)
+    return ProcEntry(pid, 1, session, start)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +155,7 @@ class Family:
         self.since = ticks_now() - 1
         self.children: list[subprocess.Popen[bytes]] = []
         self.grandchildren: list[int] = []
+        self.cache = ScanCache()
 
     def start(self, *argv: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
@@ -176,17 +183,14 @@ class Family:
     def found(
         self, sessions: dict[int, WorkerSession] | None = None, **options: object
     ) -> set[int]:
-        options = {"known": {}, "cache": ScanCache(), **options}
+        options = {"known": {}, "cache": self.cache, **options}
+        scan = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
         while True:
-            scan = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
             try:
-                while True:
-                    next(scan)
+                time.sleep(next(scan))
             except StopIteration as end:
                 entries: list[ProcEntry] = end.value
                 return {entry.pid for entry in entries}
-            except BlockingIOError:
-                os.sched_yield()  # a child of ours is in the middle of its exec
 
     def end(self) -> None:
         for pid in self.grandchildren:
@@ -249,38 +253,148 @@ def test_a_process_in_an_exec_is_found(family: Family) -> None:
         child.wait()
 
 
-def test_execs_of_other_processes_do_not_prevent_a_scan(
-    family: Family, monkeypatch: pytest.MonkeyPatch
+class FakeExec:
+    """Lets a process look as if an exec hid it; `looks` counts how often it is looked at again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pid = 0
+        self.hidden_looks = 0
+        self.looks = 0
+        self._read, self._look_again = proc_scan._read, proc_scan._look_again
+        monkeypatch.setattr(proc_scan, "_read", self._fake_read)
+        monkeypatch.setattr(proc_scan, "_look_again", self._count)
+
+    def hide(self, child: int, looks: int = 1_000_000) -> None:
+        """Hide a child from the first look of the next scan and from some later ones."""
+        while Path(f"/proc/{child}/comm").read_text() not in ("sleep\n", "bash\n"):
+            os.sched_yield()  # its own exec
+        self.pid, self.hidden_looks, self.looks = child, looks, 0
+
+    def _fake_read(self, path: str) -> bytes | None:
+        is_hidden = self.looks <= self.hidden_looks
+        if is_hidden and path in (f"/proc/{self.pid}/environ", f"/proc/{self.pid}/cmdline"):
+            return b""
+        return self._read(path)
+
+    def _count(self, hidden: list[ProcEntry], *args: Any) -> Iterator[ProcEntry]:
+        self.looks += any(process.pid == self.pid for process in hidden)
+        return self._look_again(hidden, *args)
+
+
+@pytest.fixture
+def fake_exec(monkeypatch: pytest.MonkeyPatch) -> FakeExec:
+    """An exec of any length."""
+    return FakeExec(monkeypatch)
+
+
+def test_a_scan_waits_for_an_exec(family: Family, fake_exec: FakeExec) -> None:
+    """It looks again at the hidden process, and not at all others."""
+    child = family.start("sleep", "99", env={MARKER: "1"})
+    fake_exec.hide(child.pid, looks=5)
+    assert family.found() == {child.pid}
+    assert fake_exec.looks == 6
+
+
+def test_an_endless_exec_of_another_process_delays_one_scan(
+    family: Family, fake_exec: FakeExec
 ) -> None:
-    """On a busy host, every scan meets a process in the middle of an exec."""
-    child = family.start("sleep", "99")
-    sessions = family.session(child)
-    other = family.start("sleep", "99")
-    starts = itertools.count(ticks_now())
-
-    def read_as_new(pid: int) -> ProcEntry | None:
-        entry = read_process(pid)
-        if entry is not None and pid == other.pid:
-            entry.start = next(starts)
-        return entry
-
-    monkeypatch.setattr(proc_scan, "read_process", read_as_new)
-    monkeypatch.setattr(proc_scan, "_environment", lambda pid: b"")
-    monkeypatch.setattr(proc_scan, "_may_be_in_exec", lambda process: True)
-    assert family.found(sessions) == {child.pid}
+    """One patience for each scan, and none for a process that has used it up."""
+    child = family.start("sleep", "99", env={MARKER: "1"})
+    fake_exec.hide(family.start("sleep", "99").pid)
+    assert family.found() == {child.pid}
+    assert fake_exec.looks == 100
+    assert family.found() == {child.pid}
+    assert fake_exec.looks == 100
 
 
-def test_an_exec_of_a_known_process_needs_no_other_scan(
-    family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exec_of_a_known_process_is_not_waited_for(family: Family, fake_exec: FakeExec) -> None:
     """Its parent decides, which the scan may read after it."""
     shell = family.start("bash", "-c", "env -i setsid sleep 99 & echo $!; wait")
     sleeper = family.pid_from(shell)
-    sessions = family.session(shell)
-    monkeypatch.setattr(proc_scan, "_environment", lambda pid: b"")
-    monkeypatch.setattr(proc_scan, "_may_be_in_exec", lambda process: process.pid == sleeper)
-    monkeypatch.setattr(ScanCache, "should_retry", lambda cache, hidden: bool(hidden))
-    assert family.found(sessions) == {shell.pid, sleeper}
+    fake_exec.hide(sleeper)
+    assert family.found(family.session(shell)) == {shell.pid, sleeper}
+    assert fake_exec.looks == 0
+
+
+def test_an_unreadable_environment_is_not_waited_for(
+    family: Family, fake_exec: FakeExec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another user's process."""
+    child = family.start("sleep", "99", env={MARKER: "1"})
+    other = family.start("sleep", "99")
+    fake_exec.hide(other.pid)
+    read, unreadable = proc_scan._read, f"/proc/{other.pid}/environ"
+    monkeypatch.setattr(proc_scan, "_read", lambda path: None if path == unreadable else read(path))
+    assert family.found() == {child.pid}
+    assert fake_exec.looks == 0
+
+
+@pytest.mark.parametrize("flag", [0x4, 0x200000])
+def test_exits_and_threads_of_the_kernel_are_not_waited_for(
+    flag: int, family: Family, fake_exec: FakeExec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has an environment; the exit of a large process takes seconds."""
+    child = family.start("sleep", "99", env={MARKER: "1"})
+    other = family.start("sleep", "99")
+    fake_exec.hide(other.pid)
+
+    def read_with_flag(pid: int) -> ProcEntry | None:
+        entry = read_process(pid)
+        if entry is not None and pid == other.pid:
+            entry.flags |= flag
+        return entry
+
+    monkeypatch.setattr(proc_scan, "read_process", read_with_flag)
+    assert family.found() == {child.pid}
+    assert fake_exec.looks == 0
+
+
+# Ends its main thread; another one prints the pid when that has happened.
+HEADLESS = """
+import ctypes, os, threading, time
+def run():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(99)
+if os.fork(): os._exit(0)
+os.setsid()
+threading.Thread(target=run).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_process_without_its_main_thread_is_decided_by_another(
+    is_ours: bool, family: Family, fake_exec: FakeExec
+) -> None:
+    """Its environment is empty in /proc, and that of its threads is not."""
+    env = {MARKER if is_ours else "ANOTHER": "1"}
+    parent = family.start(sys.executable, "-I", "-S", "-c", HEADLESS, env=env)
+    daemon = fake_exec.pid = family.pid_from(parent)
+    fake_exec.hidden_looks = -1  # only counts
+    assert family.found() == ({daemon} if is_ours else set())
+    assert fake_exec.looks == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to choose a pid")
+def test_a_pid_that_is_used_again_is_looked_at_again(family: Family) -> None:
+    """Scans skip the processes that are older than the job, by pid and inode."""
+    for _ in range(100):
+        older = subprocess.Popen(["sleep", "99"], env=PATH)
+        family.cache = ScanCache()
+        family.since = ticks_now() + 1000
+        assert family.found() == set()
+        assert older.pid in family.cache.older
+        older.kill()
+        older.wait()
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(older.pid - 1))
+        child = family.start("sleep", "99", env={MARKER: "1"})
+        if child.pid == older.pid:  # no other process of the host has come first
+            family.since = 0
+            assert child.pid in family.found()
+            return
+    pytest.skip("the pid was always another one")
 
 
 def test_a_daemon_of_another_job_is_not_ours(family: Family) -> None:
