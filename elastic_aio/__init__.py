@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.rendezvous import RendezvousSpec as RendezvousSpec
     from elastic_aio.spec.restart import Backoff as Backoff
     from elastic_aio.spec.restart import Decide as Decide
+    from elastic_aio.spec.restart import NodeLosses as NodeLosses
     from elastic_aio.spec.restart import RestartAction as RestartAction
     from elastic_aio.spec.restart import RestartPolicy as RestartPolicy
     from elastic_aio.spec.restart import RestartWindow as RestartWindow
@@ -138,7 +139,9 @@ else:
             """,
             "elastic_aio.spec.logs": "LogSpec Std StdMap",
             "elastic_aio.spec.rendezvous": "RendezvousSpec",
-            "elastic_aio.spec.restart": "Backoff Decide RestartAction RestartPolicy RestartWindow",
+            "elastic_aio.spec.restart": (
+                "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
+            ),
             "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
         },
     )

@@ -51,6 +51,8 @@ class JobStarted(Event, frozen=True, kw_only=True):
     """`N` or `MIN:MAX`."""
     max_restarts: int
     agent_pid: int
+    node_losses: str = ""
+    """The limit of `RestartPolicy.node_losses` for a job of several nodes; empty for none."""
     log_dir: str | None = None
     """Directory of this run's logs; None if nothing is captured."""
 

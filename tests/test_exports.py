@@ -49,6 +49,7 @@ PUBLIC = [
     "Module",
     "NodeJoined",
     "NodeLeft",
+    "NodeLosses",
     "NodeLost",
     "NodeRange",
     "NodeRefused",

@@ -104,6 +104,7 @@ class Driver:
                 nproc_per_node=self._runtime.nproc,
                 nnodes=str(spec.nnodes),
                 max_restarts=spec.max_restarts,
+                node_losses=str(spec.restart.node_losses or "") if spec.nnodes.maximum > 1 else "",
                 agent_pid=os.getpid(),
                 log_dir=self._runtime.directory.log_dir,
             )

@@ -20,9 +20,14 @@ Rules
   a member has succeeded, joiners stand by.
 * A failure on any member stops the round everywhere.  When all of its workers are gone,
   the restart policy is consulted once, with the earliest failure.  Changes of the
-  membership cost no restart.
-* If a member of the round was lost, the restart policy is not consulted: the other
-  members' failures are a consequence of the loss, even though they are reported first.
+  membership cost no restart, but rounds that lose a node have a budget of their own.
+* If a member of the round has left or was lost, the restart policy is not consulted: the
+  other members' failures are a consequence, even though they are reported first.  There
+  are two exceptions: a code of `never_on`, and a lost member that had acknowledged the
+  order to stop, so that it was alive after the failure.
+* A worker that was ended by SIGTERM may be the first sign of a node that leaves: the
+  signal reaches the worker before the agent.  Its failure is judged `LEAVING_S` later.
+* A joiner whose host has left soon after it joined stands by for a growing time.
 * When all members of the round have succeeded, or the policy grants no further
   attempt, or nodes are missing for too long, the job ends with one outcome for all.
 
@@ -74,6 +79,7 @@ from typing import ClassVar
 
 from elastic_aio.events import NodeJoined, NodeLeft, NodeLost
 from elastic_aio.outcome import JobOutcome
+from elastic_aio.rendezvous.base import StopRound
 from elastic_aio.rendezvous.formation import form_when_possible, recover_round
 from elastic_aio.rendezvous.members import CoordinatorEffect, MemberRecord, RoundSettings
 from elastic_aio.rendezvous.messages import PROTOCOL, MemberStatus, Reject
@@ -106,6 +112,7 @@ class Coordinator:
         """
         self._state = CoordinatorState(settings, budget, name, term, now)
         self._joined: list[MemberRecord] = []
+        self._departed: list[MemberRecord] = []
         self._count = 0
 
     def __repr__(self) -> str:
@@ -175,11 +182,16 @@ class Coordinator:
         if record is None:
             return
         state.outbox.discard(member)
+        self._departed.append(record)
         if member in state.round.placements and state.has_succeeded(record):
             state.round.succeeded_and_left.add(member)
         elif member in state.round.placements:
             state.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
             state.round.has_lost_member = state.round.has_lost_member or is_lost
+            # A member that has seen the order to stop was alive after the failure.
+            saw_failure = isinstance(record.sent, StopRound) and record.has_acked
+            if not (is_lost and saw_failure):
+                state.round.is_excused = True
         if state.phase is CoordinatorPhase.ENDING:
             return  # JobFinished is the last event
         if is_lost:
@@ -200,6 +212,9 @@ class Coordinator:
         """Return the effects to perform: at most one order for each member."""
         state = self._state
         state.deadlines.now = now
+        for record in self._departed:
+            state.visits.observe_departure(record, now)
+        self._departed.clear()
         self._admit_joined()
         while True:
             before = state.phase, self.round

@@ -81,7 +81,7 @@ def recover_round(state: CoordinatorState) -> None:
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
-        state.round.has_lost_member = True
+        state.round.has_lost_member = state.round.is_excused = True
         missing = counted(size - len(held) - members_done, "node")
         state.add_change_reason(f"{missing} did not come back")
     elif state.is_new_store and not state.settings.keep_workers:
@@ -153,7 +153,11 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
         attempt = state.round.attempt + 1
         cause = replace(cause, attempt=attempt, restarts=state.budget.restarts)
     placements = _placements(state, order, cause)
+    is_running = state.round.number >= 0
+    joiners = [one for one in order if one.member not in state.round.placements]
     state.begin_round(placements)
+    for record in joiners if is_running else []:
+        record.admitted_at = state.deadlines.now
     for record in order:
         state.outbox.send(record, StartRound(placements[record.member], cause))
     first = placements[lead.member]

@@ -224,6 +224,7 @@ class Member:
             return []
         self._stopping = max(round, self._stopping)
         if self.status.is_busy or self.has_succeeded:
+            self._update()  # acknowledges the order
             return [StopRound(self.status.round, why)]
         if self.status.stopped_round < round:
             self._update(stopped_round=round)

@@ -92,14 +92,23 @@ class MemberRecord:
     status: MemberStatus
     sent: OrderBody | None = None
     """The last order; an equal one is not sent again."""
+    sent_as: tuple[int, int] = (0, 0)
+    """Term and serial of that order."""
     begun: tuple[int, int] | None = None
     """Term and serial of the last `StartRound` order."""
+    admitted_at: float | None = None
+    """When a running job took it in; None for a member of the first round."""
     refused_because: str = ""
     """Why it may not take part now; empty if it may."""
     refused_at: float = 0.0
     is_rejected: bool = False
     """Whether it can never take part."""
     has_end_order: bool = False
+
+    @property
+    def has_acked(self) -> bool:
+        """Whether it has seen the last order."""
+        return self.status.acked >= self.sent_as
 
     @property
     def is_probing(self) -> bool:
@@ -134,9 +143,9 @@ class Outbox:
     def resend(self, record: MemberRecord, body: OrderBody) -> None:
         """Send an order even if it equals the member's last one."""
         self._serial += 1
-        record.sent = body
+        record.sent, record.sent_as = body, (self.term, self._serial)
         if isinstance(body, StartRound):
-            record.begun = (self.term, self._serial)
+            record.begun = record.sent_as
         # Removed first: the dictionary keeps the order of the last change.
         self._sends.pop(record.member, None)
         order = Order(self.term, self._serial, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 
 from elastic_aio.events import JobFinished, NodeRefused, RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
@@ -15,6 +16,11 @@ from elastic_aio.spec.restart import RestartAction, RestartBudget
 
 NAMES_MAX = 8
 """How many nodes a message names at most."""
+
+_SETTLED_S = 60.0
+"""Seconds after which the stay of a joiner is no short one; the longest delay of the next."""
+_VISITORS_MAX = 256
+"""Hosts of which short stays are remembered."""
 
 
 class CoordinatorPhase(Enum):
@@ -74,6 +80,8 @@ class RoundState:
         """Members that left after their success before this coordinator was elected."""
         self.has_lost_member = False
         """Whether a member was lost before its workers had succeeded."""
+        self.is_excused = False
+        """Whether the failures of the round may be a consequence of a member that is gone."""
         self.change_reasons: dict[str, None] = {}
         """Why another round is needed; ordered, without repetition."""
         self.ready_since: float | None = None
@@ -92,8 +100,35 @@ class RestartState:
     """Sent to members that must stop."""
     decision: RestartAction | str | None = None
     """The callback's answer; text is the error that it raised."""
+    stopped_at: float | None = None
+    """When all workers of the failed round had stopped."""
     restart_at: float = 0.0
     """When the delay is over."""
+
+
+class Visits:
+    """Short stays of joiners, by the name of their host: how long the next one waits."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._short: dict[str, tuple[int, float]] = {}
+        """How many short stays there were, and when the last one ended."""
+
+    def observe_departure(self, record: MemberRecord, now: float) -> None:
+        """Take the end of a member that had joined a running job."""
+        name = record.name
+        if record.admitted_at is None:
+            return
+        count, _ = self._short.pop(name, (0, now))
+        if now - record.admitted_at < _SETTLED_S:
+            self._short[name] = (count + 1, now)
+        while len(self._short) > _VISITORS_MAX:
+            del self._short[next(iter(self._short))]
+
+    def admission(self, name: str) -> tuple[int, float]:
+        """Return the number of short stays of a host, and when it may take part again."""
+        count, ended_at = self._short.get(name, (0, -inf))
+        return count, ended_at + min(_SETTLED_S, 2.0 ** (count - 1) if count > 1 else 0.0)
 
 
 class CoordinatorState:
@@ -118,6 +153,7 @@ class CoordinatorState:
         self.restart = RestartState()
         self.timer = FormationTimer(now)
         self.outcome: JobOutcome | None = None
+        self.visits = Visits()
 
     # ------------------------------------------------------------------ members
 
@@ -221,6 +257,7 @@ class CoordinatorState:
         self.round = RoundState(placements, {one: self.members[one].name for one in placements})
         self.restart.cause = None
         self.restart.failures = ()
+        self.restart.stopped_at = None
         self.phase = CoordinatorPhase.RUNNING
 
     def wait_for_nodes(self) -> None:

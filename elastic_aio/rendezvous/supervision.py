@@ -22,6 +22,10 @@ _BURST_S = 0.2
 """Seconds for which ready joiners wait for others that arrive with them."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
+_SIGTERM_CODE = 143
+"""The shell's exit code of a process that SIGTERM ended: 128 + 15."""
+LEAVING_S = 0.5
+"""Seconds in which a node leaves whose worker was ended by SIGTERM."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -66,6 +70,8 @@ def _restore(state: CoordinatorState) -> None:
 
 def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
+    if state.round.has_lost_member and _is_delayed_by_loss(state):
+        return
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
     ]
@@ -78,6 +84,26 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     state.restart.stop_reason = f"{reasons}: only {left} of {state.settings.nnodes} left"
     _stop(state)
     state.wait_for_nodes()
+
+
+def _is_delayed_by_loss(state: CoordinatorState) -> bool:
+    """Charge the loss of a node once; return whether a back-off or the end follows."""
+    state.round.has_lost_member = False
+    decision = state.budget.lose_node(state.deadlines.now)
+    if not decision.restart:
+        reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
+        _fail(state, f"{reasons}: {decision.why} (restart.node_losses)")
+        return True
+    if decision.why:
+        state.add_change_reason(f"{decision.why} (restart.node_losses)")
+    if not decision.delay:
+        return False
+    state.restart.cause = state.next_cause()
+    state.restart.stop_reason = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
+    state.restart.restart_at = state.deadlines.now + decision.delay
+    _stop(state)
+    state.phase = CoordinatorPhase.BACKING_OFF
+    return True
 
 
 def _stop(state: CoordinatorState) -> None:
@@ -119,7 +145,7 @@ def _probe_joiners(
         if status.is_busy:
             why = "the others have formed another round meanwhile"
             state.outbox.send(record, StopRound(status.round, why))
-        elif lead is None or len(ready) + probing >= free:
+        elif lead is None or len(ready) + probing >= free or _is_too_early(state, record):
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
         elif status.probed_round != number:
             probing += 1
@@ -132,6 +158,18 @@ def _probe_joiners(
             probe = ProbePeers(number, lead.status.address, lead.status.port)
             _retry_later(state, record, probe)
     return ready
+
+
+def _is_too_early(state: CoordinatorState, record: MemberRecord) -> bool:
+    """Refuse a joiner for a while whose host has left soon after it had joined before."""
+    count, when = state.visits.admission(record.name)
+    if not state.deadlines.arm(when):
+        return False
+    if not record.refused_because:
+        delay = when - state.deadlines.now
+        visits = f"{record.name} has left {count} times soon after it had joined"
+        state.refuse(record, f"{visits}, it is taken in after {delay:.3g} s")
+    return True
 
 
 def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeers) -> None:
@@ -155,6 +193,8 @@ def decide_restart(state: CoordinatorState) -> None:
         return
     restart = state.restart
     members = [one for one in active if state.has_placement(one)]
+    if _may_be_leaving(state, members):
+        return
     restart.failures = root_cause_first(
         failure for one in members for failure in one.status.failures
     )
@@ -164,15 +204,21 @@ def decide_restart(state: CoordinatorState) -> None:
         state.outbox.publish(event)
     permanent = next((one.status for one in members if one.status.is_permanent), None)
     inherited = next(filter(None, map(state.inherited_restart, members)), None)
+    forbidden = next(filter(state.budget.forbids, failures), None)
     if permanent is not None:
         _fail(state, permanent.permanent_reason, permanent.exit_code)
     elif inherited is not None:
         _restart(state, inherited)
-    elif state.round.has_lost_member or not failures:
+    elif forbidden is not None and state.round.is_excused:
+        code = forbidden.status.shell_code
+        _fail(state, f"exit code {code} is in restart.never_on", code)
+    elif state.round.is_excused or not failures:
         # The connections of a lost node's workers end before its lease does, so the
         # failures that they cause arrive first.
         if not state.round.change_reasons:
             state.add_change_reason("a node has failed and is gone")
+        if state.round.has_lost_member and _is_delayed_by_loss(state):
+            return
         restart.cause = state.next_cause()
         state.wait_for_nodes()
     elif state.settings.has_decide and not state.budget.is_exhausted:
@@ -181,6 +227,20 @@ def decide_restart(state: CoordinatorState) -> None:
         state.outbox.request_decision(attempt, failures[0])
     else:
         _consult_policy(state, RestartAction.DEFAULT)
+
+
+def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:
+    """Whether a node may be about to leave: SIGTERM has ended a worker there just now.
+
+    A service manager sends the signal to all processes of a node.  The agent acts on it
+    some milliseconds after the worker.
+    """
+    restart = state.restart
+    if restart.stopped_at is None:
+        restart.stopped_at = state.deadlines.now
+    codes = {failure.status.shell_code for one in members for failure in one.status.failures}
+    is_ended = _SIGTERM_CODE in codes and not state.round.is_excused
+    return is_ended and state.deadlines.arm(restart.stopped_at + LEAVING_S)
 
 
 def apply_decision(state: CoordinatorState) -> None:
@@ -228,5 +288,5 @@ def _restart(state: CoordinatorState, cause: RestartCause) -> None:
 def _fail(state: CoordinatorState, why: str, exit_code: int | None = None) -> None:
     failures = state.restart.failures
     if exit_code is None:
-        exit_code = failures[0].status.shell_code or 1
+        exit_code = (failures[0].status.shell_code if failures else None) or 1
     state.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))

@@ -79,6 +79,28 @@ class RestartWindow:
         return sum(1 for time in restarts_at if now - time < self.seconds) >= self.count
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLosses:
+    """How many rounds of a job of several nodes may lose a node.
+
+    A node is lost when its agent ends without leaving: a crash of the host, SIGKILL, a
+    network that is down.  Nodes that are lost in one round count once.  The first two losses
+    within `seconds` are followed by a round at once, the others after the delay of `backoff`.
+    """
+
+    count: int = 10
+    """At most so many within any `seconds`; a further one ends the job."""
+    seconds: float = 60.0
+    backoff: Backoff = Backoff(initial=0.25, factor=2.0, cap=1.0, jitter=False)
+
+    def __str__(self) -> str:
+        return f"{self.count} within {self.seconds:g} s"
+
+
+_LOSSES_AT_ONCE = 2
+"""Losses without a delay: two hosts that fail together are no crash loop."""
+
+
 class RestartAction(Enum):
     """What `RestartPolicy.decide` returns: what to do about a failure."""
 
@@ -112,6 +134,8 @@ class RestartPolicy:
 
     Returns a `RestartAction`, or an awaitable of one, that overrides the exit-code rules.
     """
+    node_losses: NodeLosses | None = NodeLosses()
+    """Limit of lost nodes, which cost no restart; None for no limit."""
 
     def __init__(
         self,
@@ -122,10 +146,11 @@ class RestartPolicy:
         restart_on: Iterable[int] | None = None,
         never_on: Iterable[int] = (),
         decide: Decide | None = None,
+        node_losses: NodeLosses | None = NodeLosses(),
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
         if backoff is not None:
-            _check_backoff(backoff)
+            _check_backoff("restart.backoff", backoff)
         if window is not None and not isinstance(window, RestartWindow):
             window = RestartWindow(*checked_pair("restart.window", window))
         set_fields(
@@ -136,6 +161,7 @@ class RestartPolicy:
             restart_on=None if restart_on is None else _codes("restart.restart_on", restart_on),
             never_on=_codes("restart.never_on", never_on),
             decide=decide,
+            node_losses=node_losses,
         )
         self._check()
 
@@ -157,6 +183,8 @@ class RestartPolicy:
             raise SpecError("restart.restart_on", [], problem)
         if self.decide is not None and not callable(self.decide):
             raise SpecError("restart.decide", self.decide, "must be callable")
+        if self.node_losses is not None:
+            _check_node_losses(self.node_losses)
         if self.window and self.backoff:
             total = self.backoff.expected_total(self.window.count)
             if total >= self.window.seconds:
@@ -192,15 +220,28 @@ def _codes(name: str, value: object) -> frozenset[int]:
     return frozenset(codes)
 
 
-def _check_backoff(backoff: Backoff) -> None:
+def _check_backoff(name: str, backoff: object) -> None:
     if not isinstance(backoff, Backoff):
-        raise SpecError("restart.backoff", backoff, "must be a Backoff")
-    check_number("restart.backoff.initial", backoff.initial, at_least=0)
-    check_number("restart.backoff.factor", backoff.factor, at_least=1)
-    check_number("restart.backoff.cap", backoff.cap, at_least=0)
+        raise SpecError(name, backoff, "must be a Backoff")
+    check_number(f"{name}.initial", backoff.initial, at_least=0)
+    check_number(f"{name}.factor", backoff.factor, at_least=1)
+    check_number(f"{name}.cap", backoff.cap, at_least=0)
     if backoff.cap < backoff.initial:
         problem = f"must be at least initial={backoff.initial:g}"
-        raise SpecError("restart.backoff.cap", backoff.cap, problem)
+        raise SpecError(f"{name}.cap", backoff.cap, problem)
+
+
+def _check_node_losses(losses: object) -> None:
+    name = "restart.node_losses"
+    if not isinstance(losses, NodeLosses):
+        raise SpecError(name, losses, "must be a NodeLosses, or None for no limit")
+    checked_integer(f"{name}.count", losses.count, at_least=0)
+    check_number(f"{name}.seconds", losses.seconds, above=0)
+    _check_backoff(f"{name}.backoff", losses.backoff)
+    total = losses.backoff.expected_total(max(0, losses.count - _LOSSES_AT_ONCE))
+    if total >= losses.seconds:
+        problem = f"cannot be exhausted, as its delays take {total:g} s; use a longer window"
+        raise SpecError(name, str(losses), problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +266,7 @@ class RestartBudget:
         self._policy = policy
         self._random = random
         self._restarts_at: list[float] = []
+        self._losses_at: list[float] = []
         self._resumed = 0
         self._consecutive = 0
 
@@ -275,6 +317,28 @@ class RestartBudget:
         if action is RestartAction.RESTART:
             why += ", restart.decide returned RESTART"
         return RestartDecision(True, why, self._delay(ran))
+
+    def forbids(self, failure: Failure) -> bool:
+        """Whether the exit code of a failure ends the job, whatever else has happened."""
+        return failure.status.shell_code in self._policy.never_on
+
+    def lose_node(self, now: float) -> RestartDecision:
+        """Count a round that has lost a node, and decide whether another round follows.
+
+        `now` is in monotonic seconds.
+        """
+        limit = self._policy.node_losses
+        if limit is None:
+            return RestartDecision(True, "")
+        recent = [time for time in self._losses_at if now - time < limit.seconds]
+        self._losses_at = [*recent, now]
+        number = len(self._losses_at)
+        if number > limit.count:
+            return RestartDecision(False, f"{number} node losses, at most {limit} are allowed")
+        if number <= _LOSSES_AT_ONCE:
+            return RestartDecision(True, "")
+        delay = limit.backoff.delay(number - _LOSSES_AT_ONCE - 1, self._random)
+        return RestartDecision(True, f"node loss {number} of {limit}", delay)
 
     def resume(self, restarts: int) -> None:
         """Continue from the `restarts` that another budget counted, at unknown times."""

@@ -12,6 +12,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.spec.restart import (
     Backoff,
+    NodeLosses,
     RestartAction,
     RestartBudget,
     RestartDecision,
@@ -147,6 +148,23 @@ def test_a_policy_is_made_of_plain_values() -> None:
             "restart.healthy_after: must be a number above 0 (got 0)",
         ),
         ({"decide": 5}, "restart.decide: must be callable (got 5)"),
+        ({"node_losses": 5}, "restart.node_losses: must be a NodeLosses, or None for no limit"),
+        (
+            {"node_losses": NodeLosses(count=-1)},
+            "restart.node_losses.count: must be a whole number of at least 0 (got -1)",
+        ),
+        (
+            {"node_losses": NodeLosses(seconds=0)},
+            "restart.node_losses.seconds: must be a number above 0 (got 0)",
+        ),
+        (
+            {"node_losses": NodeLosses(backoff=Backoff(factor=0.5))},
+            "restart.node_losses.backoff.factor: must be a number of at least 1",
+        ),
+        (
+            {"node_losses": NodeLosses(count=10**9)},
+            "restart.node_losses: cannot be exhausted, as its delays take",
+        ),
         (
             {"window": (3, 6), "backoff": Backoff(jitter=False)},
             "restart.window: cannot be exhausted, as 3 delays of restart.backoff take 7 s",

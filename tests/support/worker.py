@@ -2,7 +2,8 @@
 
 It writes notes, a line of JSON each, into the named pipe `$NODE_DIRECTORY/notes`, and reads
 its orders from the named pipe `$NODE_DIRECTORY/<pid>`: `exit CODE`, `raise TEXT`, `connect`
-(to the master address; the answer is the outcome) and `ignore_sigterm` (from now on).
+(to the master address; the answer is the outcome), `ignore_sigterm` (from now on) and
+`collective PATH` (connect ranks 0 and 1, then fail when the other one ends).
 """
 
 import json
@@ -59,6 +60,22 @@ def connect() -> str:
     return "connected"
 
 
+def collective(path: str) -> None:
+    """Wait for the other rank for ever, and fail when it ends, as a collective call does."""
+    if environment["rank"] == 0:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            note("answer", "listening")
+            peer, _ = listener.accept()
+    else:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(path)
+        note("answer", "connected")
+    peer.recv(1)
+    os._exit(1)
+
+
 def obey(word: str, rest: str) -> None:
     match word:
         case "exit":
@@ -67,6 +84,8 @@ def obey(word: str, rest: str) -> None:
             raise ValueError(rest)
         case "connect":
             note("answer", connect())
+        case "collective":
+            collective(rest)
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             note("answer", "ignore_sigterm")

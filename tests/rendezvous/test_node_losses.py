@@ -1,0 +1,208 @@
+"""Nodes that are lost or leave: their budget, whose failure counts, and joiners that flap."""
+
+from __future__ import annotations
+
+from signal import SIGTERM
+
+import pytest
+
+from elastic_aio.events import NodeRefused, RoundFormed
+from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
+from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, StopRound
+from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.supervision import LEAVING_S
+from elastic_aio.spec.restart import NodeLosses, RestartPolicy
+from tests.support.coordinator_harness import CoordinatorHarness, failure
+
+ROUND_S = 0.33
+
+
+def outcome_of(harness: CoordinatorHarness) -> JobOutcome:
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    return outcome
+
+
+def lose_in_turn(harness: CoordinatorHarness, pause: float, until: float) -> int:
+    """Lose and replace one node after the other; return how many rounds were formed."""
+    for turn in range(100_000):
+        harness.settle(harness.now + pause)
+        name = f"b{turn}"
+        if harness.coordinator.outcome is not None or harness.now > until:
+            break
+        harness.join(name)
+        while name not in harness.ranks and harness.coordinator.outcome is None:
+            assert harness.coordinator.deadline is not None
+            harness.settle(harness.coordinator.deadline)
+        harness.settle(harness.now + pause)
+        harness.lose(name)
+    return len(harness.events(RoundFormed))
+
+
+# ------------------------------------------------------------------- the budget
+
+
+def test_a_loop_of_lost_nodes_ends_by_default() -> None:
+    """Three rounds a second end within 20 s, although no restart is allowed or charged."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, last_call_timeout=0), "a", max_restarts=0)
+    rounds = lose_in_turn(harness, ROUND_S / 2, until=60)
+    outcome = outcome_of(harness)
+    assert harness.now < 20
+    assert (outcome.state, outcome.restarts, rounds) == (JobState.FAILED, 0, 11)
+    assert outcome.why == (
+        "b10 is lost: 11 node losses, at most 10 within 60 s are allowed (restart.node_losses)"
+    )
+    assert outcome.exit_code == 1
+
+
+def test_a_node_may_be_lost_every_few_minutes_for_days() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, last_call_timeout=0), "a", max_restarts=0)
+    rounds = lose_in_turn(harness, 120, until=3 * 86_400)
+    assert harness.coordinator.outcome is None
+    assert rounds > 1000
+
+
+def test_nodes_that_are_lost_together_count_once() -> None:
+    policy = RestartPolicy(node_losses=NodeLosses(count=1))
+    harness = CoordinatorHarness(RoundSettings(1, 4), *"abde", restart=policy)
+    harness.stop_slowly("a")
+    for name in "bde":
+        harness.members.pop(name)
+        harness.coordinator.on_gone(name, is_lost=True)
+    harness.settle()
+    harness.members["a"].report(RoundStopped(0))
+    harness.settle()
+    assert harness.coordinator.outcome is None
+    assert harness.ranks == {"a": 0}
+
+
+def test_no_limit_and_no_losses() -> None:
+    for limit in (None, NodeLosses(count=0)):
+        policy = RestartPolicy(node_losses=limit)
+        harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", restart=policy)
+        for turn in range(30 if limit is None else 1):
+            harness.lose(*sorted(harness.members.keys() - {"a"}))
+            harness.join(f"c{turn}")
+            harness.settle(harness.now + 1)
+        assert (harness.coordinator.outcome is None) is (limit is None)
+
+
+def test_a_delay_precedes_the_round_after_several_losses() -> None:
+    """The remaining nodes stop at once; the reason says which limit applies."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b")
+    for turn in range(2):
+        harness.lose(*(harness.members.keys() - {"a"}))
+        assert harness.ranks == {"a": 0}, "at once"
+        harness.join(f"c{turn}")
+        harness.settle(harness.now + 5)
+        assert len(harness.ranks) == 2
+    harness.lose("c1")
+    assert harness.is_in(CoordinatorPhase.BACKING_OFF)
+    assert harness.last("a") == StopRound(
+        4, "c1 is lost; node loss 3 of 10 within 60 s (restart.node_losses)"
+    )
+    assert harness.coordinator.deadline == harness.now + 0.25
+    harness.settle(harness.now + 0.25)
+    assert harness.ranks == {"a": 0}
+
+
+# ------------------------------------------------- whose failure ends the attempt
+
+
+def test_a_failure_before_the_loss_is_judged() -> None:
+    """The lost node had acknowledged the order to stop, so it lived after the failure."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.stop_slowly("b")
+    harness.fail("a", failure(7))
+    harness.lose("b")
+    assert outcome_of(harness).exit_code == 7
+
+
+def test_a_failure_that_the_lost_node_may_have_caused_costs_nothing() -> None:
+    """It never acknowledged an order after the failure."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.drop_orders("b")
+    harness.fail("a", failure(7))
+    harness.lose("b")
+    assert harness.ranks == {"a": 0}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_code_of_never_on_is_never_excused(is_lost: bool) -> None:
+    policy = RestartPolicy(never_on=[3])
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", restart=policy)
+    harness.drop_orders("b")
+    harness.fail("a", failure(3))
+    harness.lose("b", is_lost=is_lost)
+    outcome = outcome_of(harness)
+    assert (outcome.why, outcome.exit_code) == ("exit code 3 is in restart.never_on", 3)
+
+
+def test_failures_are_no_reason_when_a_node_leaves() -> None:
+    """Its workers ended with it; those of the others failed of that, and were seen first."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.stop_slowly("b")
+    harness.fail("a", failure(1))
+    harness.lose("b", is_lost=False)
+    assert harness.coordinator.outcome is None
+    assert harness.ranks == {"a": 0}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_worker_ended_by_sigterm_may_be_the_first_sign_of_a_leaving_node(leaves: bool) -> None:
+    """All nodes have stopped before the agent of the worker hears the signal itself."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    ended = failure(0, status=ExitStatus(signal=SIGTERM))
+    harness.members["a"].report(RoundFailing(0, "failed"))
+    harness.fail("b", ended)
+    harness.members["a"].report(RoundStopped(0, (failure(1),)))
+    harness.settle(LEAVING_S / 2)
+    assert harness.is_in(CoordinatorPhase.STOPPING)
+    if leaves:
+        harness.lose("b", is_lost=False)
+        assert harness.ranks == {"a": 0}
+    else:
+        harness.settle(2 * LEAVING_S)
+        assert outcome_of(harness).state is JobState.FAILED
+
+
+# ------------------------------------------------------------ joiners that flap
+
+
+def test_a_joiner_that_flaps_waits_longer_each_time() -> None:
+    """32 visits of half a second once cost the two others 64 starts of their workers."""
+    settings = RoundSettings(2, 3, last_call_timeout=0)
+    harness = CoordinatorHarness(settings, "a", "b")
+    for _ in range(32):
+        harness.join("d")
+        harness.settle(harness.now + 0.5)
+        harness.lose("d", is_lost=False)
+    assert harness.coordinator.outcome is None
+    assert len(harness.events(RoundFormed)) <= 11
+    assert any("has left 2 times soon after" in one.why for one in harness.events(NodeRefused))  # type: ignore[attr-defined]
+    # In the end it is taken in.
+    harness.join("d")
+    while "d" not in harness.ranks:
+        assert harness.coordinator.deadline is not None
+        harness.settle(harness.coordinator.deadline)
+    assert harness.now < 32 * 0.5 + 61
+
+
+def test_a_joiner_that_flaps_is_taken_at_once_where_it_is_needed() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, last_call_timeout=0), "a", "b")
+    for turn in range(5):
+        harness.lose(*(harness.members.keys() - {"a"}), is_lost=False)
+        harness.join("b")
+        assert harness.ranks == {"a": 0, "b": 1}, turn
+        harness.settle(harness.now + 0.1)
+
+
+def test_a_joiner_that_stays_for_a_minute_is_no_flapping_one() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a")
+    for _ in range(5):
+        harness.join("b")
+        assert harness.ranks == {"a": 0, "b": 1}
+        harness.settle(harness.now + 60)
+        harness.lose("b", is_lost=False)
+        harness.settle(harness.now + 60)
