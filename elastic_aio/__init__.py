@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import Restarting as Restarting
     from elastic_aio.events import RoundFormed as RoundFormed
     from elastic_aio.events import RoundForming as RoundForming
+    from elastic_aio.events import RoundWaiting as RoundWaiting
     from elastic_aio.events import SignalForwarded as SignalForwarded
     from elastic_aio.events import StandbyPromoted as StandbyPromoted
     from elastic_aio.events import StopEscalated as StopEscalated
@@ -124,8 +125,9 @@ else:
                 GuardianRestarted
                 JobFinished JobStarted MembershipChanged NodeJoined NodeLeft NodeLost NodeRefused
                 NodeStandby RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed
-                RoundForming SignalForwarded StandbyPromoted StopEscalated StopRequested
-                WorkerAbandoned WorkerExited WorkerStarted event_from_json event_to_json
+                RoundForming RoundWaiting SignalForwarded StandbyPromoted StopEscalated
+                StopRequested WorkerAbandoned WorkerExited WorkerStarted event_from_json
+                event_to_json
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """

@@ -225,6 +225,19 @@ class RoundForming(Event, frozen=True, kw_only=True):
     """Seconds until the wait ends; None if it has no end."""
 
 
+class RoundWaiting(Event, frozen=True, kw_only=True):
+    """The coordinator has been waiting, in a `phase`, for `what`."""
+
+    phase: str
+    """What it is doing, such as `stopping`, `deciding` or `running`."""
+    what: str
+    """Which nodes have not done what, or that `restart.decide` has not returned."""
+    waited: float
+    """Seconds so far."""
+    time_left: float
+    """Seconds until the nodes count as lost, or the job ends for want of a decision."""
+
+
 class RoundFormed(Event, frozen=True, kw_only=True):
     """This node is part of `round`; the workers of `attempt` are about to start.
 

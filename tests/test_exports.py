@@ -65,6 +65,7 @@ PUBLIC = [
     "Restarting",
     "RoundFormed",
     "RoundForming",
+    "RoundWaiting",
     "Script",
     "SignalForwarded",
     "SignalSpec",

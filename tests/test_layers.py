@@ -55,6 +55,7 @@ PURE = {
     "rendezvous.state",
     "rendezvous.member",
     "rendezvous.members",
+    "rendezvous.outbox",
     "rendezvous.supervision",
     "rendezvous.coordinator",
     "rendezvous.messages",

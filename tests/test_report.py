@@ -33,6 +33,7 @@ from elastic_aio import (
     Restarting,
     RoundFormed,
     RoundForming,
+    RoundWaiting,
     SignalForwarded,
     StandbyPromoted,
     StopEscalated,
@@ -411,6 +412,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1),
         Level.WARNING,
         "membership changed, attempt 2 has 1 node: c was lost",
+    ),
+    (
+        RoundWaiting(phase="stopping", what="b: not stopped its workers", waited=9, time_left=61),
+        Level.WARNING,
+        "stopping: b: not stopped its workers (waited 9 s, 61 s left)",
     ),
     (
         NodeStandby(round=1, maximum=4),

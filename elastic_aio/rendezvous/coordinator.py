@@ -31,6 +31,16 @@ Rules
 * When all members of the round have succeeded, or the policy grants no further
   attempt, or nodes are missing for too long, the job ends with one outcome for all.
 
+Waiting
+=======
+
+* No phase waits without an end.  Members obey their orders or count as lost, which is a
+  change of the membership (see `outbox`).  RECOVERING ends by the recovery timeout,
+  FORMING by the join timeout or the last call, and BACKING_OFF by its delay.  A callback
+  that does not return within `DECIDE_TIMEOUT` ends the job.
+* What is waited for is published: the nodes that are missing as `RoundForming`, the
+  delay as `Restarting`, everything else, once it takes long, as `RoundWaiting`.
+
 Another coordinator
 ===================
 
@@ -68,6 +78,7 @@ Another coordinator
                  a member is gone, or joiners are ready     FORMING
     STOPPING     all workers of the round are gone          DECIDING, or at once:
     DECIDING     the user's callback has answered           BACKING_OFF or ENDING
+                 it has not returned in time                ENDING
     STOPPING     ... and no member with a failure remains   FORMING
     BACKING_OFF  the delay is over                          FORMING
 """
@@ -174,9 +185,10 @@ class Coordinator:
         elif status.serial <= record.status.serial:
             return
         record.status = status
+        state.outbox.observe(record)
 
-    def on_gone(self, member: str, *, is_lost: bool) -> None:
-        """Take the end of a member: it has left, or is lost."""
+    def on_gone(self, member: str, *, is_lost: bool, why: str = "its lease has ended") -> None:
+        """Take the end of a member: it has left, or is lost because of `why`."""
         state = self._state
         record = state.members.pop(member, None)
         if record is None:
@@ -195,7 +207,6 @@ class Coordinator:
         if state.phase is CoordinatorPhase.ENDING:
             return  # JobFinished is the last event
         if is_lost:
-            why = "its lease has ended"
             state.outbox.publish(NodeLost(name=record.name, member=member, why=why))
         else:
             why = "it has left by itself"
@@ -212,6 +223,8 @@ class Coordinator:
         """Return the effects to perform: at most one order for each member."""
         state = self._state
         state.deadlines.now = now
+        for record, why in state.outbox.check(now):
+            self.on_gone(record.member, is_lost=True, why=why)
         for record in self._departed:
             state.visits.observe_departure(record, now)
         self._departed.clear()
@@ -221,7 +234,9 @@ class Coordinator:
             state.deadlines.earliest = None
             self._STEPS[state.phase](state)
             if before == (state.phase, self.round):
-                return state.outbox.drain()
+                break
+        state.publish_waiting()
+        return state.outbox.drain()
 
     def _admit_joined(self) -> None:
         """Publish new members, and reject those that can never take part."""

@@ -10,7 +10,14 @@ from msgspec.structs import replace
 
 from elastic_aio.aio import cancel_and_wait, create_task, wall_clock
 from elastic_aio.errors import StoreError
-from elastic_aio.events import Event, NodeJoined, NodeLeft, NodeLost, NodeRefused
+from elastic_aio.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    RoundWaiting,
+)
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import Coordinator
@@ -33,7 +40,7 @@ from elastic_aio.rendezvous.messages import (
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 from elastic_aio.store import Change, ChangeKind, Lease, Store, Watch
 
-_LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused)
+_LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting)
 """Events of the coordinator that its own node publishes too; of the others, each node
 publishes its own.
 """
@@ -109,8 +116,9 @@ class CoordinatorRunner:
                     await self._wait_wakeup(coordinator.deadline, collecting)
                     await self._take_changes(coordinator, lease)
             finally:
-                deciding = [] if self._deciding is None else [self._deciding]
-                await cancel_and_wait([collecting, writing, *deciding])
+                if self._deciding is not None:
+                    self._deciding.cancel()  # not waited for: the callback is the user's
+                await cancel_and_wait([collecting, writing])
 
     # -------------------------------------------------------------- statuses in
 

@@ -33,9 +33,9 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
-from elastic_aio.rendezvous.member import PROBE_TIMEOUT, Member, MemberEffect, Probe
+from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.messages import MemberStatus
+from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
@@ -95,6 +95,7 @@ class DynamicRendezvous(Rendezvous):
                 preferred_rank=spec.rendezvous.node_rank,
                 minimum=nnodes.minimum,
                 maximum=nnodes.maximum,
+                stop_time=spec.stop.grace + spec.stop.reap_timeout,
             )
         )
         self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
@@ -318,5 +319,7 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         # Torch's own clients send no token, and worker 0 may want to host its store.
         shared_store=fixed_ranks and settings.token is None and spec.host_store,
         overlap=settings.overlap,
+        # A suspended node is lost by its lease, and not by its silence.
+        order_timeout=max(20.0, 2 * settings.heartbeat_timeout),
         has_decide=spec.restart.decide is not None,
     )

@@ -44,9 +44,9 @@ from elastic_aio.rendezvous.base import (
     cause_event,
     round_formed_event,
 )
-from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
 from elastic_aio.rendezvous.messages import WaitForNodes
-from elastic_aio.rendezvous.state import NAMES_MAX, CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.text import counted
 
 _UPDATE_S = 1.0

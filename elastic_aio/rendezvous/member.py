@@ -31,6 +31,7 @@ from elastic_aio.rendezvous.messages import (
     MembersDone,
     MemberStatus,
     Order,
+    OrderBody,
     ProbePeers,
     Reject,
     StandBy,
@@ -39,9 +40,6 @@ from elastic_aio.rendezvous.messages import (
     truncate_failure,
     truncate_failures,
 )
-
-PROBE_TIMEOUT = 5.0
-"""Seconds for the address of a `Probe` to accept the connection."""
 
 
 class Probe(Struct, frozen=True):
@@ -64,6 +62,7 @@ class Member:
         self._instance = b""
         self._term = 0
         self._acked = (0, 0)
+        self._order: OrderBody | None = None
         self._stopping = -1
         self._is_standing_by = False
         self.has_ended = False
@@ -95,7 +94,7 @@ class Member:
         those of another; at the same store, after a reconnection, they are.
         """
         if instance != self._instance:
-            self._instance, self._term, self._acked = instance, 0, (0, 0)
+            self._instance, self._term, self._acked, self._order = instance, 0, (0, 0), None
         self._update()
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
@@ -111,6 +110,11 @@ class Member:
         if position <= self._acked or order.term < self._term or self.has_ended:
             return []
         self._acked = position
+        is_repeated, self._order = order.body == self._order, order.body
+        if is_repeated and not isinstance(order.body, (ProbePeers, StandBy, WaitForNodes)):
+            # The coordinator waits for an acknowledgement.
+            self._update()
+            return []
         match order.body:
             case StartRound():
                 return self._start(order.body)
@@ -135,7 +139,7 @@ class Member:
                 return [order.body]
             case RestartPending(cause):
                 if cause == self.status.pending_restart:
-                    return []  # a repeated order
+                    return []  # of another coordinator
                 self._update(pending_restart=cause)
                 return [order.body]
             case MembersDone(round, count):
@@ -191,7 +195,7 @@ class Member:
     def _start(self, order: StartRound) -> list[MemberEffect]:
         status, placement = self.status, order.placement
         if placement == status.placement:
-            return []  # a repeated order
+            return []  # of another coordinator
         master = placement.master_addr, placement.master_port
         is_stale = placement.span.group_rank == 0 and master != (status.address, status.port)
         if placement.round <= status.round or is_stale:

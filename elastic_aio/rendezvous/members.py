@@ -1,4 +1,4 @@
-"""The coordinator's members: settings, records, the orders to send, and its effects."""
+"""The coordinator's members: settings, records, and the effects of its decisions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from msgspec import Struct
 
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
-from elastic_aio.rendezvous.base import StartRound
 from elastic_aio.rendezvous.messages import MemberStatus, Order, OrderBody, ProbePeers
 from elastic_aio.spec.checks import checked_integer
 from elastic_aio.spec.job import NodeRange
+
+NAMES_MAX = 8
+"""How many nodes a message names at most."""
 
 
 class RoundSettings(Struct, frozen=True):
@@ -29,6 +31,7 @@ class RoundSettings(Struct, frozen=True):
         shared_store: whether the workers of all rounds use one store.
         overlap: whether a node may start the workers of a round while another node still
             stops those of the round before; not with a shared store.
+        order_timeout: how long a member may leave orders without an acknowledgement.
         has_decide: whether the user's callback is asked before each restart.
     """
 
@@ -41,6 +44,7 @@ class RoundSettings(Struct, frozen=True):
     fixed_ranks: bool = False
     shared_store: bool = False
     overlap: bool = False
+    order_timeout: float = 20.0
     has_decide: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +98,12 @@ class MemberRecord:
     """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)
     """Term and serial of that order."""
+    sent_at: float = 0.0
+    """When it was first sent, in monotonic seconds."""
+    check_at: float = 0.0
+    """When the outbox looks at it again."""
+    checks: int = 0
+    """How often the outbox has looked at it."""
     begun: tuple[int, int] | None = None
     """Term and serial of the last `StartRound` order."""
     admitted_at: float | None = None
@@ -119,52 +129,3 @@ class MemberRecord:
     def name(self) -> str:
         """The name of the member's host."""
         return self.status.node.name
-
-
-class Outbox:
-    """Numbers a coordinator's orders and collects its effects until they are drained.
-
-    Orders are level-triggered: each one states everything the member must do.  Only the
-    latest order per member is sent, and an unchanged order is not sent again.
-    """
-
-    def __init__(self, term: int) -> None:
-        """Begin empty, in `term`."""
-        self.term = term
-        self._serial = 0
-        self._sends: dict[str, SendOrder] = {}
-        self._others: list[CoordinatorEffect] = []
-
-    def send(self, record: MemberRecord, body: OrderBody) -> None:
-        """Send an order unless it equals the member's last one."""
-        if record.sent != body:
-            self.resend(record, body)
-
-    def resend(self, record: MemberRecord, body: OrderBody) -> None:
-        """Send an order even if it equals the member's last one."""
-        self._serial += 1
-        record.sent, record.sent_as = body, (self.term, self._serial)
-        if isinstance(body, StartRound):
-            record.begun = record.sent_as
-        # Removed first: the dictionary keeps the order of the last change.
-        self._sends.pop(record.member, None)
-        order = Order(self.term, self._serial, body)
-        self._sends[record.member] = SendOrder(record.member, order)
-
-    def request_decision(self, attempt: int, failure: Failure) -> None:
-        """Call the user's callback."""
-        self._others.append(RequestDecision(attempt, failure))
-
-    def publish(self, event: Event) -> None:
-        """Publish an event of the job."""
-        self._others.append(PublishEvent(event))
-
-    def discard(self, member: str) -> None:
-        """Drop the order for a member that has gone."""
-        self._sends.pop(member, None)
-
-    def drain(self) -> list[CoordinatorEffect]:
-        """Return all effects and remove them."""
-        effects = [*self._others, *self._sends.values()]
-        self._others, self._sends = [], {}
-        return effects

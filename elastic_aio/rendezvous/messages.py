@@ -39,6 +39,9 @@ LEASE_LINGER = 0.2
 HOST_HEAD_START = 0.3
 """Seconds for which other nodes leave the election to the node that hosts the store."""
 
+PROBE_TIMEOUT = 5.0
+"""Seconds for the address of a `ProbePeers` order to accept the connection."""
+
 _SIZE_MAX = 64 * 1024
 _FAILURES_MAX = 8
 _ROOT_MAX = 16 * 1024
@@ -72,7 +75,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 24 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 25 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -93,6 +96,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         members_done: members of the round that have left after their success.
         pending_restart: a restart that was announced after the round's failure.
         outcome: how the job has ended, if it has seen that.
+        stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
     """
 
@@ -119,6 +123,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     members_done: int = 0
     pending_restart: RestartCause | None = None
     outcome: JobOutcome | None = None
+    stop_time: float = 0.0
     sent_at: float = 0.0
 
     @property

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import inf
 
-from elastic_aio.events import JobFinished, NodeRefused, RoundForming
+from elastic_aio.events import JobFinished, NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound
-from elastic_aio.rendezvous.members import MemberRecord, Outbox, RoundSettings
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings
 from elastic_aio.rendezvous.messages import MemberPhase, truncate_failures
+from elastic_aio.rendezvous.outbox import Outbox, Waiting
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 
-NAMES_MAX = 8
-"""How many nodes a message names at most."""
+_NOTICE_S = 5.0
+"""Seconds of waiting for `restart.decide` before that is published."""
+_REPEAT_S = 15.0
+"""Seconds between two publications of what is waited for."""
 
 _SETTLED_S = 60.0
 """Seconds after which the stay of a joiner is no short one; the longest delay of the next."""
@@ -104,6 +107,12 @@ class RestartState:
     """When all workers of the failed round had stopped."""
     restart_at: float = 0.0
     """When the delay is over."""
+    decide_since: float = 0.0
+    """When the callback was called."""
+
+
+DECIDE_TIMEOUT = 600.0
+"""Seconds after which a job ends whose `restart.decide` does not return."""
 
 
 class Visits:
@@ -127,7 +136,7 @@ class Visits:
 
     def admission(self, name: str) -> tuple[int, float]:
         """Return the number of short stays of a host, and when it may take part again."""
-        count, ended_at = self._short.get(name, (0, -inf))
+        count, ended_at = self._short.get(name, (0, -math.inf))
         return count, ended_at + min(_SETTLED_S, 2.0 ** (count - 1) if count > 1 else 0.0)
 
 
@@ -146,7 +155,7 @@ class CoordinatorState:
         """Whether the members have moved to another store: it has had no leader."""
         self.created_at = now
         self.deadlines = Deadlines(now)
-        self.outbox = Outbox(term)
+        self.outbox = Outbox(term, settings.order_timeout)
         self.members: dict[str, MemberRecord] = {}
         """The present members, in the order of their arrival."""
         self.round = RoundState({}, {})
@@ -154,6 +163,7 @@ class CoordinatorState:
         self.timer = FormationTimer(now)
         self.outcome: JobOutcome | None = None
         self.visits = Visits()
+        self._waiting_published_at = -math.inf
 
     # ------------------------------------------------------------------ members
 
@@ -222,6 +232,33 @@ class CoordinatorState:
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""
         return record.status.phase is MemberPhase.SUCCEEDED and self.has_placement(record)
+
+    # ------------------------------------------------------------------ waiting
+
+    def publish_waiting(self) -> None:
+        """Publish what the coordinator has been waiting for, once that takes long."""
+        deadlines, outbox = self.deadlines, self.outbox
+        waiting, outbox.waiting = outbox.waiting, None
+        due = self._waiting_published_at + _REPEAT_S
+        if self.phase is CoordinatorPhase.DECIDING:
+            since = self.restart.decide_since
+            waiting = Waiting("restart.decide has not returned", since, since + DECIDE_TIMEOUT)
+            due = max(since + _NOTICE_S, due)
+        if outbox.next_check < math.inf:
+            deadlines.arm(outbox.next_check)
+        if waiting is None or self.phase is CoordinatorPhase.ENDING or deadlines.arm(due):
+            return
+        self._waiting_published_at = deadlines.now
+        deadlines.arm(deadlines.now + _REPEAT_S)
+        waited, left = deadlines.now - waiting.since, waiting.until - deadlines.now
+        outbox.publish(
+            RoundWaiting(
+                phase=self.phase.value,
+                what=waiting.what,
+                waited=round(waited, 1),
+                time_left=round(left, 1),
+            )
+        )
 
     # ------------------------------------------------------------------ numbers
 

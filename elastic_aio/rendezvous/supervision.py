@@ -6,7 +6,7 @@ from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import JobOutcome, JobState, root_cause_first
 from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
 from elastic_aio.rendezvous.formation import form_round
-from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MembersDone,
@@ -14,7 +14,7 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     truncate_failure,
 )
-from elastic_aio.rendezvous.state import NAMES_MAX, CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import DECIDE_TIMEOUT, CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.text import counted
 
@@ -222,7 +222,7 @@ def decide_restart(state: CoordinatorState) -> None:
         restart.cause = state.next_cause()
         state.wait_for_nodes()
     elif state.settings.has_decide and not state.budget.is_exhausted:
-        restart.decision = None
+        restart.decision, restart.decide_since = None, state.deadlines.now
         state.phase = CoordinatorPhase.DECIDING
         state.outbox.request_decision(attempt, failures[0])
     else:
@@ -250,6 +250,8 @@ def apply_decision(state: CoordinatorState) -> None:
             _consult_policy(state, action)
         case str() as error:
             _fail(state, error)
+        case None if not state.deadlines.arm(state.restart.decide_since + DECIDE_TIMEOUT):
+            _fail(state, f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
 
 
 def back_off(state: CoordinatorState) -> None:

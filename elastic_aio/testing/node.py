@@ -25,8 +25,8 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.rendezvous.member import PROBE_TIMEOUT, Member, MemberEffect, Probe
-from elastic_aio.rendezvous.messages import MemberStatus
+from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
+from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
 from elastic_aio.spec.restart import RestartBudget
 from elastic_aio.testing.agent import SimAgent
 from elastic_aio.testing.invariants import InvariantChecker

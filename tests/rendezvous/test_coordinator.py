@@ -522,7 +522,7 @@ def test_the_callback_decides(answer: RestartAction) -> None:
     assert harness.is_in(CoordinatorPhase.DECIDING)
     assert [(one.attempt, one.failure) for one in harness.decision_requests] == [(0, failure(3))]
     harness.coordinator.on_decision(7, RestartAction.GIVE_UP)  # about something else
-    harness.settle(LATE)
+    harness.settle(500)
     assert harness.is_in(CoordinatorPhase.DECIDING)
     harness.answer(answer)
     reasons = {

@@ -8,10 +8,19 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_aio.errors import StoreLost
-from elastic_aio.events import CoordinatorChanged, Event, NodeLost, RendezvousStoreRecovered
+from elastic_aio.events import (
+    CoordinatorChanged,
+    Event,
+    NodeLost,
+    RendezvousStoreRecovered,
+    RoundWaiting,
+)
 from elastic_aio.outcome import JobState
+from elastic_aio.rendezvous import outbox
+from elastic_aio.rendezvous.base import RoundStopped
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
 from elastic_aio.rendezvous.member import Probe
+from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import StoreServer, connect
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
@@ -75,6 +84,25 @@ async def test_a_leader_without_a_past_has_a_new_term() -> None:
             async with present(FakeAgent(name, spec)) as (one,):
                 terms.append((await one.wait_event(CoordinatorChanged)).term)
         assert terms == [1, 2, 3]
+
+
+@pytest.mark.slow
+async def test_a_node_that_never_stops_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is extended, but its agent does not report the end of the workers."""
+    monkeypatch.setattr(outbox, "MARGIN_S", 1.0)
+    spec = job_spec(free_endpoint(), "1:2", max_restarts=3)
+    spec = spec.replace(stop=StopPlan((), reap_timeout=1.0))
+    async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        b.stops_on_order = False
+        a.fail()
+        waiting = await a.wait_event(RoundWaiting)
+        assert (waiting.phase, waiting.what) == ("stopping", "b: not stopped its workers")
+        assert (await a.wait_formed(1)).round == 1
+        assert "has not stopped its workers" in (await a.wait_event(NodeLost)).why
+        b.rendezvous.report(RoundStopped(0))
+        assert (await b.wait_formed(2, after=0)).round == 2
 
 
 @pytest.mark.parametrize("failing", [1, 2])

@@ -106,12 +106,14 @@ def test_terms_begin_anew_at_another_store() -> None:
     assert ordered.member.on_order(Order(1, 1, StopRound(0, "why"))) == [StopRound(0, "why")]
 
 
-def test_a_repeated_start_order_changes_nothing() -> None:
-    """A successor resends it."""
-    ordered = OrderedMember(StartRound(place(0)))
+@pytest.mark.parametrize("body", [StartRound(place(0)), StopRound(0, "why")])
+def test_a_repeated_order_is_only_acknowledged(body: OrderBody) -> None:
+    """Its coordinator waits for that; another one sends it for the first time."""
+    ordered = OrderedMember(StartRound(place(0)), body)
     before = ordered.member.status
-    assert ordered.order(StartRound(place(0))) == []
-    assert ordered.member.status == before
+    assert ordered.order(body) == []
+    serial = before.serial + 1
+    assert ordered.member.status == replace(before, serial=serial, acked=(1, ordered.serial))
 
 
 @pytest.mark.parametrize(

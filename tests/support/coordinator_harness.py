@@ -85,6 +85,7 @@ class CoordinatorHarness:
         self._unprobed: set[str] = set()
         self.dropped: dict[str, Order] = {}
         """The last order for each member whose orders are dropped."""
+        self._written: dict[str, int] = {}
         self.coordinator = self.elect("c")
         self.join(*names)
 
@@ -95,6 +96,7 @@ class CoordinatorHarness:
             for member in self.members.values():
                 member.attend(store)
         term = next(self._terms)
+        self._written.clear()
         self.coordinator = Coordinator(
             self.settings, self._budget(), name=name, term=term, now=self.now
         )
@@ -121,8 +123,12 @@ class CoordinatorHarness:
         raise AssertionError("the effects do not end")
 
     def _write_statuses(self) -> None:
+        """Deliver each new status once; a new coordinator, and one that saw it go, reads all."""
+        self._written = {name: one for name, one in self._written.items() if name in self.members}
         for name, member in self.members.items():
-            self.coordinator.on_status(name, decode_status(encode(member.status)))
+            if self._written.get(name) != member.status.serial:
+                self._written[name] = member.status.serial
+                self.coordinator.on_status(name, decode_status(encode(member.status)))
 
     def _perform(self, effect: object) -> None:
         match effect:
