@@ -31,6 +31,7 @@ from elastic_aio import (
     launch,
     run,
 )
+from elastic_aio.process.command import command_spawner, spawn_with_popen
 from tests.support.children import (
     POLITE,
     SIGNAL_LOGGER,
@@ -73,7 +74,7 @@ async def test_success(tmp_path: Path) -> None:
         assert worker.stdout_path is not None
         assert Path(worker.stdout_path).read_text() == "out\n"
     # asyncio's loop reaps the workers itself, without their resource usage.
-    has_usage = not isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
+    has_usage = command_spawner(asyncio.get_running_loop()) is spawn_with_popen
     usages = [worker.usage for worker in attempt.workers]
     assert all((usage is not None and usage.max_rss_bytes > 0) == has_usage for usage in usages)
 

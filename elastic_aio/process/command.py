@@ -1,18 +1,20 @@
 """Children from an argv, on any event loop: two ways to spawn behind one `Child`.
 
 On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public
-API only.  There asyncio reaps: its return code is taken, and a pidfd that is opened
-here serves only to signal without racing the reaper (asyncio's `send_signal` can hit a
-recycled pid before Python 3.13).  A child that exits at once may be reaped before the
-pidfd is opened; then there is none, and nothing left to signal.  Descriptors are handed
-over, never PIPE: `Process.wait()` on pipes waits for their end of file, which a
-grandchild can hold back.
+API only.  There asyncio reaps, and a pidfd that is opened here serves to signal without
+racing the reaper (asyncio's `send_signal` can hit a recycled pid before Python 3.13) and
+to read the status.  A child that exits at once may be reaped before the pidfd is opened;
+then there is none, and nothing left to signal.  Descriptors are handed over, never PIPE:
+`Process.wait()` on pipes waits for their end of file, which a grandchild can hold back.
 
 On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd
 and reaped by `wait4`, which also reports their resource usage.  uvloop's own subprocess
 is unfit for supervision: it ignores `close_fds`, it forks the whole address space while
 the loop is blocked (76 ms with a parent of 2 GB, where `Popen` takes 1 ms by vfork), and
-it hangs if other code reaps the child.
+it hangs if other code reaps the child.  So is asyncio's where it waits for children by
+threads, which is the default of Python 3.11: one thread per child, which cannot be
+started when the process table is full.  The watcher is a setting of the process, so a
+library does not change it; the command line does.
 
 Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (it fires when the
 spawning *thread* ends, and grandchildren do not inherit it): see `guardian`.
@@ -23,18 +25,31 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
 from elastic_aio.aio import create_task
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
-from elastic_aio.process.exits import PidfdChild, ReapedChild
+from elastic_aio.process.exits import PidfdChild, PidfdWatch, ReapedChild
 
 
 def command_spawner(loop: asyncio.AbstractEventLoop) -> Spawner:
-    """Return the spawner for `loop`."""
-    return spawn_with_asyncio if isinstance(loop, asyncio.SelectorEventLoop) else spawn_with_popen
+    """Return the spawner for `loop`, which is running."""
+    is_stock = isinstance(loop, asyncio.SelectorEventLoop)
+    return spawn_with_asyncio if is_stock and _waits_by_pidfd() else spawn_with_popen
+
+
+def _waits_by_pidfd() -> bool:
+    """Return whether asyncio waits for children by pidfd in the running loop."""
+    if sys.version_info >= (3, 12):
+        return True
+    watcher = asyncio.get_child_watcher()
+    # Attached to one loop: the main thread's.
+    is_attached = watcher.is_active() and threading.current_thread() is threading.main_thread()
+    return is_attached and isinstance(watcher, asyncio.PidfdChildWatcher)
 
 
 def _options(spec: ChildSpec) -> dict[str, Any]:
@@ -68,12 +83,32 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
 
 
 class _AsyncioChild(PidfdChild):
-    """A child that asyncio reaps."""
+    """A child that asyncio reaps.
+
+    asyncio reports code 255 for a child that another part of the program has reaped.  So the
+    status is read from the zombie before asyncio reaps it: the kernel wakes the pollers of a
+    process from the latest to the first, and asyncio polled first.  If asyncio or the other
+    part was faster nevertheless, 255 counts as a status that is lost.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         super().__init__(process.pid, _open_pidfd(process.pid))
         self._process = process
+        self._status = ExitStatus()
+        self._watch = None if self._pidfd < 0 else PidfdWatch(self._pidfd, self._read_status)
         self._wait()
+
+    def _read_status(self) -> None:
+        try:
+            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except OSError:
+            result = None  # reaped already
+        if result is not None:
+            is_exit = result.si_code == os.CLD_EXITED
+            self._status = ExitStatus.from_returncode(
+                result.si_status if is_exit else -result.si_status
+            )
+        self._pidfd = -1  # the watch closes it
 
     def _wait(self) -> None:
         self._wait_task = create_task(self._process.wait(), name=f"exit of {self.pid}")
@@ -85,10 +120,12 @@ class _AsyncioChild(PidfdChild):
             # waits for this exit.
             self._wait()
             return
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        if self._watch is not None:
+            self._watch.close()
             self._pidfd = -1
-        status = ExitStatus.from_returncode(task.result())
+        status = self._status
+        if status.returncode is None and task.result() != 255:
+            status = ExitStatus.from_returncode(task.result())
         self.exited.set_result(ChildExit(status, time.monotonic()))
 
 
@@ -101,8 +138,10 @@ def _open_pidfd(pid: int) -> int:
     try:
         # The pid may even be another process's by now: only our own child can be waited for.
         os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    except OSError as error:
         os.close(descriptor)
+        if not isinstance(error, ChildProcessError):
+            raise
         return -1
     return descriptor
 

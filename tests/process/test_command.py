@@ -10,14 +10,17 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_aio.errors import SpawnError
+from elastic_aio.launcher import use_pidfd_child_watcher
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
 from elastic_aio.process.command import command_spawner, spawn_with_asyncio, spawn_with_popen
@@ -35,15 +38,25 @@ def spawn(request: pytest.FixtureRequest) -> Spawner:
     return spawner
 
 
+@contextmanager
+def pidfd_watcher() -> Iterator[None]:
+    """Let asyncio wait for children by pidfd in the running loop, on Python 3.11 too."""
+    with use_pidfd_child_watcher():
+        if sys.version_info < (3, 12):
+            asyncio.get_child_watcher().attach_loop(asyncio.get_running_loop())
+        yield
+
+
 @pytest.fixture(params=["by-loop", "popen-spawn"])
-async def fitting_spawn(request: pytest.FixtureRequest) -> Spawner:
+async def fitting_spawn(request: pytest.FixtureRequest) -> AsyncIterator[Spawner]:
     """Each spawner, on the loops for which it is used.
 
     asyncio's is not used on uvloop: there it leaks descriptors, and runs a shell on files
     that are no programs.
     """
     by_loop = request.param == "by-loop"
-    return command_spawner(asyncio.get_running_loop()) if by_loop else spawn_with_popen
+    with pidfd_watcher():
+        yield command_spawner(asyncio.get_running_loop()) if by_loop else spawn_with_popen
 
 
 @pytest.fixture
@@ -202,18 +215,52 @@ async def test_popens_children_have_a_resource_usage(devnull: int) -> None:
     assert usage.minor_faults > 0
 
 
-async def test_a_child_reaped_by_other_code_has_an_unknown_status(devnull: int) -> None:
-    """The embedding program may wait for all children."""
-    child = await spawn_with_popen(spec_of("sh", "-c", "exit 3", to=devnull))
+@pytest.mark.parametrize("code", [0, 3, 255])
+async def test_a_child_reaped_by_other_code_has_an_unknown_status(
+    fitting_spawn: Spawner, devnull: int, code: int
+) -> None:
+    """The embedding program may wait for all children: asyncio calls that code 255."""
+    reader, writer = os.pipe()
+    child = await fitting_spawn(
+        spec_of("sh", "-c", f"read x; exit {code}", to=devnull, stdin=reader)
+    )
+    os.close(reader)
+    os.close(writer)
     os.waitpid(child.pid, 0)
     assert (await end_of(child)).status == ExitStatus()
 
 
-@pytest.mark.filterwarnings("ignore:Unknown child process")
+@pytest.mark.parametrize("code", [254, 255])
+async def test_the_highest_exit_codes_are_known(
+    fitting_spawn: Spawner, devnull: int, code: int
+) -> None:
+    """255 is what asyncio reports where it knows nothing."""
+    reader, writer = os.pipe()
+    child = await fitting_spawn(
+        spec_of("sh", "-c", f"read x; exit {code}", to=devnull, stdin=reader)
+    )
+    os.close(reader)
+    os.close(writer)
+    assert (await end_of(child)).status == ExitStatus(code=code)
+
+
 async def test_the_spawner_depends_on_the_loop() -> None:
+    """On Python 3.11 also on the child watcher: asyncio's default has a thread per child."""
     loop = asyncio.get_running_loop()
     is_stock = isinstance(loop, asyncio.SelectorEventLoop)
-    assert command_spawner(loop) is (spawn_with_asyncio if is_stock else spawn_with_popen)
+    with pidfd_watcher():
+        assert command_spawner(loop) is (spawn_with_asyncio if is_stock else spawn_with_popen)
+    is_default_fit = is_stock and sys.version_info >= (3, 12)
+    assert command_spawner(loop) is (spawn_with_asyncio if is_default_fit else spawn_with_popen)
+
+
+async def test_no_child_has_a_thread(devnull: int) -> None:
+    spawn = command_spawner(asyncio.get_running_loop())
+    children = [await spawn(spec_of("sleep", "99", to=devnull)) for _ in range(3)]
+    assert threading.enumerate() == [threading.main_thread()]
+    for child in children:
+        child.send_signal(signal.SIGKILL)
+        assert (await end_of(child)).status == ExitStatus(signal=9)
 
 
 async def refused(spawn: Spawner, spec: ChildSpec) -> tuple[str, bool, int]:
