@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import worker_argv
-from elastic_aio.process.base import Child, ChildSpec, Spawner
+from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult, read_call_result
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Script
 
@@ -73,7 +73,7 @@ class Program:
 
     @property
     def uses_forkserver(self) -> bool:
-        """Whether the fork server starts the workers, which then inherit its limits."""
+        """Whether the fork server starts the workers, and sets their limits."""
         return self._server is not None
 
     @property
@@ -119,7 +119,6 @@ class Program:
         self,
         env: Mapping[str, str],
         streams: tuple[int, int, int],
-        set_limit: Callable[[ChildSpec], ChildSpec],
         on_started: Callable[[int], None],
     ) -> None:
         """Start the fork server, if the job uses one.
@@ -127,7 +126,6 @@ class Program:
         Args:
             env: its environment, with the job's marker.
             streams: its standard streams.
-            set_limit: adds the workers' descriptor limit to a child's spec.
             on_started: called with the server's pid.
 
         Raises:
@@ -138,14 +136,11 @@ class Program:
             return
         from elastic_aio.process.forkserver import ForkServer
 
-        async def spawn(plan: ChildSpec) -> Child:
-            return await self.command_spawner(set_limit(plan))
-
         first = [os.path.dirname(entrypoint.path)] if isinstance(entrypoint, Script) else []
         cwd = self._spec.cwd or os.getcwd()
         path = [os.path.join(cwd, entry) for entry in [*first, *sys.path]]
         self._server = ForkServer(
-            spawn,
+            self.command_spawner,
             python=self._spec.python or sys.executable,
             path=path,
             preload=self._spec.preload,

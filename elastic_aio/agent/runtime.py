@@ -21,7 +21,7 @@ no step may release what a later step, or the guardian in place of this process,
 6. The guardian exits.  It has to outlive the fork server, which it would otherwise not
    kill if this process were killed between the two steps.
 7. The tree is closed: a survivor that exits later must not write to the session list.
-8. The session list and `/dev/null` are closed.  The guardian (and its replacement, if one
+8. The session list and the standard streams are closed.  The guardian (and its replacement, if one
    is being started) inherits the list, so it is open for as long as a guardian runs.
 9. The descriptor limit is released: everything that needed the higher one is closed.
 10. The directory is tidied: empty files and directories are removed, which the tee had
@@ -34,7 +34,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from elastic_aio.agent.preflight import worker_env
@@ -51,6 +51,7 @@ from elastic_aio.logs.tee import Tee
 from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian, open_session_list
+from elastic_aio.process.streams import StandardStreams
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
@@ -101,14 +102,14 @@ class LocalRuntime:
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
         self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-        self._console_descriptors = console or (1, 2)
+        self._console_descriptors = console
         self._console: Console | None = None
         self._tee: Tee | None = None
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
-        self._holds_limit = False
+        self._reserved = 0  # descriptors
         self._session_list = -1
-        self._null = -1
+        self._streams: StandardStreams | None = None
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -139,9 +140,8 @@ class LocalRuntime:
     async def _open(self) -> None:
         self.program.check()
         try:
-            limit.acquire(self.nproc, self.program.descriptors_each)
-            self._holds_limit = True
-            self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            self._reserved = limit.reserve(self.nproc, self.program.descriptors_each)
+            self._streams = StandardStreams()
         except OSError as error:
             raise HostError(f"cannot start a job here: {error}") from error
         self._session_list = open_session_list()
@@ -151,7 +151,7 @@ class LocalRuntime:
             marker=self._marker,
             since=self._tree.since,
             session_list=self._session_list,
-            null=self._null,
+            null=self._streams.null,
             plan=self.spec.stop,
             on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
             on_lost=lambda why: self.publish(GuardianLost(why=why)),
@@ -159,9 +159,9 @@ class LocalRuntime:
         )
         await self._guardian.start()
         env = worker_env(self.spec, self.nproc, {self._marker: "1"})
-        streams = (self._null, self._inherited(1), self._inherited(2))
+        streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
-            await self.program.start(env, streams, _with_original_limit, self._tree.exclude)
+            await self.program.start(env, streams, self._tree.exclude)
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
@@ -186,13 +186,14 @@ class LocalRuntime:
             await self._guardian.aclose()
         if self._tree is not None:
             self._tree.close()
-        for descriptor in (self._session_list, self._null):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._session_list = self._null = -1
-        if self._holds_limit:
-            self._holds_limit = False
-            limit.release()
+        if self._session_list >= 0:
+            os.close(self._session_list)
+            self._session_list = -1
+        if self._streams is not None:
+            self._streams.close()
+        if self._reserved:
+            limit.release(self._reserved)
+            self._reserved = 0
         has_logs = self.directory.remove_empty()
         self.attempt = -1
         return has_logs
@@ -260,12 +261,15 @@ class LocalRuntime:
         Raises:
             SpawnError: a log file cannot be made.
         """
-        inherited = self._inherited(1), self._inherited(2)
-        try:
-            with self.directory.open_streams(logs, inherited, self._null) as streams:
-                yield streams
-        except OSError as error:
-            raise _log_error(error) from error
+        standard = self._standard_streams
+        inherited = standard.inherited(1), standard.inherited(2)
+        with ExitStack() as stack:
+            try:
+                opened = self.directory.open_streams(logs, inherited, standard.null)
+                streams = stack.enter_context(opened)
+            except OSError as error:
+                raise _log_error(error) from error
+            yield streams
 
     def environment(
         self, ranks: WorkerRanks, restarts: int, master: tuple[str, int], error_file: str
@@ -303,13 +307,14 @@ class LocalRuntime:
             SpawnError: it could not be started.
             HostError: no descriptor is left for a function's result.
         """
+        standard = self._standard_streams
         takes_stdin = self.spec.stdin == "rank0" and local_rank == 0
         command = self.program.command(local_rank)
         child_spec = ChildSpec(
             argv=command.argv,
             env=env,
             cwd=self.spec.cwd,
-            stdin=self._inherited(0) if takes_stdin else self._null,
+            stdin=standard.inherited(0) if takes_stdin else standard.null,
             stdout=streams[0],
             stderr=streams[1],
             pass_fds=command.pass_fds,
@@ -319,13 +324,10 @@ class LocalRuntime:
             child_spec = _with_original_limit(child_spec)
         return await self.program.spawner(child_spec)
 
-    def _inherited(self, descriptor: int) -> int:
-        """Return a standard stream of this process; `/dev/null` if it is closed."""
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            return self._null
-        return descriptor
+    @property
+    def _standard_streams(self) -> StandardStreams:
+        assert self._streams is not None, "open() comes first"
+        return self._streams
 
     # ---------------------------------------------------------------- output
 
@@ -335,16 +337,22 @@ class LocalRuntime:
         One by one: the caller has the first token even if the second file fails.
 
         Raises:
-            OSError: a log file cannot be opened.
+            SpawnError: a log file cannot be opened.
         """
         for stream, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr")):
             if stream.is_shown and stream.path is not None:
-                yield self._follow(stream.path, name, attempt, ranks)
+                try:
+                    token = self._follow(stream.path, name, attempt, ranks)
+                except OSError as error:
+                    raise _log_error(error) from error
+                yield token
 
     def _follow(self, path: str, name: str, attempt: int, ranks: WorkerRanks) -> int:
         if self._tee is None:
             self._tee = Tee(self._on_console_lost)
-            self._console = open_console(*self._console_descriptors)
+            standard = self._standard_streams
+            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
+            self._console = open_console(*console)
         assert self._console is not None
         sink = self._console.out if name == "stdout" else self._console.err
         fields = PrefixFields(

@@ -99,16 +99,25 @@ def check_program(spec: ChildSpec) -> None:
     if os.path.sep in program:
         path: str | None = os.path.join(spec.cwd or "", program)
     else:
-        path = shutil.which(program, os.F_OK, spec.env.get("PATH"))
+        # As in a shell, a file that cannot be executed does not hide a later one that can.
+        path = _which(spec, os.F_OK | os.X_OK) or _which(spec, os.F_OK)
     if path is None or not os.path.exists(path):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
     if os.path.isdir(path) or not os.access(path, os.X_OK):
         raise spawn_error(PermissionError(errno.EACCES, "not executable"), spec)
-    with open(path, "rb") as file:
-        first_line = file.read(256).partition(b"\n")[0]
+    try:
+        with open(path, "rb") as file:
+            first_line = file.read(256).partition(b"\n")[0]
+    except PermissionError:
+        return  # it may be executed, and not read: no script then
     interpreter = first_line[2:].split()[:1] if first_line.startswith(b"#!") else []
     if interpreter and not os.path.exists(interpreter[0]):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
+
+
+def _which(spec: ChildSpec, mode: int) -> str | None:
+    """Return the first file of the program's name in PATH that has a mode; no directories."""
+    return shutil.which(spec.argv[0], mode, os.pathsep.join(os.get_exec_path(spec.env)))
 
 
 def check_directory(spec: ChildSpec) -> None:
@@ -124,6 +133,8 @@ def check_directory(spec: ChildSpec) -> None:
 def spawn_error(error: OSError, spec: ChildSpec) -> SpawnError:
     """Return a `SpawnError` with one line that says why a child could not be started."""
     program, code = spec.argv[0], error.errno or 0
+    if code == errno.EACCES and os.path.sep not in program and not _which(spec, os.F_OK):
+        code = errno.ENOENT  # a directory has this name
     path = os.path.join(spec.cwd or "", program)
     is_permanent, exit_code = True, 126
     if spec.cwd is not None and not os.path.isdir(spec.cwd):

@@ -30,63 +30,77 @@ _SPARE = 64
 class DescriptorLimit:
     """This process's soft limit, raised while a job needs it.
 
-    There is one limit for all jobs of a process, hence one instance: `limit`.  While
-    any job has it raised, the workers of every job get the original one.
+    There is one limit for all jobs of a process, hence one instance: `limit`.  The needs
+    of the jobs are added up.  While the limit is raised, the workers of every job get the
+    original one.
     """
 
     original: int | None = None
     """The soft limit for workers; None: the one in force."""
-    _jobs = 0
+    _reserved = 0  # by all jobs
+    _outside = 0  # open descriptors of no job, as far as they are known
 
-    def acquire(self, workers: int, each: int = _PER_WORKER) -> None:
+    def reserve(self, workers: int, each: int = _PER_WORKER) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
 
         Args:
             workers: how many workers the job has.
             each: how many descriptors one of them takes.
 
+        Returns:
+            How many descriptors are reserved.
+
         Raises:
             HostError: the hard limit is too low.  A supervisor without descriptors
                 could not find the processes that it has to stop.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        required = _required(workers * each, soft, hard)
-        self._jobs += 1
-        if required > soft:
+        reserved = self._reserved + workers * each + _BASE
+        # At most: the other jobs may not have opened all that they have reserved.
+        self._outside = max(self._outside, _count_open(soft) - self._reserved)
+        needed = self._outside + reserved
+        if hard != resource.RLIM_INFINITY and needed > hard:
+            jobs = "this job takes" if not self._reserved else "the jobs of this program take"
+            raise HostError(
+                f"too few descriptors: {jobs} about {needed} and the limit is {hard}"
+                " (raise it with ulimit -n)"
+            )
+        if soft != resource.RLIM_INFINITY and soft < (required := _with_spare(needed, hard)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
             if self.original is None:
                 self.original = soft
+        added = reserved - self._reserved
+        self._reserved = reserved
+        return added
 
-    def release(self) -> None:
+    def release(self, reserved: int) -> None:
         """End a job's need; after the last job the original limit is restored."""
-        self._jobs -= 1
-        if not self._jobs and self.original is not None:
-            _set_soft_limit(self.original)
-            self.original = None
+        self._reserved -= reserved
+        if not self._reserved:
+            self._outside = 0
+            if self.original is not None:
+                set_soft_limit(self.original)
+                self.original = None
 
 
 limit = DescriptorLimit()
 
 
-def _set_soft_limit(soft: int) -> None:
+def set_soft_limit(soft: int) -> None:
+    """Set the soft limit of this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _required(descriptors: int, soft: int, hard: int) -> int:
-    """Return the soft limit for workers that take so many descriptors."""
-    if soft == resource.RLIM_INFINITY:
-        return soft
+def _count_open(soft: int) -> int:
+    """Return how many descriptors this process has open; `soft` if none is left to list them."""
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        return len(os.listdir("/proc/self/fd"))
     except OSError:
-        used = soft  # no descriptor is left to list them
-    needed = used + descriptors + _BASE
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise HostError(
-            f"too few descriptors: this job takes about {needed} and the limit is {hard}"
-            " (raise it with ulimit -n)"
-        )
+        return soft
+
+
+def _with_spare(needed: int, hard: int) -> int:
     required = needed + _SPARE
     return required if hard == resource.RLIM_INFINITY else min(required, hard)
 
@@ -102,7 +116,7 @@ def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
     if (call := spec.call) is not None:
 
         def limited() -> int:
-            _set_soft_limit(soft)
+            set_soft_limit(soft)
             return call()
 
         return replace(spec, call=limited)

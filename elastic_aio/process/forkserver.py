@@ -11,6 +11,9 @@ the pid cannot have been used again.  The exit status comes from the server, whi
 parent.  If the server ends, exits are seen by pidfd, their status is unknown, and the
 next spawn starts another server.
 
+The server has this process's descriptor limit: it needs some for each worker.  Workers
+get the original one.
+
 A forked worker has the server's environment in /proc; so the server has the job's
 marker, and the process tree excludes it.
 """
@@ -41,6 +44,7 @@ from elastic_aio.process.base import (
 )
 from elastic_aio.process.calls import interpreter_flags, memory_file
 from elastic_aio.process.exits import PidfdChild, PidfdWatch, usage_of
+from elastic_aio.process.fd_limit import limit
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")
 _MESSAGE_MAX = 1 << 16
@@ -179,6 +183,7 @@ class _Channel:
                     "env": dict(spec.env),
                     "cwd": spec.cwd,
                     "numbers": list(spec.pass_fds),
+                    "soft_limit": limit.original,
                 }
                 file.write(pickle.dumps(content))
                 file.flush()

@@ -8,9 +8,11 @@ reports their status.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -84,11 +86,16 @@ class _Server:
 
     def _on_request(self) -> bool:
         """Serve one request; return False if the client has closed the socket."""
-        content, descriptors, _, _ = socket.recv_fds(
+        content, descriptors, flags, _ = socket.recv_fds(
             self._channel, 1, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
         )
         if not content:
             return False
+        if flags & socket.MSG_CTRUNC:  # no descriptor is left for some of them
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._send("refused", errno.EMFILE)
+            return True
         request = _read(descriptors[0])  # closes it
         try:
             pid = os.fork()
@@ -123,6 +130,9 @@ class _Server:
             self._channel.close()
             for pidfd in self._workers:
                 os.close(pidfd)
+            if (soft := request["soft_limit"]) is not None:
+                _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
         def call() -> int:
             for descriptor in streams:

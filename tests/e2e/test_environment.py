@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -256,6 +257,58 @@ def test_little_memory() -> None:
     ended = run_in_shell("ulimit -v 600000", "--nproc-per-node", 4, "-t1", *BASH, "echo x")
     check_one_clear_line(ended, 0)
     assert len(ended.out.splitlines()) == 4
+
+
+@pytest.mark.parametrize("options", [[], ["--preload", "json"]])
+def test_many_python_workers_at_a_small_limit(options: list[str], tmp_path: Path) -> None:
+    """The fork server has as many descriptors as it needs, and workers have the user's limit."""
+    script = tmp_path / "script.py"
+    # The workers run at the same time: each one costs the server a descriptor.
+    script.write_text(
+        "import os, resource, time\n"
+        "os.write(1, b'%d\\n' % resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        f"open({str(tmp_path / 'all')!r}, 'a').write('.')\n"
+        f"while os.path.getsize({str(tmp_path / 'all')!r}) < 80: time.sleep(0.01)\n"
+    )
+    ended = run_in_shell("ulimit -Sn 64", "--nproc-per-node", 80, *options, script)
+    assert (ended.code, ended.out) == (0, "64\n" * 80)
+
+
+def test_a_program_that_may_be_executed_but_not_read(tmp_path: Path) -> None:
+    """It runs, also if the workers' limit has to be set before it."""
+    program = tmp_path / "program"
+    shutil.copy(shutil.which("true") or "true", program)
+    program.chmod(0o111)
+    command = ["--nproc-per-node", 40, "--max-restarts", 2, "--no-python", program]
+    without_capabilities = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    prefix = without_capabilities if is_root else []
+    for limit in (64, 1024):
+        script = f'ulimit -Sn {limit}; exec "$@"'
+        argv = ["bash", "-c", script, "bash", *prefix, *CLI, "run", *map(str, command)]
+        check_one_clear_line(run_program(argv), 0)
+
+
+TWO_JOBS = """
+import asyncio, resource, sys
+from elastic_aio import LaunchSpec, LogSpec, launch
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+async def main():
+    script = "ulimit -Sn; exec sleep 1"
+    spec = LaunchSpec(["bash", "-c", script], nproc_per_node=100, logs=LogSpec(tee=3))
+    await asyncio.gather(launch(spec), launch(spec))
+asyncio.run(main())
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_two_jobs_of_one_program_at_a_small_limit() -> None:
+    """They have enough descriptors together; then the limit is the old one."""
+    ended = run_program([sys.executable, "-c", TWO_JOBS])
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines.pop() == "256"
+    assert sorted(lines) == sorted(f"[default{rank}]:256" for rank in range(100) for _ in range(2))
 
 
 def run_many(commands: list[list[str]], at_once: int) -> list[Ended]:

@@ -13,6 +13,7 @@ import pytest
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.base import ChildSpec
+from elastic_aio.process.command import spawn_with_popen
 from elastic_aio.process.fd_limit import DescriptorLimit, with_descriptor_limit
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,7 +28,7 @@ def raised_from(soft: int, hard: int, workers: int) -> list[str]:
         "soft, hard, workers = map(int, sys.argv[1:])\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "try:\n"
-        "    limit.acquire(workers)\n"
+        "    limit.reserve(workers)\n"
         "    print(limit.original)\n"
         "except HostError as error:\n"
         "    print(str(error).replace(' ', '_'))\n"
@@ -64,26 +65,45 @@ def test_the_hard_limit_is_the_end() -> None:
     assert (soft, hard) == ("256", "400")
 
 
-def test_concurrent_jobs_share_the_limit() -> None:
-    """The last job restores the original one."""
+def test_the_needs_of_concurrent_jobs_are_added_up() -> None:
+    """The last job restores the original limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = DescriptorLimit()
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        limit.acquire(1)
-        originals = [limit.original]
-        limit.acquire(256)
-        limit.acquire(1)
-        originals.append(limit.original)
-        limit.release()
-        limit.release()
-        originals.append(limit.original)
-        assert originals == [None, 256, 256]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
-        limit.release()
-        assert limit.original is None
+        originals = []
+        jobs = []
+        for workers in (1, 256, 300):
+            jobs.append(limit.reserve(workers))
+            originals.append(limit.original)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= (1 + 256 + 300) * 4
+        for job in jobs:
+            limit.release(job)
+            originals.append(limit.original)
+        assert originals == [None, 256, 256, 256, 256, None]
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_other_jobs_have_open_is_counted_once() -> None:
+    """It is a part of what they have reserved."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = DescriptorLimit()
+    opened: list[int] = []
+    outside = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        jobs = [limit.reserve(100)]
+        opened += [os.dup(0) for _ in range(jobs[0])]
+        jobs += [limit.reserve(100)]
+        reached = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert sum(jobs) + outside <= reached < sum(jobs) + outside + 100
+        for job in jobs:
+            limit.release(job)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -98,6 +118,31 @@ def test_a_program_that_cannot_run_is_an_error_at_once(program: str, code: int) 
     with pytest.raises(SpawnError, match=re.escape(f"cannot run {program}: ")) as caught:
         with_descriptor_limit(spec_of(program), 123)
     assert (caught.value.permanent, caught.value.exit_code) == (True, code)
+
+
+@pytest.mark.parametrize("directories", ["ab", "a", "ba", "db", "d", ""])
+@pytest.mark.parametrize("is_limited", [False, True])
+async def test_a_program_is_found_as_by_a_shell(
+    directories: str, is_limited: bool, tmp_path: Path
+) -> None:
+    """A namesake earlier in PATH that cannot be executed is passed over: exit codes are equal."""
+    (tmp_path / "d" / "program").mkdir(parents=True)
+    for directory, mode in (("a", 0o644), ("b", 0o755)):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "program").write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / directory / "program").chmod(mode)
+    path = ":".join(str(tmp_path / directory) for directory in directories)
+    env = {"PATH": path}
+    shell = subprocess.run(
+        ["/bin/bash", "-c", "program"], env=env, stderr=subprocess.DEVNULL, check=False, timeout=60
+    )
+    spec = ChildSpec(("program",), env, None, stdin=0, stdout=1, stderr=2)
+    try:
+        child = await spawn_with_popen(with_descriptor_limit(spec, 123) if is_limited else spec)
+        code = (await child.exited).status.code
+    except SpawnError as error:
+        code = error.exit_code if error.permanent else None
+    assert code == shell.returncode
 
 
 @pytest.mark.parametrize("argument", ["plain", "two words", "$HOME", "'", '"', "-n", "*", "\n", ""])

@@ -276,8 +276,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "exec"])
-@pytest.mark.parametrize("kind", ["plain", "forking"])
+@pytest.mark.parametrize(("kind", "end"), [("plain", "kill"), ("forking", "exec")])
 def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
     """After SIGKILL and after an exec, worker, process group and daemon are gone in a second.
 
@@ -307,9 +306,7 @@ def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
                 os.close(pidfd)
 
 
-@pytest.mark.parametrize(
-    "plan", ["StopPlan(())", "StopPlan.within(0)", "StopPlan(guardian_grace=0)"]
-)
+@pytest.mark.parametrize("plan", ["StopPlan.within(0)", "StopPlan(guardian_grace=0)"])
 def test_a_plan_without_a_grace(plan: str) -> None:
     """SIGKILL is the first signal then."""
     with supervised(plan, "plain") as (supervisor, pids):
