@@ -271,7 +271,10 @@ class NodeStandby(Event, frozen=True, kw_only=True):
     """`round` has its `maximum` of nodes: this one replaces the next that is lost."""
 
     round: int
+    """-1 before the first one."""
     maximum: int
+    why: str = ""
+    """Which node holds the fixed rank of this one, if it waits for that."""
 
 
 class StandbyPromoted(Event, frozen=True, kw_only=True):

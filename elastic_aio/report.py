@@ -87,7 +87,8 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
         case events.NodeRefused():
             return Level.WARNING, f"node {event.name} was refused: {event.why}"
         case events.NodeStandby():
-            return Level.WARNING, f"on standby: the job has its maximum of {event.maximum} nodes"
+            why = event.why or f"the job has its maximum of {event.maximum} nodes"
+            return Level.WARNING, f"on standby: {why}"
         case events.StandbyPromoted():
             return Level.INFO, f"promoted from standby to group rank {event.group_rank}"
         case events.CoordinatorChanged():

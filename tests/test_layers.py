@@ -54,6 +54,7 @@ PURE = {
     "rendezvous.formation",
     "rendezvous.state",
     "rendezvous.member",
+    "rendezvous.admission",
     "rendezvous.members",
     "rendezvous.outbox",
     "rendezvous.supervision",

@@ -88,15 +88,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from elastic_aio.events import NodeJoined, NodeLeft, NodeLost
+from elastic_aio.events import NodeLeft, NodeLost
 from elastic_aio.outcome import JobOutcome
+from elastic_aio.rendezvous.admission import admit, find_rank_holders, wait_for_ranks
 from elastic_aio.rendezvous.base import StopRound
 from elastic_aio.rendezvous.formation import form_when_possible, recover_round
 from elastic_aio.rendezvous.members import CoordinatorEffect, MemberRecord, RoundSettings
-from elastic_aio.rendezvous.messages import PROTOCOL, MemberStatus, Reject
+from elastic_aio.rendezvous.messages import MemberStatus
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.rendezvous.supervision import apply_decision, back_off, decide_restart, supervise
-from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 
 
@@ -228,6 +228,7 @@ class Coordinator:
         for record in self._departed:
             state.visits.observe_departure(record, now)
         self._departed.clear()
+        find_rank_holders(state)
         self._admit_joined()
         while True:
             before = state.phase, self.round
@@ -235,11 +236,11 @@ class Coordinator:
             self._STEPS[state.phase](state)
             if before == (state.phase, self.round):
                 break
+        wait_for_ranks(state)
         state.publish_waiting()
         return state.outbox.drain()
 
     def _admit_joined(self) -> None:
-        """Publish new members, and reject those that can never take part."""
         state = self._state
         if state.phase is CoordinatorPhase.RECOVERING:
             # First: a recovered round brings its own minimum and maximum.
@@ -247,41 +248,7 @@ class Coordinator:
         if state.phase in (CoordinatorPhase.RECOVERING, CoordinatorPhase.ENDING):
             return
         joined, self._joined = self._joined, []
-        for record in joined:
-            if state.members.get(record.member) is not record:
-                continue
-            node = record.status.node
-            state.outbox.publish(
-                NodeJoined(
-                    name=node.name,
-                    member=record.member,
-                    address=record.status.address,
-                    nproc=node.nproc,
-                    role=node.role,
-                )
-            )
-            if why := self._mismatch(record):
-                record.is_rejected = True
-                state.refuse(record, why)
-                state.outbox.send(record, Reject(why))
-
-    def _mismatch(self, record: MemberRecord) -> str:
-        """Return why a member can never take part; empty if it can."""
-        status, settings = record.status, self._state.settings
-        if status.protocol != PROTOCOL:
-            return f"it speaks version {status.protocol} of the protocol, not {PROTOCOL}"
-        if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):
-            nnodes = NodeRange(status.minimum, status.maximum)
-            return f"it was started with --nnodes {nnodes}, the job with {settings.nnodes}"
-        rank = status.preferred_rank
-        if not settings.fixed_ranks or rank is None:
-            return ""
-        if not 0 <= rank < settings.maximum:
-            return f"node rank {rank} is not below {settings.maximum}"
-        for other in self._state.eligible():
-            if other.arrival < record.arrival and other.status.preferred_rank == rank:
-                return f"node rank {rank} is taken by {other.name}"
-        return ""
+        admit(state, joined)
 
     _STEPS: ClassVar[dict[CoordinatorPhase, Callable[[CoordinatorState], None]]] = {
         CoordinatorPhase.RECOVERING: recover_round,

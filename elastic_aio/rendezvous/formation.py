@@ -134,7 +134,7 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     with the port is in flight, and its arrival calls this again.
     """
     candidates = list(candidates)
-    running = [one for one in state.eligible() if not state.is_stopped(one)]
+    running = [one for one in state.admitted() if not state.is_stopped(one)]
     if running and (state.settings.shared_store or not state.settings.overlap):
         _stop_previous(state, running, why)
         return

@@ -124,11 +124,11 @@ class Member:
                 return [Probe(round, address, port)]
             case WaitForNodes(forming):
                 return [forming]
-            case StandBy(round, maximum):
+            case StandBy(round, maximum, why):
                 if self._is_standing_by:
                     return []
                 self._is_standing_by = True
-                return [NodeStandby(round=round, maximum=maximum)]
+                return [NodeStandby(round=round, maximum=maximum, why=why)]
             case Reject(why):
                 return self.fail(f"the other nodes refused this one: {why}")
             case EndJob(outcome):

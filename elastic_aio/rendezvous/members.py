@@ -111,6 +111,9 @@ class MemberRecord:
     refused_because: str = ""
     """Why it may not take part now; empty if it may."""
     refused_at: float = 0.0
+    rank_holder: MemberRecord | None = None
+    """The other member that holds the fixed rank which this one claims."""
+    rank_held_since: float = 0.0
     is_rejected: bool = False
     """Whether it can never take part."""
     has_end_order: bool = False

@@ -147,10 +147,11 @@ class WaitForNodes(Struct, frozen=True, tag=True):
 
 
 class StandBy(Struct, frozen=True, tag=True):
-    """Wait: the round has its maximum of nodes."""
+    """Wait: the round has its maximum of nodes, or another member holds the rank (`why`)."""
 
     round: int
     maximum: int
+    why: str = ""
 
 
 class ProbePeers(Struct, frozen=True, tag=True):

@@ -167,9 +167,13 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ members
 
-    def eligible(self) -> list[MemberRecord]:
-        """Return the members that may take part."""
+    def admitted(self) -> list[MemberRecord]:
+        """Return the members that may take part, now or later."""
         return [record for record in self.members.values() if not record.is_rejected]
+
+    def eligible(self) -> list[MemberRecord]:
+        """Return the members that may take part now."""
+        return [record for record in self.admitted() if record.rank_holder is None]
 
     def active(self) -> list[MemberRecord]:
         """Return the present members of the round."""
@@ -327,7 +331,7 @@ class CoordinatorState:
         outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
         self.phase = CoordinatorPhase.ENDING
         self.outcome = outcome
-        for record in self.eligible():
+        for record in self.admitted():
             record.has_end_order = True
             self.outbox.send(record, EndJob(outcome))
         self.outbox.publish(
@@ -348,7 +352,7 @@ class CoordinatorState:
         """
         if self.outcome is None:
             return
-        for record in self.eligible():
+        for record in self.admitted():
             status = record.status
             took_part = status.placement is not None or status.acked > (0, 0)
             if took_part and not record.has_end_order:

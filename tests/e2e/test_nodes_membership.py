@@ -24,6 +24,7 @@ from elastic_aio import (
 )
 from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
 from tests.support.leaks import alive
+from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note
 
 pytestmark = pytest.mark.black_box
@@ -215,6 +216,33 @@ async def test_killed_while_others_stand_by_again_and_again(tmp_path: Path) -> N
             workers = await cluster.workers(host, spare, attempt=attempt)
             assert {worker.world_size for worker in workers} == {2}
             other = spare
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_static_node_is_replaced_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """Before the lease of its predecessor has ended: it waits for that."""
+    port = free_port()
+    conf = {"heartbeat_timeout": 2 if number == signal.SIGSTOP else 30}
+    async with Cluster(
+        tmp_path,
+        2,
+        conf=conf,
+        rdzv_backend="static",
+        rdzv_endpoint=None,
+        master_addr=LOOPBACK,
+        master_port=port,
+    ) as cluster:
+        zero = cluster.start(node_rank=0)
+        one = cluster.start(node_rank=1)
+        await cluster.workers(zero, one)
+        for attempt in (1, 2, 3):
+            one.send(number)
+            replacement = cluster.start(node_rank=1)
+            workers = await cluster.workers(zero, replacement, attempt=attempt)
+            assert {worker.world_size for worker in workers} == {2}
+            one.send(signal.SIGKILL)
+            one = replacement
+        assert {ended.code for ended in await cluster.finish(zero, one, attempt=3)} == {0}
 
 
 async def test_a_restart_after_another_node_has_succeeded(tmp_path: Path) -> None:

@@ -410,19 +410,99 @@ def test_a_node_of_another_protocol_version_is_rejected() -> None:
     assert ("x", Reject("it speaks version 9 of the protocol, not 2")) in harness.sent
 
 
-def test_fixed_ranks_are_unique_and_in_range() -> None:
+def test_fixed_ranks_are_in_range() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True))
     harness.join("a", preferred_rank=1)
-    harness.join("b", preferred_rank=1)
     harness.join("d", preferred_rank=2)
     reasons = [event.why for event in harness.events(NodeRefused)]  # type: ignore[attr-defined]
-    assert reasons == ["node rank 1 is taken by a", "node rank 2 is not below 2"]
+    assert reasons == ["node rank 2 is not below 2"]
     harness.settle(1)
     shown = [body for _, body in harness.sent if isinstance(body, WaitForNodes)][-1].forming
     assert isinstance(shown, RoundForming)
     assert shown.missing == ("rank 0",)
     harness.join("e", preferred_rank=0)
     assert {name: rank for name, rank in harness.ranks.items() if name in "ae"} == {"a": 1, "e": 0}
+
+
+HELD = "node rank 1 is held by b (pid 1)"
+
+
+def ranked(*names: str) -> CoordinatorHarness:
+    """Return a job with fixed ranks, the first node with rank 0, all others with rank 1."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True, join_timeout=600))
+    for rank, name in enumerate(names):
+        harness.join(name, preferred_rank=min(rank, 1))
+    return harness
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_replacement_waits_for_its_predecessor_to_be_gone(is_lost: bool) -> None:
+    """It is not refused: the lease of the dead node has not ended yet."""
+    harness = ranked("a", "b", "b2")
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert harness.done["b2"] == [NodeStandby(round=0, maximum=2, why=HELD)]
+    (refused,) = harness.events(NodeRefused)
+    assert isinstance(refused, NodeRefused)
+    assert (refused.name, refused.why) == ("b2", HELD)
+    harness.lose("b", is_lost=is_lost)
+    assert harness.ranks == {"a": 0, "b2": 1}
+    assert harness.events(JobFinished) == []
+
+
+def test_a_replacement_waits_while_the_round_is_forming() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True))
+    harness.join("b", preferred_rank=1)
+    harness.join("b2", preferred_rank=1)
+    assert harness.done["b2"] == [NodeStandby(round=-1, maximum=2, why=HELD)]
+    harness.lose("b")
+    harness.join("a", preferred_rank=0)
+    assert harness.ranks == {"a": 0, "b2": 1}
+
+
+def test_a_second_claimant_of_a_rank_waits_for_the_join_timeout() -> None:
+    harness = ranked("a", "b", "b2")
+    harness.settle(599)
+    assert len(harness.done["b2"]) == 1
+    assert harness.coordinator.deadline == 600
+    harness.settle(600)
+    end = harness.last("b2")
+    assert isinstance(end, EndJob)
+    assert end.outcome.why == (
+        f"the other nodes refused this one: {HELD}; waited 600 s (join_timeout)"
+    )
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
+def test_the_member_of_the_round_holds_the_rank_under_another_coordinator() -> None:
+    """Which may read the status of the claimant first."""
+    harness = ranked("a", "b", "b2")
+    harness.members = {name: harness.members[name] for name in ("b2", "b", "a")}
+    harness.elect("d")
+    harness.settle()
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+    assert harness.ranks == {"a": 0, "b": 1}
+    harness.lose("b")
+    assert harness.ranks == {"a": 0, "b2": 1}
+
+
+def test_a_predecessor_that_returns_stops_its_workers_and_stands_by() -> None:
+    harness = ranked("a", "b", "b2")
+    former = harness.members["b"]
+    harness.lose("b")
+    harness.members["b"] = former
+    harness.settle(1)
+    assert harness.ranks == {"a": 0, "b2": 1}
+    why = "node rank 1 is held by b2 (pid 1)"
+    assert harness.done["b"][-2:] == [
+        StopRound(0, why),
+        NodeStandby(round=1, maximum=2, why=why),
+    ]
+
+
+def test_a_claimant_gets_the_outcome() -> None:
+    harness = ranked("a", "b", "b2")
+    harness.succeed("a", "b")
+    assert harness.end_orders().keys() == {"a", "b", "b2"}
 
 
 def test_a_coordinator_with_other_nnodes_takes_those_of_the_round() -> None:

@@ -445,7 +445,7 @@ async def test_an_unreadable_leader_record_is_replaced() -> None:
 
 
 async def test_static_ranks_are_binding() -> None:
-    """The workers use the nodes' store."""
+    """The workers use the nodes' store; a second claimant of a rank waits for it."""
     endpoint = free_endpoint()
     spec = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1, 1)]
     b = FakeAgent("b", spec[1], make=make_static)
@@ -459,14 +459,14 @@ async def test_static_ranks_are_binding() -> None:
             place = await one.wait_formed(2)
             assert place.span.group_rank == rank
             assert f"{place.master_addr}:{place.master_port}" == endpoint
-        async with connect(endpoint) as store:
-            await store.set("of a worker", "x")
-            members.append(twin)
-            await twin.rendezvous.open()
-            assert "node rank 1 is taken by b" in (await twin.wait_ended()).why
-            a.fail()
-            assert (await a.wait_ended()).exit_code == 3
-            assert await store.check(["of a worker"])
+        members.append(twin)
+        await twin.rendezvous.open()
+        standby = await twin.wait_event(NodeStandby)
+        assert standby.why == "node rank 1 is held by b (pid 1000)"
+        members.remove(b)
+        await b.rendezvous.leave("enough")
+        b.close()
+        assert (await twin.wait_formed(2)).span.group_rank == 1
 
 
 async def test_static_nodes_restart_with_a_clean_store() -> None:

@@ -1,0 +1,102 @@
+"""Admission of nodes: what a new member must fulfil, and who holds a fixed rank.
+
+With fixed ranks, two members may claim one rank: most often a node and its replacement,
+which starts before the lease of its predecessor has ended.  One of them holds the rank,
+and the other stands by: it takes the rank when the holder is gone, or is rejected after
+the join timeout.  The holder is the member that takes part in the round, else the one of
+the newest placement, else the one that arrived first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic_aio.events import NodeJoined
+from elastic_aio.rendezvous.base import StopRound
+from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.messages import PROTOCOL, Reject, StandBy
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.spec.job import NodeRange
+
+
+def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
+    """Publish new members, and reject those that can never take part."""
+    for record in joined:
+        if state.members.get(record.member) is not record:
+            continue
+        node = record.status.node
+        state.outbox.publish(
+            NodeJoined(
+                name=node.name,
+                member=record.member,
+                address=record.status.address,
+                nproc=node.nproc,
+                role=node.role,
+            )
+        )
+        if why := _mismatch(state, record):
+            _reject(state, record, why)
+
+
+def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
+    """Return why a member can never take part; empty if it can."""
+    status, settings = record.status, state.settings
+    if status.protocol != PROTOCOL:
+        return f"it speaks version {status.protocol} of the protocol, not {PROTOCOL}"
+    if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):
+        nnodes = NodeRange(status.minimum, status.maximum)
+        return f"it was started with --nnodes {nnodes}, the job with {settings.nnodes}"
+    rank = status.preferred_rank
+    if settings.fixed_ranks and rank is not None and not 0 <= rank < settings.maximum:
+        return f"node rank {rank} is not below {settings.maximum}"
+    return ""
+
+
+def _reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:
+    record.is_rejected = True
+    state.refuse(record, why)
+    state.outbox.send(record, Reject(why))
+
+
+# -------------------------------------------------------------- fixed ranks
+
+
+def find_rank_holders(state: CoordinatorState) -> None:
+    """Note for each claimant of a rank which other member holds it."""
+    if not state.settings.fixed_ranks:
+        return
+    placements = state.round.placements
+    holders: dict[int | None, MemberRecord] = {}
+    for record in sorted(
+        state.admitted(),
+        key=lambda one: (one.member not in placements, -one.status.round, one.arrival),
+    ):
+        holder = holders.setdefault(record.status.preferred_rank, record)
+        if holder is record:
+            if record.rank_holder is not None:
+                record.rank_holder, record.refused_because = None, ""
+        else:
+            if record.rank_holder is None:
+                record.rank_held_since = state.deadlines.now
+            record.rank_holder = holder
+
+
+def wait_for_ranks(state: CoordinatorState) -> None:
+    """Let claimants of a rank that another member holds stand by, or reject them."""
+    if not state.settings.fixed_ranks or state.phase is CoordinatorPhase.ENDING:
+        return
+    for record in state.admitted():
+        holder, status = record.rank_holder, record.status
+        if holder is None:
+            continue
+        by = f"{holder.name} (pid {holder.status.node.pid})"
+        why = f"node rank {status.preferred_rank} is held by {by}"
+        if record.refused_because != why:
+            state.refuse(record, why)
+        if not state.deadlines.arm(record.rank_held_since + state.settings.join_timeout):
+            waited = f"waited {state.settings.join_timeout:g} s (join_timeout)"
+            _reject(state, record, f"{why}; {waited}")
+        elif status.is_busy:
+            state.outbox.send(record, StopRound(status.round, why))
+        else:
+            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum, why))
