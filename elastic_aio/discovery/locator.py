@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.aio import run_shielded
 from elastic_aio.discovery.addresses import (
@@ -50,6 +51,7 @@ from elastic_aio.discovery.addresses import (
     resolve,
 )
 from elastic_aio.discovery.choice import RECONNECT_FOR, ServeStore, UseStore, WaitUntil
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, run_prefix
 from elastic_aio.discovery.monitor import (
     DialOptions,
     Endpoint,
@@ -60,9 +62,10 @@ from elastic_aio.discovery.monitor import (
 )
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
-from elastic_aio.errors import ElasticAioError
+from elastic_aio.errors import ElasticAioError, StoreError
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import RemoteStore, StoreServer
+from elastic_aio.store.handles import wire_key
 from elastic_aio.store.server import PAUSE_RESOLUTION
 from elastic_aio.store.sockets import Address
 
@@ -107,9 +110,17 @@ class StoreLocator:
     """
 
     def __init__(
-        self, spec: RendezvousSpec, run_id: str, network: StoreNetwork | None = None
+        self,
+        spec: RendezvousSpec,
+        run_id: str,
+        network: StoreNetwork | None = None,
+        *,
+        is_exclusive: bool = False,
     ) -> None:
         """Parse the endpoints; nothing is connected yet.  None: the network of this host.
+
+        With `is_exclusive` the store must belong to this run alone, and the first node must
+        serve it or find one that no node serves.
 
         Raises:
             SpecError: one of them is not HOST:PORT.
@@ -120,9 +131,12 @@ class StoreLocator:
             token=spec.token,
             peer_timeout=spec.heartbeat_timeout,
             reconnect_for=RECONNECT_FOR,
-            run_key=f"elastic_aio/{run_id}/coordinator",
+            run_key=f"{run_prefix(run_id)}/coordinator",
             network=network or StoreNetwork(),
+            only_of=run_id if is_exclusive else "",
+            is_first_node=bool(spec.is_host),
         )
+        self._run_id = run_id
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
@@ -200,6 +214,8 @@ class StoreLocator:
             match search.choice():
                 case UseStore(index):
                     handshake = await search.monitors[index].take()
+                    if self._options.only_of:
+                        await self._claim(search.monitors[index], handshake.store)
                     return self._located(search.monitors[index], handshake)
                 case _ if search.is_over:
                     raise DiscoveryError(
@@ -238,9 +254,11 @@ class StoreLocator:
             search.defer(index, f"cannot listen there: {error.strerror}")
             return None
         self._was_suspended.clear()
+        owner = StoreOwner(self._run_id, is_node=True)
         self._server = server = StoreServer(
             listening=sockets, token=self._spec.token, on_pause=self._on_pause
         )
+        server.keyspace.set(wire_key(OWNER_KEY, ""), owner.encode())
         await server.start()
         is_wildcard = addresses != monitor.own_addresses
         handshake = await self._dial_own(server, monitor, is_wildcard=is_wildcard)
@@ -252,6 +270,21 @@ class StoreLocator:
             search.defer(index, "listening there, this node does not reach itself")
             return None
         return self._located(monitor, handshake)
+
+    async def _claim(self, monitor: EndpointMonitor, store: RemoteStore) -> None:
+        """Make a store that no node serves the run's own.
+
+        Raises:
+            DiscoveryError: it belongs to another run.
+        """
+        try:
+            value = StoreOwner(self._run_id, is_node=False).encode()
+            owner = StoreOwner.decode(await store.compare_set(OWNER_KEY, b"", value))
+        except StoreError:
+            return  # the loss of the store is noticed by its user
+        if why := self._options.objection(owner):
+            await store.aclose()
+            raise DiscoveryError(f"cannot use the store at {monitor.endpoint.text}: {why}")
 
     async def _dial_own(
         self, server: StoreServer, monitor: EndpointMonitor, *, is_wildcard: bool
@@ -276,14 +309,15 @@ class StoreLocator:
         """
         port = monitor.endpoint.port
         try:
-            return await dial_any((*monitor.addresses, *loopback_addresses(port)), self._options)
+            addresses = (*monitor.addresses, *loopback_addresses(port))
+            return await dial_any(addresses, self._options)
         except StoreNotFound as error:
             if not error.was_accepted:
                 return None
             owner = await self._options.network.port_owner(port) or "another program"
             raise DiscoveryError(
                 f"cannot serve the store at {monitor.endpoint.text}: port {port} is in use by "
-                f"{owner}, which is not a store of this job: {error}"
+                f"{owner}, which this job cannot use: {error}"
             ) from None
 
     async def _dial_briefly(
@@ -291,7 +325,7 @@ class StoreLocator:
     ) -> StoreHandshake | None:
         try:
             async with asyncio.timeout(seconds):
-                return await dial_any(addresses, self._options)
+                return await dial_any(addresses, replace(self._options, only_of=""))
         except (StoreNotFound, TimeoutError):
             return None
 

@@ -16,6 +16,7 @@ from msgspec import Struct
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
 from elastic_aio.discovery.choice import EndpointState
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.checks import parse_host_port
@@ -71,7 +72,9 @@ class DialOptions(Struct, frozen=True):
 
     The store is lost after `peer_timeout` seconds without an answer.  When only the
     connection is lost, it is re-established for `reconnect_for` seconds.  `run_key` is the
-    key that exists while this run is active, and `network` makes the sockets.
+    key that exists while this run is active, and `network` makes the sockets.  A store that
+    belongs to another run is refused if `only_of` names a run; with `is_first_node`, also
+    one that another node serves.
     """
 
     token: str | None
@@ -79,6 +82,18 @@ class DialOptions(Struct, frozen=True):
     reconnect_for: float
     run_key: str
     network: StoreNetwork
+    only_of: str = ""
+    is_first_node: bool = False
+
+    def objection(self, owner: StoreOwner) -> str:
+        """Return why a store with this owner must not be used; empty if it may."""
+        if not self.only_of:
+            return ""
+        if owner.run_id != self.only_of:
+            return f"it belongs to the run {owner.run_id!r}"
+        if self.is_first_node and owner.is_node:
+            return f"another node of rank 0 serves the run {owner.run_id!r} there"
+        return ""
 
     @property
     def reply_timeout(self) -> float:
@@ -175,7 +190,9 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"
                 raise StoreNotFound(why, was_accepted=True)
-            has_run = await store.peek(options.run_key) is not None
+            run, owner = await asyncio.gather(store.peek(options.run_key), store.peek(OWNER_KEY))
+            if owner is not None and (why := options.objection(StoreOwner.decode(owner))):
+                raise StoreNotFound(why, was_accepted=True)
     except TimeoutError:
         await store.aclose()
         raise StoreNotFound(
@@ -187,7 +204,7 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise
-    return StoreHandshake(store, local_address, has_run)
+    return StoreHandshake(store, local_address, run is not None)
 
 
 async def _dial(address: Address, network: StoreNetwork) -> socket.socket:

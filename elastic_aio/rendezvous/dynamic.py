@@ -84,7 +84,7 @@ class DynamicRendezvous(Rendezvous):
         self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
-        self._locator = StoreLocator(spec.rendezvous, run_id, network)
+        self._locator = StoreLocator(spec.rendezvous, run_id, network, is_exclusive=fixed_ranks)
         nnodes = spec.nnodes
         self._member = Member(
             MemberStatus(

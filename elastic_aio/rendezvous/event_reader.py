@@ -13,6 +13,7 @@ from typing import Final, Self
 import msgspec
 
 from elastic_aio.aio import running_loop
+from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.events import Event, EventsMissed, JobFinished
 from elastic_aio.rendezvous.event_stream import (
@@ -254,7 +255,7 @@ class _Subscription(msgspec.Struct):
         async with contextlib.AsyncExitStack() as stack:
             # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
             client = connect(endpoint, timeout=turn, reconnect_for=0, token=token)
-            store = (await stack.enter_async_context(client)).prefixed(f"elastic_aio/{run_id}")
+            store = (await stack.enter_async_context(client)).prefixed(run_prefix(run_id))
             watch = await stack.enter_async_context(store.watch(EVENTS, is_prefix=True))
             return cls(store, watch, stack.pop_all())
 

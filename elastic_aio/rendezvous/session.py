@@ -1,6 +1,6 @@
 """A member's session at one store: its lease, its status, its orders, and the election.
 
-Keys, under `elastic_aio/<run id>/`:
+Keys, under the prefix of the run:
 
 * `t/<member>`: the member's status, under its lease;
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
@@ -19,6 +19,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import wall_clock
+from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
@@ -54,7 +55,7 @@ class StoreSession:
         self._locator = locator
         self._runner = runner
         self._name = name
-        self._store: Store = located.store.prefixed(f"elastic_aio/{run_id}")
+        self._store: Store = located.store.prefixed(run_prefix(run_id))
         self._member = member
         self._ttl = ttl
         self._perform = perform

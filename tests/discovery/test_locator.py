@@ -175,7 +175,7 @@ async def test_a_port_of_another_program(make_locator: MakeLocator, answer: byte
         with pytest.raises(DiscoveryError) as published:
             await make_locator(f"127.0.0.1:{port}", is_host=True).locate(is_first=True)
         assert f"port {port} is in use by " in str(published.value)
-        assert f"(pid {os.getpid()}), which is not a store of this job: " in str(published.value)
+        assert f"(pid {os.getpid()}), which this job cannot use: " in str(published.value)
         with pytest.raises(DiscoveryError) as tried:
             await make_locator(f"127.0.0.1:{port}", read_timeout=2.5).locate(is_first=True)
         assert f"(pid {os.getpid()})" in str(tried.value)
@@ -195,7 +195,7 @@ async def test_tokens_must_agree(make_locator: MakeLocator) -> None:
     for token, why in (("wrong", "the token is wrong"), (None, "the store asks for a token")):
         with pytest.raises(DiscoveryError, match=why):
             await make_locator(endpoint, token=token, read_timeout=0.5).locate(is_first=True)
-    with pytest.raises(DiscoveryError, match="not a store of this job: the token is wrong"):
+    with pytest.raises(DiscoveryError, match="which this job cannot use: the token is wrong"):
         await make_locator(endpoint, token="wrong", is_host=True).locate(is_first=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 
@@ -467,6 +468,77 @@ async def test_static_ranks_are_binding() -> None:
         await b.rendezvous.leave("enough")
         b.close()
         assert (await twin.wait_formed(2)).span.group_rank == 1
+
+
+async def test_two_static_jobs_never_share_a_port() -> None:
+    """Rank 0 of the second job names the port, its holder and its run; no key is touched."""
+    endpoint = free_endpoint()
+    specs = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1)]
+    x = [FakeAgent(f"x{i}", one, make=make_static, run_id="x") for i, one in enumerate(specs)]
+    y = [FakeAgent(f"y{i}", one, make=make_static, run_id="y") for i, one in enumerate(specs)]
+    async with present(*x) as members, connect(endpoint) as store:
+        for one in x:
+            await one.wait_formed(2)
+        await store.set("of a worker of x", "1")
+        for one in y:
+            members.append(one)
+            await one.rendezvous.open()
+        why = (await y[0].wait_ended()).why
+        assert f"port {endpoint.rpartition(':')[2]} is in use by" in why
+        assert why.endswith(
+            f"(pid {os.getpid()}), which this job cannot use: it belongs to the run 'x'"
+        )
+        assert await store.check(["of a worker of x"])
+        for one in x:
+            one.succeed()
+        for one in x:
+            assert (await one.wait_ended()).state is JobState.SUCCEEDED
+        # The second node of y waits for its own first node.
+        assert not y[1].started
+        assert y[1].outcome is None
+
+
+async def test_a_second_rank_0_of_one_run_is_refused() -> None:
+    """Both jobs have the default run id of the command line."""
+    endpoint = free_endpoint()
+    spec = job_spec(endpoint, "2", backend="static", node_rank=0)
+    a, twin = (FakeAgent(name, spec, make=make_static) for name in ("a", "twin"))
+    async with present(a) as members:
+        await a.wait_event(RoundForming)
+        members.append(twin)
+        await twin.rendezvous.open()
+        assert "another node of rank 0 serves the run 'run' there" in (await twin.wait_ended()).why
+
+
+async def test_a_static_job_claims_a_store_that_no_node_serves() -> None:
+    endpoint = free_endpoint()
+    specs = [job_spec(endpoint, "1", backend="static", node_rank=0)] * 2
+    x, y = (
+        FakeAgent(name, one, make=make_static, run_id=name)
+        for name, one in zip("xy", specs, strict=True)
+    )
+    server = StoreServer("127.0.0.1", int(endpoint.rpartition(":")[2]))
+    async with server, present(x) as members:
+        await x.wait_formed(1)
+        members.append(y)
+        await y.rendezvous.open()
+        assert "it belongs to the run 'x'" in (await y.wait_ended()).why
+
+
+async def test_a_run_never_sees_the_keys_of_another_one() -> None:
+    """Although the id of one begins with that of the other and a slash."""
+    async with StoreServer("127.0.0.1", 0) as server:
+        spec = job_spec(server.endpoint, "2", is_host=False)
+        a, b = (FakeAgent(f"n{n}", spec, run_id=id) for n, id in enumerate(("exp", "exp/t")))
+        async with present(a, b):
+            for one in (a, b):
+                assert (await one.wait_event(RoundForming)).joined == 1
+            # A node that joins now makes a round of two, and its own run only.
+            c = FakeAgent("c", spec, run_id="exp")
+            async with present(c):
+                assert (await c.wait_formed(2)).round == 0
+                await a.wait_formed(2)
+                assert not b.started
 
 
 async def test_static_nodes_restart_with_a_clean_store() -> None:

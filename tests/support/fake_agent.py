@@ -82,6 +82,7 @@ class FakeAgent:
         nproc: int = 1,
         role: str = "default",
         make: Maker = DynamicRendezvous,
+        run_id: str = "run",
     ) -> None:
         self.name = name
         self.events: list[Event] = []
@@ -95,7 +96,7 @@ class FakeAgent:
         self._changed = asyncio.Event()
         self._reserved: socket.socket | None = None
         self._used: list[socket.socket] = []
-        self.rendezvous = make(spec, NodeInfo(name, 1000, nproc, role), "run", self)
+        self.rendezvous = make(spec, NodeInfo(name, 1000, nproc, role), run_id, self)
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.started[-1:]}, {self.outcome}>"
