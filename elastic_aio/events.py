@@ -125,6 +125,7 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
     """The process `pid` did not exit after SIGKILL and is left behind."""
 
     pid: int
+    """0 if `/proc` could not be read; then processes may be left that are not known."""
     state: str
     """Its state in `/proc`, such as `D in nfs_wait`: an uninterruptible system call."""
 

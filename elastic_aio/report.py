@@ -43,6 +43,8 @@ def describe(event: Event) -> tuple[int, str]:
             pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
             name = signal_name(event.signal)
             return Level.WARNING, f"{processes} did not stop in time, sending {name} (pid {pids})"
+        case events.WorkerAbandoned(pid=0):
+            return Level.WARNING, f"processes may be left behind: {event.state}"
         case events.WorkerAbandoned():
             process = f"process {event.pid} did not exit after SIGKILL"
             return Level.WARNING, f"{process} (state {event.state}), left behind"

@@ -318,6 +318,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind",
     ),
     (
+        WorkerAbandoned(pid=0, state="/proc could not be read"),
+        Level.WARNING,
+        "processes may be left behind: /proc could not be read",
+    ),
+    (
         SignalForwarded(signal=10, pids=(5, 6)),
         Level.INFO,
         "SIGUSR1 forwarded to 2 workers",
