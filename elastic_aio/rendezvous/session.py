@@ -18,7 +18,7 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import wall_clock
+from elastic_aio.aio import monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
@@ -153,7 +153,9 @@ class StoreSession:
 
     async def _write_statuses(self, lease: Lease) -> str:
         while True:
-            status = replace(self._member.status, sent_at=wall_clock())
+            now = wall_clock()
+            clock = now - monotonic_clock()
+            status = replace(self._member.status, sent_at=now, clock=clock)
             await lease.set(f"t/{self._name}", encode(status))
             if self._written_serial < 0:
                 self._on_joined()

@@ -24,7 +24,6 @@ from elastic_aio.rendezvous.messages import (
     decode_order,
     decode_status,
     encode,
-    with_local_times,
 )
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.store import wire
@@ -185,7 +184,8 @@ class SimSession:
             return
         self._is_writing = True
         self._written_serial = status.serial
-        text = encode(replace(status, sent_at=self.node.host.wall_clock))
+        now = self.node.host.wall_clock
+        text = encode(replace(status, sent_at=now, clock=now - self.node.host.now))
         self.leased_set(f"t/{self.node.name}".encode(), text, self._on_status_written)
 
     def _on_status_written(self, _: Any) -> None:
@@ -330,9 +330,7 @@ class SimCoordinator:
             status = decode_status(text)
         except MessageError:
             return
-        if is_fresh:
-            status = with_local_times(status, self._node.host.wall_clock)
-        self.machine.on_status(_member_of(key), status)
+        self.machine.on_status(_member_of(key), status, self._node.host.now)
         self._decide_soon()
 
     def on_gone(self, key: bytes, *, is_lost: bool) -> None:
