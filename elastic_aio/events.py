@@ -235,7 +235,7 @@ class RoundWaiting(Event, frozen=True, kw_only=True):
     """Which nodes have not done what, or that `restart.decide` has not returned."""
     waited: float
     """Seconds so far."""
-    time_left: float
+    time_left: float | None = None
     """Seconds until the nodes count as lost, or the job ends for want of a decision."""
 
 

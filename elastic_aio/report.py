@@ -72,7 +72,8 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
         case events.RoundForming():
             return Level.WARNING, _round_forming(event)
         case events.RoundWaiting():
-            times = f"waited {event.waited:.0f} s, {event.time_left:.0f} s left"
+            left = "" if event.time_left is None else f", {event.time_left:.0f} s left"
+            times = f"waited {event.waited:.0f} s{left}"
             return Level.WARNING, f"{event.phase}: {event.what} ({times})"
         case events.RoundFormed():
             return Level.INFO, _round_formed(event)
