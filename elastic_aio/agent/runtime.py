@@ -222,6 +222,7 @@ class LocalRuntime:
         """
         if self.program.overrides is not None:
             return MASTER_ADDR, 0
+        await self.master_ports.end_attempt()
         if master is None:
             return await self.master_ports.open_local()
         if group_rank == 0:
