@@ -160,6 +160,22 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     stream: str
     """`stdout` or `stderr`."""
     why: str
+    unshown: int | None = None
+    """Bytes in the log files that the console did not take; None while workers run."""
+
+
+class OutputLost(Event, frozen=True, kw_only=True):
+    """Output of the worker `rank` (on this node `local_rank`) is not shown or kept (`why`)."""
+
+    rank: int
+    local_rank: int
+    stream: str
+    """`stdout` or `stderr`."""
+    path: str
+    """Its log file."""
+    why: str
+    lost: int | None = None
+    """Bytes; None if their number is not known."""
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):

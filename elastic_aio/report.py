@@ -56,8 +56,13 @@ def describe(event: Event) -> tuple[int, str]:
         case events.GuardianLost():
             return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
         case events.ConsoleLost():
-            text = f"{event.stream} accepts no more output ({event.why}); see the logs"
+            rest = counted(event.unshown, "byte") + " not shown, " if event.unshown else ""
+            text = f"{event.stream} accepts no more output ({event.why}); {rest}see the logs"
             return Level.WARNING, text
+        case events.OutputLost():
+            lost = "output" if event.lost is None else counted(event.lost, "byte")
+            text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
+            return Level.WARNING, f"{text} ({event.path})"
         case events.EventsMissed():
             return Level.WARNING, f"{event.count or 'some'} events missed"
         case events.JobFinished():

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import re
+import resource
+import signal
+import sys
 import tempfile
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +21,17 @@ import pytest
 from elastic_aio import (
     Agent,
     AttemptFailed,
+    ConsoleLost,
     Event,
     JobFailed,
     LaunchResult,
     LaunchSpec,
     LogSpec,
+    OutputLost,
     launch,
 )
 from elastic_aio.logs.tee import Tee
-from tests.support.children import file_console, python, shell, until
+from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
 
 BOTH = 'echo "out $RANK"; echo "err $RANK" >&2'
@@ -397,6 +404,73 @@ async def test_a_worker_that_truncates_its_own_log(tmp_path: Path) -> None:
     script += " : > /proc/$$/fd/1; echo 2; sleep 0.1"
     out, _, _ = await shown(tmp_path, shell(script), tee=1)
     assert out == b"[default0]:one\n[default0]:2\n"
+
+
+async def test_lines_that_replace_the_log_are_shown(tmp_path: Path) -> None:
+    """`echo text > /dev/stdout` truncates the log each time: every text is shown, once.
+
+    The worker waits for each line, since a text that is replaced too early is gone.
+    """
+    script = """
+shown=0
+for line in "line 1" "line 2" "line 2" x "line 3"; do
+  echo "$line" > /dev/stdout; shown=$((shown + 1))
+  until [ "$(wc -l < "$NOTES/out")" -ge $shown ]; do sleep 0.01; done
+done
+"""
+    events: list[Event] = []
+    spec = LaunchSpec(
+        shell(script), logs=LogSpec(log_dir=tmp_path / "logs", tee=1), env={"NOTES": str(tmp_path)}
+    )
+    with file_console(tmp_path) as console:
+        async with asyncio.timeout(DEADLINE_S):
+            await launch(spec, console=console, listeners=[events.append])
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines == [f"[default0]:{text}" for text in ("line 1", *["line 2"] * 2, "x", "line 3")]
+    (lost,) = (event for event in events if isinstance(event, OutputLost))
+    assert (lost.stream, lost.rank, lost.lost) == ("stdout", 0, None)
+    assert lost.path.endswith("attempt_0/0/stdout.log")
+
+
+@pytest.mark.both_loops
+async def test_a_console_that_blocks_when_no_descriptor_is_left(tmp_path: Path) -> None:
+    """All lines are shown as soon as the console takes them."""
+    reader, writer = os.pipe()
+    script = 'until [ -e "$NOTES/go" ]; do sleep 0.01; done; for ((i = 0; i < 5000; i++)); do'
+    script += ' printf "%0100d\n" $i; done; : > "$NOTES/written"'
+    logs = LogSpec(log_dir=tmp_path / "logs", tee=1)
+    spec = LaunchSpec(shell(script), logs=logs, env={"NOTES": str(tmp_path)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loop = asyncio.get_running_loop()
+    shown_bytes = bytearray()
+    try:
+        async with Agent(spec, console=(writer, 2)) as agent:
+            await until(lambda: agent.forward_signal(signal.SIGCONT))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                (tmp_path / "go").mkdir()
+                await until((tmp_path / "written").exists)
+                await until(lambda: readable_bytes(reader) > 60_000, "the pipe is full")
+                loop.add_reader(reader, lambda: shown_bytes.extend(os.read(reader, 65536)))
+                await until(lambda: shown_bytes.count(b"\n") == 5000)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await agent.wait()
+            events = [event async for event in agent.events()]
+    finally:
+        loop.remove_reader(reader)
+        os.close(reader)
+        os.close(writer)
+    lines = bytes(shown_bytes).splitlines()
+    assert lines == [b"[default0]:%0100d" % number for number in range(5000)]
+    assert not any(isinstance(event, ConsoleLost | OutputLost) for event in events)
+
+
+def readable_bytes(descriptor: int) -> int:
+    """Return how many bytes a pipe holds."""
+    number = bytearray(4)
+    fcntl.ioctl(descriptor, termios.FIONREAD, number)
+    return int.from_bytes(number, sys.byteorder)
 
 
 async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:

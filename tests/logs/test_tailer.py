@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
 
@@ -30,7 +31,10 @@ class Bench:
         # The sink polls this descriptor: the write end of a pipe, which may be full.
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
         self.sink = Sink("stdout", os.dup(self._writer), self._write)
-        self.tailer = LogTailer(os.open(path, os.O_RDONLY), self.sink, lambda: b"P:")
+        self.lost: list[tuple[str, int | None]] = []
+        self.tailer = LogTailer(
+            LogFile(str(path)), self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss)
+        )
 
     def _write(self, data: bytes | memoryview) -> int:
         if self.is_blocked:
@@ -123,6 +127,60 @@ async def test_a_truncated_file_is_read_from_its_start(bench: Bench) -> None:
     bench.append(b"after\n")
     await bench.copy_all()
     assert bench.shown == b"P:before\nP:unfinished\nP:after\n"
+    assert [count for _, count in bench.lost] == [None]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [b"line 2\n", b"line 1\n", b"x\n", b"a longer line\n", b"line 1\nline 2\n"],
+    ids=["same size", "same bytes", "shorter", "longer", "longer, same beginning"],
+)
+async def test_a_file_that_is_written_again_is_shown_again(bench: Bench, second: bytes) -> None:
+    """As by `echo text > /dev/stdout`, which truncates the file; once per text."""
+    bench.append(b"line 1\n")
+    await bench.copy_all()
+    bench.path.write_bytes(second)
+    await bench.copy_all()
+    await bench.copy_all()
+    if second.startswith(b"line 1\n") and len(second) > 7:
+        # Nothing distinguishes it from a file that has grown.
+        assert bench.shown == b"P:line 1\nP:line 2\n"
+        return
+    assert bench.shown == b"P:line 1\nP:" + second
+    bench.path.write_bytes(b"and again\n")
+    await bench.copy_all()
+    assert bench.shown == b"P:line 1\nP:" + second + b"P:and again\n"
+    assert len(bench.lost) == 1
+
+
+async def test_a_long_file_of_the_same_bytes_is_not_shown_again(bench: Bench) -> None:
+    """The time of a log changes by `touch` too, which must not repeat megabytes."""
+    bench.append(b"line\n" * 1000)
+    await bench.copy_all()
+    os.utime(bench.path)
+    await bench.copy_all()
+    assert bench.shown == b"P:line\n" * 1000
+    assert not bench.lost
+
+
+async def test_a_long_file_that_is_written_again(bench: Bench) -> None:
+    """The offset is beyond what is compared, and the new file is longer."""
+    bench.append(b"%09d\n" * 20_000 % tuple(range(20_000)))
+    await bench.copy_all()
+    bench.shown = b""
+    bench.path.write_bytes(b"again %05d\n" * 20_000 % tuple(range(20_000)))
+    await bench.copy_all()
+    assert bench.shown == b"P:again %05d\n" * 20_000 % tuple(range(20_000))
+
+
+async def test_a_long_line_of_a_truncated_file_is_gone(bench: Bench) -> None:
+    """It was never in memory; its bytes are not taken from the new file."""
+    bench.append(b"z" * (200 << 10))
+    await bench.copy_all()
+    bench.path.write_bytes(b"y" * (300 << 10) + b"\n")
+    await bench.copy_all()
+    assert bench.shown == b"P:" + b"y" * (300 << 10) + b"\n"
+    assert len(bench.lost) == 1
 
 
 async def test_a_line_of_64_mib_costs_no_memory(bench: Bench) -> None:
@@ -143,7 +201,7 @@ async def test_a_line_of_64_mib_costs_no_memory(bench: Bench) -> None:
         return len(data)
 
     sink = Sink("stdout", os.dup(bench.file), count)
-    tailer = LogTailer(os.open(bench.path, os.O_RDONLY), sink, lambda: b"P:")
+    tailer = LogTailer(LogFile(str(bench.path)), sink, lambda: b"P:", lambda *loss: None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     async with asyncio.timeout(GUARD):
         while await tailer.copy():
