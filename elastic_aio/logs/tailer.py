@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -74,7 +75,8 @@ class LogTailer:
             OSError: the file cannot be read.
         """
         await self._show([])
-        data = self._file.read(self._splitter.offset)
+        now = math.inf if self.is_ending else asyncio.get_running_loop().time()
+        data = self._file.read(self._splitter.offset, now)
         if data is None:
             await self._start_again()
             return True
@@ -104,9 +106,12 @@ class LogTailer:
         return self._file.unread(self._splitter.offset)
 
     @property
-    def frame_due_at(self) -> float | None:
-        """Loop time at which the pending frame may be shown; None if there is none."""
-        return self._next_frame_at if self._pending_frame else None
+    def due_at(self) -> float | None:
+        """Loop time at which to call `copy` if the file has not grown; None for never."""
+        times = [self._next_frame_at] if self._pending_frame else []
+        if (when := self._file.look_again_at) is not None:
+            times.append(when)
+        return min(times, default=None)
 
     async def show_pending_frame(self) -> None:
         """Show the pending frame if it is due; call it with the sink's lock held."""
@@ -119,7 +124,7 @@ class LogTailer:
             self._file.close()
             self.finished.set_result(None)
 
-    async def _show(self, pieces: list[Piece]) -> None:
+    async def _show(self, pieces: Sequence[Piece]) -> None:
         """Show what a cancelled call has left, then `pieces`.
 
         A piece leaves the queue before it is written: the sink completes a cancelled

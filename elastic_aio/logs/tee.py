@@ -182,7 +182,7 @@ class _Pump:
             self._wake_at(tailer, asyncio.get_running_loop().time() + _RETRY_S)
             return False
         tailer.error = None
-        self._wake_at(tailer, tailer.frame_due_at)
+        self._wake_at(tailer, tailer.due_at)
         return more
 
     def _wake_at(self, tailer: LogTailer, when: float | None) -> None:
