@@ -28,7 +28,6 @@ from elastic_aio.events import (
     NodeLost,
     NodeRefused,
     NodeStandby,
-    OutputLost,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     Restarting,
@@ -121,16 +120,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
     GuardianLost: drawn(GuardianLost, why=texts),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),
-    ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts, unshown=st.none() | counts),
-    OutputLost: drawn(
-        OutputLost,
-        rank=counts,
-        local_rank=counts,
-        stream=texts,
-        path=texts,
-        why=texts,
-        lost=st.none() | counts,
-    ),
+    ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts),
     NodeJoined: drawn(
         NodeJoined, name=texts, member=texts, address=texts, nproc=counts, role=texts
     ),

@@ -54,7 +54,6 @@ PUBLIC = [
     "NodeRange",
     "NodeRefused",
     "NodeStandby",
-    "OutputLost",
     "RendezvousFailed",
     "RendezvousSpec",
     "RendezvousStoreLost",

@@ -60,16 +60,8 @@ PURE = {
     "rendezvous.supervision",
     "rendezvous.coordinator",
     "rendezvous.messages",
-    "testing.agent",
-    "testing.session",
-    "testing.network",
-    "testing.node",
-    "testing.store",
-    "testing.scenarios",
     "testing.settings",
-    "testing.simulation",
     "testing.virtual_time",
-    "testing.invariants",
     "store.wire",
     "store.keyspace",
     "store.lease_table",
@@ -191,8 +183,6 @@ def test_pure_modules_stay_pure(name: str) -> None:
     """They import no clock, no randomness, no operating system and no event loop."""
     names = imported_by(name) - {"os.PathLike"}  # an abstract class, for annotations
     roots = {imported.partition(".")[0] for imported in names}
-    if package_of(name) == "testing":
-        roots -= {"random"}  # a generator of its own, with a seed
     assert not roots & NOT_PURE
 
 
@@ -212,7 +202,7 @@ def test_third_parties_are_confined(name: str) -> None:
     roots = {imported.partition(".")[0] for imported in imported_by(name)}
     third_parties = roots - set(sys.stdlib_module_names) - {"elastic_aio"}
     if name == "process.guardian_main":
-        third_parties -= {"proc_scan", "session_list"}  # its neighbours, in a bare interpreter
+        third_parties -= {"proc_scan"}  # its neighbour, in a bare interpreter
     if name == "worker.bootstrap_main":
         third_parties -= {"bootstrap"}  # its neighbour, before the package can be found
     if package_of(name) != "worker":
@@ -280,9 +270,7 @@ def test_one_node_does_not_pay_for_many() -> None:
     assert not loaded & {"elastic_aio.cli.events", "elastic_aio.cli.store", "importlib.metadata"}
 
 
-@pytest.mark.parametrize(
-    "name", ["process.guardian_main", "process.proc_scan", "process.session_list"]
-)
+@pytest.mark.parametrize("name", ["process.guardian_main", "process.proc_scan"])
 def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
     """Its bare interpreter imports only neighbouring files of this package."""
     names = imported_by(name, typing_too=False)
@@ -298,7 +286,6 @@ def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
         "sys",
         "time",
         "proc_scan",
-        "session_list",
     }
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from elastic_aio.agent.preflight import worker_argv
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult, read_call_result
-from elastic_aio.spec.job import Command, Function, LaunchSpec
+from elastic_aio.spec.job import Command, Function, LaunchSpec, Script
 
 if TYPE_CHECKING:
     from elastic_aio.process.calls import Payload
@@ -136,12 +136,13 @@ class Program:
             return
         from elastic_aio.process.forkserver import ForkServer
 
-        # Without the interpreter and its option -u.
-        program = () if self.is_function else worker_argv(self._spec, 0, ())[2:]
+        first = [os.path.dirname(entrypoint.path)] if isinstance(entrypoint, Script) else []
+        cwd = self._spec.cwd or os.getcwd()
+        path = [os.path.join(cwd, entry) for entry in [*first, *sys.path]]
         self._server = ForkServer(
             self.command_spawner,
             python=self._spec.python or sys.executable,
-            program=program,
+            path=path,
             preload=self._spec.preload,
             env=env,
             cwd=self._spec.cwd,

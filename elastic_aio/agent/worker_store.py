@@ -105,7 +105,7 @@ async def bind_store(port: int, host: str | None = MASTER_ADDR) -> WorkerStore:
         raise HostError(f"{error}; it is taken by {owner}") from None
 
 
-class _ReservedPort(Struct, frozen=True):
+class ReservedPort(Struct, frozen=True):
     """A port for the workers of a round; without a `store` it is not bound yet."""
 
     address: str
@@ -128,9 +128,9 @@ class MasterPorts:
         self._fixed_port = spec.master_port
         self._host_store = spec.host_store
         self._ever_reserved: set[int] = set()
-        self._reserved: list[_ReservedPort] = []  # the last one is the current
-        self._claimed: list[_ReservedPort] = []
-        self._unused: list[_ReservedPort] = []
+        self._reserved: list[ReservedPort] = []  # the last one is the current
+        self._claimed: list[ReservedPort] = []
+        self._unused: list[ReservedPort] = []
         self._serving: WorkerStore | None = None
 
     def __repr__(self) -> str:
@@ -149,13 +149,13 @@ class MasterPorts:
             self._ever_reserved.add(reserved.port)
         return self._reserved[-1].port
 
-    def _reserve_new(self, address: str) -> _ReservedPort:
+    def _reserve_new(self, address: str) -> ReservedPort:
         if self._fixed_port is not None:
-            return _ReservedPort(address, self._fixed_port, None)
+            return ReservedPort(address, self._fixed_port, None)
         if not self._host_store:
-            return _ReservedPort(address, free_port(), None)
+            return ReservedPort(address, free_port(), None)
         store = WorkerStore(0, _bindable(address))
-        return _ReservedPort(address, store.port, store)
+        return ReservedPort(address, store.port, store)
 
     def claim(self, port: int) -> None:
         """Note that `port` belongs to a round: the next reservation is another port."""
@@ -188,7 +188,7 @@ class MasterPorts:
         elif self._host_store and port in self._ever_reserved:
             self._serving = await bind_store(port, _bindable(address))
 
-    def _take(self, pool: list[_ReservedPort], port: int) -> _ReservedPort | None:
+    def _take(self, pool: list[ReservedPort], port: int) -> ReservedPort | None:
         """Take a port from a pool; those reserved before it are not used any more."""
         for position, reserved in enumerate(pool):
             if reserved.port == port:
@@ -198,7 +198,7 @@ class MasterPorts:
         return None
 
     async def end_attempt(self) -> None:
-        """Close the store of the last attempt, and unused ones.
+        """Close the store of the current attempt, and unused ones.
 
         Idempotent; safe to call again after cancellation.
         """

@@ -140,6 +140,7 @@ class StoreLocator:
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
+        self._is_superseded = False
 
     def __repr__(self) -> str:
         state = self._server or self._store or "not connected"
@@ -166,7 +167,8 @@ class StoreLocator:
             self._endpoints,
             self._options,
             is_host=self._spec.is_host,
-            is_first=is_first,
+            # While the run is active elsewhere, there is no hurry to serve another store.
+            is_first=is_first or self._is_superseded,
             timeout=self._spec.read_timeout,
         )
         try:
@@ -205,6 +207,7 @@ class StoreLocator:
                 looks = [group.create_task(self._has_active_run(one)) for one in others]
             for endpoint, look in zip(others, looks, strict=True):
                 if look.result():
+                    self._is_superseded = True
                     return endpoint.text
 
     # ----------------------------------------------------------------- locating
@@ -230,7 +233,7 @@ class StoreLocator:
                     await search.wait_changed(until)
 
     def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
-        self._store = handshake.store
+        self._store, self._is_superseded = handshake.store, False
         endpoint, server = monitor.endpoint, self._server
         text = endpoint.text
         if not endpoint.port and server is not None:

@@ -174,11 +174,8 @@ class Coordinator:
 
     # ------------------------------------------------------------------- inputs
 
-    def on_status(self, member: str, status: MemberStatus, now: float) -> None:
-        """Take the present status of a member; an older one is dropped.
-
-        `now` is when it arrived, in monotonic seconds.
-        """
+    def on_status(self, member: str, status: MemberStatus) -> None:
+        """Take the present status of a member; an older one is dropped."""
         state = self._state
         record = state.members.get(member)
         if record is None:
@@ -187,7 +184,7 @@ class Coordinator:
             self._joined.append(record)
         elif status.serial <= record.status.serial:
             return
-        record.observe(status, now)
+        record.status = status
         state.outbox.observe(record)
 
     def on_gone(self, member: str, *, is_lost: bool, why: str = "its lease has ended") -> None:

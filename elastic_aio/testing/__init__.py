@@ -2,19 +2,18 @@
 
 ::
 
-    from elastic_aio import RestartPolicy
-    from elastic_aio.testing import RoundSettings, Simulation, WorkerBehavior
+    from elastic_aio import LaunchSpec, RestartPolicy
+    from elastic_aio.testing import Simulation, WorkerBehavior
 
-    sim = Simulation(RoundSettings(minimum=2, maximum=2), restart=RestartPolicy(never_on=[3]))
+    sim = Simulation(LaunchSpec("train.py", nnodes=2, restart=RestartPolicy(never_on=[3])))
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=5, exit_code=3)
     a, b = sim.add_node("a"), sim.add_node("b")
     sim.run_until(lambda: sim.is_over, 60)
     assert a.outcome.exit_code == 3
 
-`Simulation` has the steps (kill, suspend, partition, ...), `RoundSettings` the number of
-nodes, `WorkerBehavior` what the workers of a node do, and `SimNode` is one node.  Every
-step is checked; `InvariantViolated` is raised with a trace.  `run_random_scenario` plays
-a random scenario with many faults.
+`Simulation` has the steps (kill, suspend, partition, ...), `WorkerBehavior` says what the
+workers of a node do, and `SimNode` is one node.  Every step is checked; `InvariantViolated`
+is raised with a trace.  `run_random_scenario` plays a random scenario with many faults.
 
 The names are loaded on first use.
 """
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING
 from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from elastic_aio.rendezvous.members import RoundSettings as RoundSettings
     from elastic_aio.testing.invariants import InvariantViolated as InvariantViolated
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
@@ -36,7 +34,6 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio.rendezvous.members": "RoundSettings",
             "elastic_aio.testing.settings": "WorkerBehavior",
             "elastic_aio.testing.invariants": "InvariantViolated",
             "elastic_aio.testing.node": "SimNode",

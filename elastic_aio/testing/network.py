@@ -1,15 +1,36 @@
-"""A network with delays, partitions and broken connections."""
+"""A network in virtual time: delays, partitions and broken connections, as TCP shows them.
+
+A direction that is blocked holds data back until it is open again, as TCP sends it again;
+its order is kept.  A connection of which the other kernel acknowledges nothing ends by
+TCP_USER_TIMEOUT, tcp(7).  The kernel of a suspended host accepts connections and
+acknowledges data; that of a host without power does not, and has forgotten everything when
+it is back.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import Any
+from typing import Any, Final, cast
 
+from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.virtual_time import SimHost, VirtualTime
 
-_HERE_S = 0.0001
+_LOCAL_DELAY: Final = 0.0001
 """Seconds that a message takes within one host."""
+
+_SYN_REPEAT: Final = 1.0
+"""Seconds until the kernel repeats the first packet of a connection, then twice as many."""
+
+_PORTS: Final = (32768, 61000)
+"""The range of free ports."""
+
+Segment = bytes | OSError | None
+"""What travels on a connection: data, a reset, or its end."""
 
 
 class Network:
@@ -18,99 +39,398 @@ class Network:
     def __init__(self, time: VirtualTime, random: Random, delay: tuple[float, float]) -> None:
         """Begin unblocked; messages take from `delay[0]` to `delay[1]` seconds."""
         self.time = time
-        self._random = random
+        self.random = random
+        self.hosts: dict[str, SimHost] = {}
+        """By address."""
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.connections: dict[SimTransport, None] = {}
+        """Both ends of those that may still carry something; ordered."""
+        self.on_accepted: Callable[[Listener, object], None] = lambda listener, protocol: None
+        """Called with the protocol of each connection that a server has accepted."""
         self._delay = delay
         self._blocked: set[tuple[str, str]] = set()
-        self.links: dict[SimLink, None] = {}
-        """The connections that are not cut; ordered."""
 
-    def is_open(self, sender: str, receiver: str) -> bool:
-        """Return whether messages pass from one host to the other now."""
-        return (sender, receiver) not in self._blocked
+    def add_host(self, name: str) -> SimHost:
+        """Return a new host with an address of its own."""
+        number = len(self.hosts) + 1
+        address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        host = SimHost(self.time, name, address, boot_time=1e6 * self.random.random())
+        self.hosts[address] = host
+        return host
 
-    def is_open_both_ways(self, one: str, other: str) -> bool:
-        """Return whether messages pass in both directions now."""
+    # ----------------------------------------------------------- the packets
+
+    def is_open(self, sender: SimHost, receiver: SimHost) -> bool:
+        """Return whether packets pass from one host to the other now."""
+        are_up = sender.is_up and receiver.is_up
+        return are_up and (sender.name, receiver.name) not in self._blocked
+
+    def is_open_both_ways(self, one: SimHost, other: SimHost) -> bool:
+        """Return whether packets pass in both directions now."""
         return self.is_open(one, other) and self.is_open(other, one)
 
     def block(self, senders: Iterable[str], receivers: Iterable[str]) -> None:
-        """Hold back all messages in this direction from now on."""
+        """Drop all packets in this direction from now on; hosts by name."""
         receivers = set(receivers)
         self._blocked |= {(one, other) for one in senders for other in receivers if one != other}
 
     def heal(self) -> None:
-        """Unblock all directions, and deliver the messages that were held back."""
+        """Let all packets pass again, and deliver what was held back."""
         self._blocked.clear()
-        for link in list(self.links):
-            link.flush()
+        for connection in list(self.connections):
+            connection.send_again()
 
-    def arrival(self, sender: str, receiver: str) -> float:
-        """Return when a message that is sent now arrives."""
-        if sender == receiver:
-            return self.time.now + _HERE_S
+    def switch_off(self, host: SimHost) -> None:
+        """Cut the power of a host: it sends nothing any more, not even an end."""
+        host.is_up = host.is_suspended = False
+        for connection in [one for one in self.connections if one.loop.host is host]:
+            connection.lose_power()
+
+    def arrival(self, sender: SimHost, receiver: SimHost) -> float:
+        """Return when a packet that is sent now arrives."""
+        if sender is receiver:
+            return self.time.now + _LOCAL_DELAY
         low, high = self._delay
-        return self.time.now + low + (high - low) * self._random.random()
+        delay = low + (high - low) * self.random.random()
+        return self.time.now + delay + sender.delay + receiver.delay
 
+    # ------------------------------------------------------------ connections
 
-class _Direction:
-    """One direction of a connection."""
+    def listen(self, loop: SimLoop, port: int, peer_timeout: float = 0.0) -> Listener:
+        """Listen at a port of a process's host, 0 for a free one.
 
-    def __init__(self, network: Network, sender: SimHost, receiver: SimHost) -> None:
-        self._network = network
-        self._sender = sender.name
-        self._receiver = receiver
-        self._last = 0.0
-        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        Raises:
+            OSError: the port is in use.
+        """
+        address = loop.host.address
+        while not port or (address, port) in self.listeners:
+            if port:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            port = self.random.randrange(*_PORTS)
+        listener = self.listeners[address, port] = Listener(self, loop, port, peer_timeout)
+        return listener
 
-    def send(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self._held or not self._network.is_open(self._sender, self._receiver.name):
-            self._held.append((call, args))
+    async def connect(self, loop: SimLoop, address: str, port: int) -> SimTransport:
+        """Connect to a listener; waits for as long as the network drops the packets.
+
+        Raises:
+            OSError: there is no such host, or no listener.
+        """
+        target = self.hosts.get(address)
+        if target is None or loop.is_dead:
+            raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+        near = SimTransport(self, loop, (loop.host.address, self.random.randrange(*_PORTS)))
+        connected: asyncio.Future[None] = loop.create_future()
+        when = self.arrival(loop.host, target)
+        self.time.at(when, self._on_syn, near, target, port, connected, _SYN_REPEAT)
+        try:
+            await connected
+        except BaseException:  # a cancellation too: no connection stays open
+            near.abort()
+            raise
+        return near
+
+    def _on_syn(
+        self,
+        near: SimTransport,
+        target: SimHost,
+        port: int,
+        connected: asyncio.Future[None],
+        repeat: float,
+    ) -> None:
+        loop = near.loop
+        if near.is_closing():
+            return
+        if not self.is_open_both_ways(loop.host, target):
+            when = self.time.now + repeat
+            self.time.at(when, self._on_syn, near, target, port, connected, 2 * repeat)
+            return
+        error: OSError | None = None
+        listener = self.listeners.get((target.address, port))
+        if listener is None:
+            error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         else:
-            self._transmit(call, args)
-
-    def flush(self) -> None:
-        held, self._held = self._held, []
-        for call, args in held:
-            self._transmit(call, args)
-
-    def _transmit(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        # Messages of one direction keep their order, as with TCP.
-        self._last = max(self._network.arrival(self._sender, self._receiver.name), self._last)
-        self._receiver.receive(self._last, call, *args)
+            far = SimTransport(self, listener.loop, listener.name)
+            near.peer, far.peer = far, near
+            far.user_timeout = listener.peer_timeout
+            listener.loop.receive(listener.accept, far)
+        self.time.at(self.arrival(target, loop.host), loop.receive, _finish, connected, error)
 
 
-class SimLink:
-    """A connection: whole messages in order, both ways, until it is cut.
+def _finish(connected: asyncio.Future[None], error: OSError | None) -> None:
+    if not connected.done():
+        connected.set_result(None) if error is None else connected.set_exception(error)
 
-    A message that is sent while its direction is blocked arrives after `heal`.
-    """
 
-    def __init__(self, network: Network, near: SimHost, far: SimHost) -> None:
-        """Connect `near` to `far`."""
-        self.is_cut = False
-        self.far = far
+def _reset_error() -> OSError:
+    return ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+
+class Listener:
+    """A listening socket: connections wait in it until a server serves them."""
+
+    def __init__(self, network: Network, loop: SimLoop, port: int, peer_timeout: float) -> None:
+        """Listen from now on; accepted connections inherit `peer_timeout`."""
+        self.loop = loop
+        self.port = port
+        self.name = loop.host.address, port
+        self.peer_timeout = peer_timeout
         self._network = network
-        self._up = _Direction(network, near, far)
-        self._down = _Direction(network, far, near)
-        network.links[self] = None
+        self._factory: Callable[[], asyncio.BaseProtocol] | None = None
+        self._waiting: list[SimTransport] = []
+        loop.files[self] = None
 
-    def up(self, call: Callable[..., None], *args: Any) -> None:
-        """Call something at the far end."""
-        self._up.send(self._deliver, (call, args))
+    @property
+    def is_open(self) -> bool:
+        """Whether connections are accepted."""
+        return self in self.loop.files
 
-    def down(self, call: Callable[..., None], *args: Any) -> None:
-        """Call something at the near end."""
-        self._down.send(self._deliver, (call, args))
+    def getsockname(self) -> tuple[str, int]:
+        """Return the address."""
+        return self.name
 
-    def cut(self) -> None:
-        """End the connection; messages in flight are lost."""
-        self.is_cut = True
-        self._network.links.pop(self, None)
+    def serve(self, factory: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Accept connections from now on."""
+        self._factory = factory
+        waiting, self._waiting = self._waiting, []
+        for connection in waiting:
+            self.accept(connection)
 
-    def flush(self) -> None:
-        """Deliver the messages that were held back."""
-        self._up.flush()
-        self._down.flush()
+    def accept(self, connection: SimTransport) -> None:
+        """Take a connection."""
+        if not self.is_open:
+            connection.abort()
+        elif self._factory is None:
+            self._waiting.append(connection)
+        else:
+            protocol = self._factory()
+            self._network.on_accepted(self, protocol)
+            connection.attach(protocol)
 
-    def _deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if not self.is_cut:
-            call(*args)
+    def close(self) -> None:
+        """Listen no more.  Idempotent."""
+        if self.is_open:
+            del self.loop.files[self]
+            del self._network.listeners[self.name]
+            for connection in self._waiting:
+                connection.abort()
+
+    def on_killed(self) -> None:
+        """Close it, as the process has ended."""
+        self.close()
+
+    async def aclose(self) -> None:
+        """Close it, in place of the store of a round's workers."""
+        self.close()
+
+
+class SimTransport(asyncio.Transport):
+    """One end of a connection: the transport of a protocol, and the kernel below it."""
+
+    def __init__(self, network: Network, loop: SimLoop, name: tuple[str, int]) -> None:
+        """Open; the protocol follows with `attach`."""
+        super().__init__()
+        self.loop = loop
+        self.name = name
+        self.peer: SimTransport | None = None
+        """The other end, once it is connected."""
+        self.user_timeout = 0.0
+        """Seconds without an acknowledgement until the connection ends; 0: without limit."""
+        self._network = network
+        self._protocol: asyncio.BaseProtocol | None = None
+        self._is_reading = True
+        self._is_closing = False
+        self._has_power = True
+        self._received: list[Segment] = []
+        self._unsent: list[bytes] = []
+        self._held: list[Segment] = []
+        self._last_arrival = 0.0
+        self._stuck_since: float | None = None
+        network.connections[self] = None
+        loop.files[self] = None
+
+    # -------------------------------------------------------------- the kernel
+
+    def _send(self, segment: Segment) -> None:
+        peer = self.peer
+        if peer is None:
+            return
+        network, near, far = self._network, self.loop.host, peer.loop.host
+        is_answered = network.is_open_both_ways(near, far)
+        if not peer._has_power and is_answered:
+            # The other kernel has booted since, and knows no such connection.
+            network.time.at(network.arrival(far, near), self.loop.receive, self._lose, None)
+            return
+        if self._held or not network.is_open(near, far) or not peer._has_power:
+            self._held.append(segment)
+        else:
+            self._transmit(peer, segment)
+        if not is_answered:
+            self._time_out()
+
+    def _transmit(self, peer: SimTransport, segment: Segment, late: float = 0.0) -> None:
+        # Segments of one direction keep their order.
+        arrival = self._network.arrival(self.loop.host, peer.loop.host) + late
+        self._last_arrival = max(arrival, self._last_arrival)
+        self._network.time.at(self._last_arrival, peer.loop.receive, peer._on_segment, segment)
+
+    def _time_out(self) -> None:
+        """End the connection unless the other kernel answers in time."""
+        if self._stuck_since is None:
+            time = self._network.time
+            self._stuck_since = since = time.now
+            if self.user_timeout:
+                time.at(since + self.user_timeout, self._on_unacknowledged, since)
+
+    def _on_unacknowledged(self, since: float) -> None:
+        if self._stuck_since == since:
+            error = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            self.loop.receive(self._lose, error)
+
+    def send_again(self) -> None:
+        """Send what was held back, if it arrives now."""
+        since, self._stuck_since = self._stuck_since, None
+        held, self._held = self._held, []
+        network, peer = self._network, self.peer
+        if peer is None:
+            return
+        is_open = network.is_open(self.loop.host, peer.loop.host) and peer._has_power
+        # The kernel's pauses grow: the next attempt is as far away as the last one at most.
+        late = 0.0 if since is None else network.random.random() * (network.time.now - since)
+        for segment in held:
+            if is_open:
+                self._transmit(peer, segment, late)
+            else:
+                self._send(segment)
+        if self._is_closing and not self._held:
+            self._forget()
+
+    def reset(self) -> None:
+        """Break the connection: both ends notice, if the network lets them."""
+        self._send(_reset_error())
+        self.loop.receive(self._lose, _reset_error())
+
+    def lose_power(self) -> None:
+        """Forget the connection without a word to the other end."""
+        self._has_power = False
+        self._is_closing = True
+        self._held.clear()
+        self._forget()
+        if self.peer is not None:
+            self.peer._time_out()  # by keepalive probes, if nothing is sent
+
+    def on_killed(self) -> None:
+        """Close the connection, as the process has ended."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._send(None)
+            self._end(None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.loop.files.pop(self, None)
+        if not self._held:
+            self._network.connections.pop(self, None)
+
+    def _on_segment(self, segment: Segment) -> None:
+        if self._is_closing:
+            return
+        protocol = cast("asyncio.Protocol | None", self._protocol)
+        if isinstance(segment, OSError):
+            self._lose(segment)
+        elif protocol is None or not self._is_reading:
+            self._received.append(segment)
+        elif segment is not None:
+            protocol.data_received(segment)
+        elif not protocol.eof_received():
+            self.close()
+
+    def _lose(self, error: OSError | None) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._held.clear()
+            self._end(error or _reset_error())
+
+    def _end(self, error: OSError | None) -> None:
+        self.loop.call_soon(self._on_ended, error)
+
+    def _on_ended(self, error: OSError | None) -> None:
+        self._forget()
+        if self._protocol is not None:
+            self._protocol.connection_lost(error)
+
+    # ----------------------------------------------------------- the transport
+
+    def attach(self, protocol: asyncio.BaseProtocol) -> None:
+        """Hand the connection to a protocol."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+        self._take_received()
+
+    def _take_received(self) -> None:
+        received, self._received = self._received, []
+        for segment in received:
+            self._on_segment(segment)
+
+    def write(self, data: Any) -> None:
+        if self._is_closing:
+            return
+        if not self._unsent:
+            self.loop.unsent.append(self._flush)
+        self._unsent.append(bytes(data))
+
+    def _flush(self) -> None:
+        if self._unsent:
+            data, self._unsent = b"".join(self._unsent), []
+            if not self.loop.is_dead:
+                self._send(data)
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._flush()
+            self._hang_up(None)
+
+    def abort(self) -> None:
+        if not self._is_closing:
+            self._unsent.clear()
+            self._hang_up(_reset_error())
+
+    def getsockname(self) -> tuple[str, int]:
+        """Return the address of this end."""
+        return self.name
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set TCP_USER_TIMEOUT, in milliseconds; other options have no effect."""
+        if (level, option) == (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
+            self.user_timeout = value / 1000
+
+    def _hang_up(self, segment: OSError | None) -> None:
+        self._is_closing = True
+        self._send(segment)
+        self._end(None)
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def pause_reading(self) -> None:
+        self._is_reading = False
+
+    def resume_reading(self) -> None:
+        self._is_reading = True
+        self.loop.call_soon(self._take_received)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        match name:
+            case "sockname":
+                return self.name
+            case "peername":
+                return None if self.peer is None else self.peer.name
+            case "socket":
+                return self
+        return default

@@ -1,42 +1,70 @@
-"""A simulated node: finds a store, takes part, and runs its agent."""
+"""A simulated node: the shipped agent, rendezvous and store in one simulated process.
+
+Only the workers are simulated: `SimRuntime` and `SimGroup` take the places of the
+directory, the processes and the logs of a job.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from random import Random
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from elastic_aio.agent.messages import InstructionReceived, LeftRendezvous
-from elastic_aio.discovery.choice import (
-    EndpointState,
-    WaitUntil,
-    choose_endpoint,
-    endpoint_turn,
-    search_grace,
-)
-from elastic_aio.events import Event, NodeStandby
-from elastic_aio.outcome import JobOutcome
+from msgspec.structs import replace
+
+from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.messages import Effect, SendReport, StartGroup, WorkerEnded
+from elastic_aio.agent.multi_node_driver import MultiNodeDriver
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.agent.worker_group import WorkerGroup
+from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
+from elastic_aio.aio import create_task
+from elastic_aio.events import Event, NodeStandby, RoundFormed
+from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
+from elastic_aio.process.base import Child, ChildSpec
+from elastic_aio.process.tree import Survivor
 from elastic_aio.rendezvous.base import (
+    AgentPort,
     EndJob,
+    Instruction,
     NodeInfo,
     Placement,
-    Report,
-    RestartPending,
+    Rendezvous,
+    RoundSucceeded,
     StartRound,
-    StopRound,
 )
-from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
-from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
-from elastic_aio.spec.restart import RestartBudget
-from elastic_aio.testing.agent import SimAgent
-from elastic_aio.testing.invariants import InvariantChecker
-from elastic_aio.testing.session import SimSession
-from elastic_aio.testing.settings import SimSettings, WorkerBehavior
-from elastic_aio.testing.store import Cluster, SimStore
-from elastic_aio.testing.virtual_time import SimHost
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous, make_static
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import StopPlan
+from elastic_aio.testing.process import ProcessNetwork, SimProcess
+from elastic_aio.testing.settings import WorkerBehavior
 
-_POLL_S = 0.25
-_MIGRATE_POLL_S = 1.0
+RUN_ID = "simulated"
+
+
+class Observer(Protocol):
+    """What is informed of everything that a node does."""
+
+    def note(self, name: str, text: str) -> None:
+        """Add a line to the trace."""
+
+    def on_round_ordered(self, node: SimNode, order: StartRound) -> None:
+        """Take that a node's rendezvous has ordered a round."""
+
+    def on_end_ordered(self, node: SimNode, outcome: JobOutcome) -> None:
+        """Take that a node's rendezvous has ordered the end of the job."""
+
+    def on_workers_started(self, node: SimNode, placement: Placement) -> None:
+        """Take that the workers of a round start."""
+
+    def on_succeeded(self, node: SimNode) -> None:
+        """Take that all workers of a node have succeeded."""
+
+    def on_event(self, node: SimNode, event: Event) -> None:
+        """Take an event of a node."""
+
+    def on_finished(self, node: SimNode, outcome: JobOutcome | None) -> None:
+        """Take the end of the job on a node; None after a defect."""
 
 
 class SimNode:
@@ -44,275 +72,280 @@ class SimNode:
 
     def __init__(
         self,
-        name: str,
-        host: SimHost,
-        cluster: Cluster,
-        settings: SimSettings,
-        observer: InvariantChecker,
-        random: Random,
-        *,
-        nproc: int,
-        preferred_rank: int | None,
+        process: SimProcess,
+        observer: Observer,
+        spec: LaunchSpec,
+        number: int,
         behavior: Callable[[SimNode, Placement], WorkerBehavior],
     ) -> None:
-        """Prepare; nothing happens before the agent is started."""
-        self.name = name
-        self.host = host
-        self.network = cluster.network
-        self.settings = settings
+        """Start the agent; `number` is that of the process."""
+        self.name = f"{process.host.name}.{number}"
+        self.host = process.host
+        self.process = process
+        self.number = number
         self.observer = observer
         self.outcome: JobOutcome | None = None
-        self.has_left = False
-        """Whether it takes part no more; its workers may still be stopping."""
+        """How the job has ended here."""
+        self.placement: Placement | None = None
+        """That of the newest round that the rendezvous has ordered."""
+        self.running: Placement | None = None
+        """The placement whose workers run here."""
+        self.has_succeeded = False
+        """Whether all workers of the newest round have succeeded here."""
         self.is_standing_by = False
-        self.session: SimSession | None = None
-        self.master_port = 1
-        """The port that is reserved for the next round."""
+        self.is_ending = False
+        """Whether the rendezvous has ordered the end of the job."""
+        self.is_over = False
+        """Whether the process has ended, or was killed."""
         self._behavior = behavior
-        spec = settings.spec
-        self.budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
-        self.agent = SimAgent(self, nproc)
-        self.member = Member(
-            MemberStatus(
-                serial=0,
-                node=NodeInfo(host.name, 1, nproc, "default"),
-                address=host.name,
-                port=self.master_port,
-                preferred_rank=preferred_rank,
-                minimum=settings.rounds.minimum,
-                maximum=settings.rounds.maximum,
-            )
-        )
-        self._cluster = cluster
-        self._own_store: SimStore | None = None
-        self._search = 0
-        self._grace: object | None = None
-        """Identifies the wait for another store, in which the workers run on."""
-        self._was_connected = False
-        self._was_killed = False
+        self._group: SimGroup | None = None
+        self._driver: SimDriver | None = None
+        self._main: asyncio.Task[None] | None = None
+        self.note("is started")
+        process.run(self._begin, spec)
 
     def __repr__(self) -> str:
-        placement = self.agent.running
-        runs = "nothing" if placement is None else f"round {placement.round}"
-        return f"<SimNode {self.name}: {self.member.status.phase}, runs {runs}>"
+        runs = "nothing" if self.running is None else f"round {self.running.round}"
+        return f"<SimNode {self.name}: runs {runs}, {self._driver}>"
 
     @property
     def is_live(self) -> bool:
         """Whether the job has not ended here."""
-        return not self._was_killed and self.outcome is None
-
-    @property
-    def running(self) -> Placement | None:
-        """The placement whose workers run here."""
-        return None if self._was_killed else self.agent.running
-
-    def behavior(self, placement: Placement) -> WorkerBehavior:
-        """Return what the workers of a round do here."""
-        return self._behavior(self, placement)
+        return not self.is_over
 
     def note(self, text: str) -> None:
         """Add a line to the trace."""
         self.observer.note(self.name, text)
 
-    # --------------------------------------------------------- member and agent
-
-    def _perform(self, effects: Iterable[MemberEffect]) -> None:
-        """Perform the effects of the member."""
-        for effect in effects:
-            match effect:
-                case StartRound(placement):
-                    self.is_standing_by = False
-                    self.observer.on_round_ordered(self, effect)
-                    if not placement.span.group_rank:
-                        self.master_port += 1
-                    self.agent.handle(InstructionReceived(effect))
-                    self.member.set_port(self.master_port)
-                case StopRound() | RestartPending() | EndJob():
-                    self.agent.handle(InstructionReceived(effect))
-                case Probe():
-                    self._probe(effect)
-                case Event():
-                    self.is_standing_by = self.is_standing_by or isinstance(effect, NodeStandby)
-                    self.observer.on_event(self, effect)
-        self._status_changed()
-
-    def report(self, report: Report) -> None:
-        """Take a report of the agent."""
-        self.member.report(report)
-        self._status_changed()
-
-    def _status_changed(self) -> None:
-        if self.session is not None:
-            self.session.status_changed()
-
-    def _probe(self, probe: Probe) -> None:
-        host = self._cluster.host(probe.address)
-        is_up = host.is_alive and not host.is_suspended
-        if is_up and self.network.is_open_both_ways(self.host.name, host.name):
-            self.host.after(0.01, self._probed, probe.round, "")
-        else:
-            self.host.after(PROBE_TIMEOUT, self._probed, probe.round, "no answer")
-
-    def _probed(self, round: int, error: str) -> None:
-        self.member.probed(round, error)
-        self._status_changed()
-
-    # ---------------------------------------------------------------- discovery
-
-    def start_search(self) -> None:
-        """Begin to search for a store."""
-        self._search += 1
-        states = dict.fromkeys(self.settings.endpoints, EndpointState.UNKNOWN)
-        self._poll(self._search, self.host.now, states)
-
-    def _poll(self, search: int, began: float, states: dict[str, EndpointState]) -> None:
-        if search != self._search or self.has_left:
-            return
-        endpoints = self.settings.endpoints
-        for endpoint in endpoints:
-            state = self._state_of(endpoint)
-            if state is not EndpointState.UNKNOWN:
-                states[endpoint] = state
-        elapsed = self.host.now - began
-        index = self._choose([states[one] for one in endpoints], elapsed)
-        if index is not None and self._attend(endpoints[index]):
-            return
-        if elapsed > self.settings.spec.rendezvous.read_timeout:
-            self._perform(self.member.fail("no store could be found"))
-            return
-        self.host.after(_POLL_S, self._poll, search, began, states)
-
-    def _state_of(self, endpoint: str) -> EndpointState:
-        host = self._cluster.host(endpoint)
-        if host.is_suspended or not self.network.is_open_both_ways(self.host.name, endpoint):
-            return EndpointState.UNKNOWN
-        store = self._cluster.stores.get(endpoint)
-        if store is None or not store.is_open or not host.is_alive:
-            return EndpointState.NO_STORE
-        return EndpointState.ACTIVE_RUN if store.has_run else EndpointState.STORE
-
-    def _choose(self, states: list[EndpointState], elapsed: float) -> int | None:
-        is_first, timeout = not self._was_connected, self.settings.spec.rendezvous.read_timeout
-        turns = [
-            endpoint_turn(index, is_first=is_first, timeout=timeout)
-            if endpoint == self.host.name
-            else math.inf
-            for index, endpoint in enumerate(self.settings.endpoints)
-        ]
-        grace = search_grace(is_first=is_first, timeout=timeout)
-        choice = choose_endpoint(states, turns, elapsed, grace)
-        return None if isinstance(choice, WaitUntil) else choice.index
-
-    def _attend(self, endpoint: str) -> bool:
-        store = self._cluster.stores.get(endpoint)
-        is_own = endpoint == self.host.name
-        if store is None or not store.is_open:
-            if not is_own:
-                return False
-            store = self._own_store = self._cluster.open_store(endpoint)
-            self.note(f"serves a store at {endpoint}")
-        elif self._state_of(endpoint) in (EndpointState.UNKNOWN, EndpointState.NO_STORE):
-            return False
-        self.member.set_address(self.host.name, is_host=is_own)
-        self.member.set_port(self.master_port)
-        self._was_connected = True
-        self.session = SimSession(self, store)
-        index = self.settings.endpoints.index(endpoint)
-        if index and (is_own or endpoint not in self._cluster.node_hosts):
-            self.host.after(_MIGRATE_POLL_S, self._migrate, self.session, index)
-        return True
-
-    def _migrate(self, session: SimSession, index: int) -> None:
-        """Leave a later endpoint once the run is active at an earlier one."""
-        if session.is_over or self.member.has_ended:
-            return  # other nodes may not have read the outcome yet
-        earlier = self.settings.endpoints[:index]
-        if any(self._state_of(one) is EndpointState.ACTIVE_RUN for one in earlier):
-            session.end("the others meet at an earlier endpoint")
-        else:
-            self.host.after(_MIGRATE_POLL_S, self._migrate, session, index)
-
-    def _close_own_store(self) -> None:
-        if self._own_store is not None:
-            self._own_store.close()
-        self._own_store = None
-
-    # ---------------------------------------------------------- without a store
-
-    def on_joined(self) -> None:
-        """Take that the first status has been written."""
-        self._grace = None
-
-    def on_session_ended(self, session: object, why: str) -> None:
-        """Search for another store; stop the workers if that takes too long."""
-        if self.session is None or session is not self.session:
-            return
-        endpoint, self.session = self.session.store.endpoint, None
-        self._close_own_store()
-        self.note(f"loses the store at {endpoint}: {why}")
-        if self.has_left or self.member.has_ended:
-            return
-        if self._grace is None:
-            self._grace = object()
-            rendezvous = self.settings.spec.rendezvous
-            seconds = rendezvous.store_grace
-            if seconds is None:
-                seconds = rendezvous.heartbeat_timeout
-            self.host.after(seconds, self._isolate, self._grace)
-        self.start_search()
-
-    def _isolate(self, grace: object) -> None:
-        if grace is self._grace:
-            self._grace = None
-            self._perform(self.member.isolate("no store could be found"))
-
-    # ------------------------------------------------------------------ leaving
-
-    def on_finished(self, outcome: JobOutcome) -> None:
-        """End the job on this node: it has left, and its workers are stopped."""
-        self.outcome = outcome
-        self.note(f"ends: {outcome.state}, {outcome.why}")
-        self.observer.outcomes[self.name] = outcome
-
-    def leave(self, why: str) -> None:
-        """Leave; after the end of the job, stay while other nodes need this one."""
-        self.note(f"leaves: {why}")
-        session = self.session
-        is_needed = session is not None and (
-            session.coordinator is not None or session.store.host is self.host
+    def _begin(self, spec: LaunchSpec) -> None:
+        event_log = EventLog(
+            RUN_ID, self.host.name, keep=spec.event_history, listeners=[self._on_event]
         )
-        if session is None or not is_needed or not self.member.has_ended:
-            self._finish()
+        runtime = SimRuntime(self, spec, event_log.append)
+        self._driver = SimDriver(self, runtime, event_log)
+        self._main = create_task(self._run(self._driver))
+
+    async def _run(self, driver: SimDriver) -> None:
+        await driver.open()
+        await driver.done
+        if not self.is_over:
+            self.outcome = driver.outcome
+            self.is_over = True
+            self.observer.on_finished(self, self.outcome)
+            self.process.kill()
+
+    # ------------------------------------------------------------------- steps
+
+    def kill(self) -> None:
+        """End the process and the workers without notice."""
+        self.is_over = True
+        self.running = None
+        self.process.kill()
+
+    def leave(self) -> None:
+        """Stop the job on this node, as a user does."""
+        assert self._driver is not None
+        self.process.receive(self._driver.request_stop, "it was stopped")
+
+    def end_workers(self, exit_code: int) -> None:
+        """Let one worker fail with `exit_code`, or all succeed with 0."""
+        if self._group is not None:
+            self.process.receive(self._group.end, exit_code)
+
+    # -------------------------------------------------------------- its driver
+
+    def behavior(self, placement: Placement) -> WorkerBehavior:
+        """Return what the workers of a round do here."""
+        return self._behavior(self, placement)
+
+    def _make_workers(self, runtime: SimRuntime, effect: StartGroup, driver: SimDriver) -> SimGroup:
+        """Return the workers of a round."""
+        self._group = SimGroup(self, runtime, effect, driver.on_worker_ended)
+        return self._group
+
+    def _on_instruction(self, instruction: Instruction) -> None:
+        """Take an instruction of the rendezvous."""
+        if self.is_over:
             return
-        session.begin_drain()
-        leader = session.store.keyspace.peek(b"coordinator")
-        until = self.host.now + self.settings.spec.rendezvous.close_timeout
-        self._wait_drained(session, leader, until)
+        match instruction:
+            case StartRound(placement):
+                self.is_standing_by = self.has_succeeded = False
+                self.placement = placement
+                self.observer.on_round_ordered(self, instruction)
+            case EndJob(outcome):
+                self.is_ending = True
+                self.observer.on_end_ordered(self, outcome)
 
-    def _wait_drained(self, session: SimSession, leader: bytes | None, until: float) -> None:
-        """Stay until all members have left; the node of the coordinator leaves last."""
-        if session.coordinator is not None:
-            is_over = session.coordinator.machine.is_over
+    def _on_effect(self, effect: Effect) -> None:
+        """Take an effect of the agent's state machine."""
+        match effect:
+            case SendReport(report=RoundSucceeded()) if not self.is_over:
+                self.has_succeeded = True
+                self.observer.on_succeeded(self)
+
+    def _on_event(self, event: Event) -> None:
+        if not self.is_over:
+            match event:
+                case NodeStandby():
+                    self.is_standing_by = True
+                case RoundFormed():
+                    self.is_standing_by = False
+            self.observer.on_event(self, event)
+
+
+class SimDriver(MultiNodeDriver):
+    """The shipped driver, with simulated workers."""
+
+    def __init__(self, node: SimNode, runtime: SimRuntime, event_log: EventLog) -> None:
+        """Prepare; nothing is started before `open`."""
+        self._sim_node = node
+        self._sim_runtime = runtime
+        super().__init__(runtime, event_log, make_rendezvous=self._make_rendezvous)
+
+    def _make_rendezvous(
+        self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
+    ) -> Rendezvous:
+        make = make_static if spec.rendezvous.backend == "static" else DynamicRendezvous
+        network = ProcessNetwork(self._sim_node.process)
+        return make(spec, replace(node, pid=self._sim_node.number), run_id, agent, network)
+
+    def on_instruction(self, instruction: Instruction) -> None:
+        self._sim_node._on_instruction(instruction)
+        super().on_instruction(instruction)
+
+    def on_worker_ended(self, ended: WorkerEnded) -> None:
+        """Take the exit of a worker."""
+        self._on_input(ended)
+
+    def _perform(self, effect: Effect) -> None:
+        self._sim_node._on_effect(effect)
+        super()._perform(effect)
+
+    def _make_group(self, effect: StartGroup) -> WorkerGroup:
+        return self._sim_node._make_workers(self._sim_runtime, effect, self)
+
+
+class SimRuntime(LocalRuntime):
+    """What a job has on a simulated host: no directory, no processes, no logs."""
+
+    def __init__(self, node: SimNode, spec: LaunchSpec, publish: Callable[[Event], None]) -> None:
+        """Prepare."""
+        nproc = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else 1
+        super().__init__(
+            spec,
+            run_id=RUN_ID,
+            host=node.host.name,
+            nproc=nproc,
+            spawner=_spawn_nothing,
+            publish=publish,
+        )
+        self.master_ports = SimMasterPorts(spec, node.process)
+
+    async def open(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> bool:
+        """Release the ports; there are no logs."""
+        await self.master_ports.aclose()
+        return False
+
+
+async def _spawn_nothing(spec: ChildSpec) -> Child:
+    raise AssertionError("a simulated node has no processes")
+
+
+class SimMasterPorts(MasterPorts):
+    """The ports of the rounds' stores, on the simulated network."""
+
+    def __init__(self, spec: LaunchSpec, process: SimProcess) -> None:
+        """Begin without any port."""
+        super().__init__(spec)
+        self._process = process
+
+    def _reserve_new(self, address: str) -> ReservedPort:
+        store: Any = self._process.network.listen(self._process, 0)
+        return ReservedPort(address, store.port, store)
+
+
+class SimGroup(WorkerGroup):
+    """The workers of one attempt, which behave as the simulation says."""
+
+    def __init__(
+        self,
+        node: SimNode,
+        runtime: SimRuntime,
+        effect: StartGroup,
+        on_ended: Callable[[WorkerEnded], None],
+    ) -> None:
+        """Begin an attempt; nothing runs yet."""
+        assert effect.placement is not None
+        self.attempt = effect.attempt
+        self.placement = effect.placement
+        self.records = {}
+        self._node = node
+        self._runtime = runtime
+        self._on_ended = on_ended
+        self._behavior = WorkerBehavior()
+        self._starting: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._began_at = node.host.wall_clock
+        self._failures: tuple[Failure, ...] = ()
+
+    async def start(self) -> None:
+        if self._is_stopping:
+            return
+        node, placement = self._node, self.placement
+        node.running = placement
+        node.observer.on_workers_started(node, placement)
+        self._behavior = behavior = node.behavior(placement)
+        if not placement.span.group_rank:
+            master = placement.master_addr, placement.master_port
+            await self._runtime.master_ports.serve(*master)
+        # In a task of its own, as processes that are being spawned.
+        self._starting = create_task(asyncio.sleep(behavior.start_duration))
+        await asyncio.shield(self._starting)
+        if behavior.seconds is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(behavior.seconds, self.end, behavior.exit_code)
+
+    def end(self, exit_code: int) -> None:
+        """Let one worker fail with `exit_code`, or all succeed with 0."""
+        node, placement = self._node, self.placement
+        if node.running is not placement or self._is_stopping:
+            return
+        status = ExitStatus(code=exit_code)
+        if exit_code:
+            node.note(f"a worker fails with exit code {exit_code}")
+            failure = Failure(
+                rank=placement.span.first_rank,
+                local_rank=0,
+                pid=node.number,
+                host=node.host.name,
+                status=status,
+                time=node.host.wall_clock,
+                order=0,
+            )
+            self._failures = (failure,)
         else:
-            present = session.store.keyspace.peek(b"coordinator")
-            is_over = leader is None or present != leader
-        if is_over or session.is_over or self.host.now >= until:
-            self._finish()
-        else:
-            self.host.after(0.05, self._wait_drained, session, leader, until)
+            node.note(f"the workers of round {placement.round} have succeeded")
+        for local_rank in range(1 if exit_code else self._runtime.nproc):
+            self._on_ended(WorkerEnded(self.attempt, local_rank, status, is_victim=False))
 
-    def _finish(self) -> None:
-        self.has_left = True
-        if self.session is not None:
-            self.session.end("leaves")
-        self.session = None
-        self._close_own_store()
-        self.agent.handle(LeftRendezvous())
+    def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
+        self._is_stopping = True
 
-    def on_killed(self) -> None:
-        """End the process without notice."""
-        self.has_left = self._was_killed = True
-        session, self.session = self.session, None
-        if session is not None:
-            session.on_killed()
-        self._close_own_store()
+    async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
+        self._is_stopping = True
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        await asyncio.sleep(0.0 if leftovers_only else self._behavior.stop_duration)
+        if not self._node.is_over:
+            self._node.running = None
+        await self.close()
+        return []
+
+    async def close(self) -> None:
+        await self._runtime.master_ports.end_attempt()
+
+    async def result(self) -> AttemptResult:
+        return AttemptResult(self.attempt, self._began_at, 0.0, failures=self._failures)

@@ -1,20 +1,8 @@
-"""Settings of a simulation, and of the workers in it."""
+"""What the workers of a simulated node do."""
 
 from __future__ import annotations
 
 from msgspec import Struct
-
-from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.spec.job import LaunchSpec
-
-
-class SimSettings(Struct, frozen=True):
-    """The settings of all nodes of a job; see `Simulation`."""
-
-    rounds: RoundSettings
-    endpoints: tuple[str, ...]
-    spec: LaunchSpec
-    decide_duration: float
 
 
 class WorkerBehavior(Struct, frozen=True):

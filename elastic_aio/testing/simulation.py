@@ -1,26 +1,28 @@
-"""A job of many nodes in virtual time, with the shipped coordinator and members."""
+"""A job of many nodes in virtual time: the shipped agents, on simulated hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from random import Random
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
 
-from msgspec.structs import replace
-
-from elastic_aio.agent.messages import Start, StopReceived
-from elastic_aio.outcome import JobOutcome
+from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import Placement
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import RestartPolicy
+from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
 from elastic_aio.testing.node import SimNode
-from elastic_aio.testing.settings import SimSettings, WorkerBehavior
-from elastic_aio.testing.store import Cluster
-from elastic_aio.testing.virtual_time import VirtualTime
+from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.settings import WorkerBehavior
+from elastic_aio.testing.store import PORT, serve_store
+from elastic_aio.testing.virtual_time import SimHost, VirtualTime
 
 
 class Simulation:
@@ -28,49 +30,36 @@ class Simulation:
 
     Every step is checked against the invariants of a job (see
     `elastic_aio.testing.invariants`); the first violation raises `InvariantViolated`
-    with the trace.
+    with the trace.  A context manager that ends all processes; without it, they end when
+    the simulation is collected.
 
     Args:
-        settings: how many nodes a round has, and how long they are waited for.
+        spec: the job: its number of nodes, restart policy and rendezvous.  What it runs
+            is not started, and its endpoints are those of `endpoints`.
         seed: of all random numbers.
         endpoints: hosts of the store, in the order of preference: a node's name, or
-            one that begins with "store" for a host without a node.  None: the first
+            one that begins with "store" for a host without a node.  Empty: the first
             node.
-        max_restarts: most restarts after failures.
-        restart: the policy.
-        decide_duration: seconds that `restart.decide` takes; it may not be a coroutine function.
-        heartbeat_timeout: seconds without a message after which a node is lost.
-        store_grace: seconds for which workers run on without a store; None:
-            `heartbeat_timeout`.
-        read_timeout: seconds to search for a store.
-        close_timeout: seconds for which the last node waits for the others.
-        exit_barrier_timeout: seconds for which a node that has succeeded waits.
+        decide_duration: seconds that `restart.decide` takes.
         delay: least and most seconds that a message takes.
-        noise: share of the notifications that are repeated late.
     """
 
     def __init__(
         self,
-        settings: RoundSettings,
+        spec: LaunchSpec,
         *,
         seed: int = 0,
         endpoints: Sequence[str] = (),
-        max_restarts: int = 3,
-        restart: RestartPolicy | None = None,
         decide_duration: float = 0.0,
-        heartbeat_timeout: float = 5.0,
-        store_grace: float | None = None,
-        read_timeout: float = 60.0,
-        close_timeout: float = 30.0,
-        exit_barrier_timeout: float = 300.0,
         delay: tuple[float, float] = (0.0005, 0.005),
-        noise: float = 0.0,
     ) -> None:
         """Begin at 0 seconds, without nodes."""
-        self.random = Random(seed)
+        self._processes: list[SimLoop] = []
+        checked_part("spec", spec, LaunchSpec)
+        self.random = random.Random(seed)
         self.time = VirtualTime()
         self.network = Network(self.time, self.random, delay)
-        self.cluster = Cluster(self.time, self.network, self.random, noise)
+        self.checker = InvariantChecker(self.network, spec, seed)
         self.nodes: dict[str, SimNode] = {}
         """The newest process of each node, by host."""
         self.processes: list[SimNode] = []
@@ -79,30 +68,38 @@ class Simulation:
             WorkerBehavior()
         )
         """What the workers of a node do in a round; by default they do not end."""
-        spec = LaunchSpec(
-            "simulated",
-            max_restarts=max_restarts,
-            restart=restart,
-            rendezvous=RendezvousSpec(
-                heartbeat_timeout=heartbeat_timeout,
-                store_grace=store_grace,
-                read_timeout=read_timeout,
-                close_timeout=close_timeout,
-                exit_barrier_timeout=exit_barrier_timeout,
-            ),
-        )
-        checked_part("settings", settings, RoundSettings)
-        has_decide = settings.has_decide or spec.restart.decide is not None
-        self._settings = SimSettings(
-            rounds=replace(settings, has_decide=has_decide),
-            endpoints=tuple(endpoints),
-            spec=spec,
-            decide_duration=decide_duration,
-        )
-        self.checker = InvariantChecker(self.time, self.cluster, self._settings, seed)
+        self.endpoints = tuple(endpoints)
+        self.spec = _with_decide_duration(spec, decide_duration)
+        self._hosts: dict[str, SimHost] = {}
+        self._random_state = random.Random(seed).getstate()
+        for name in endpoints:
+            self._host(name)
+            if name.startswith("store"):
+                self.start_store(name)
 
     def __repr__(self) -> str:
         return f"<Simulation at {self.now:.3f} s: {list(self.nodes.values())}>"
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes.  Idempotent."""
+        for process in self._processes:
+            process.kill()
+            process.dispose()
+        self._processes.clear()
 
     # -------------------------------------------------------------------- state
 
@@ -110,16 +107,6 @@ class Simulation:
     def now(self) -> float:
         """Seconds of virtual time since the beginning."""
         return self.time.now
-
-    @property
-    def settings(self) -> RoundSettings:
-        """How rounds are formed."""
-        return self._settings.rounds
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """Hosts of the store."""
-        return self._settings.endpoints
 
     @property
     def trace(self) -> str:
@@ -144,8 +131,8 @@ class Simulation:
     @property
     def coordinators(self) -> list[SimNode]:
         """The nodes that are coordinators now; several in a partition."""
-        nodes = self.nodes.values()
-        return [node for node in nodes if node.session and node.session.coordinator]
+        stores = self.checker.open_stores
+        return [node for node in self.live_nodes if any(one.is_led_by(node) for one in stores)]
 
     def is_settled(self, size: int, nodes: Iterable[SimNode] | None = None) -> bool:
         """Return whether `size` of `nodes` run one round of that size, and no other runs."""
@@ -154,92 +141,132 @@ class Simulation:
         count = sum(one is not None for one in running)
         return count == size and len(rounds) == 1 and next(iter(rounds))[2] == size
 
-    # -------------------------------------------------------------------- steps
+    def _host(self, name: str) -> SimHost:
+        """Return a host by its name; a new one if there is none."""
+        if name not in self._hosts:
+            self._hosts[name] = self.network.add_host(name)
+        return self._hosts[name]
+
+    # -------------------------------------------------------------------- nodes
 
     def add_node(
         self,
         name: str,
         *,
         nproc: int = 1,
-        preferred_rank: int | None = None,
+        node_rank: int | None = None,
         rate: float = 1.0,
         offset: float = 0.0,
-        settings: RoundSettings | None = None,
+        spec: LaunchSpec | None = None,
     ) -> SimNode:
         """Start a node on a host of this name.
 
         Args:
-            name: of the host; a killed one may be started again.
+            name: of the host; a killed node may be started again.
             nproc: number of workers.
-            preferred_rank: the group rank that it prefers.
+            node_rank: the group rank that it prefers, or has with the backend "static".
             rate: speed of its clock.
             offset: seconds by which its wall clock is wrong.
-            settings: other settings than those of the job, to test that the node is refused.
+            spec: another job than that of the simulation, to test that the node is refused.
         """
-        if not self._settings.endpoints:
-            self._settings = replace(self._settings, endpoints=(name,))
         former = self.nodes.get(name)
-        if former is not None and former.host.is_alive and not former.has_left:
+        if former is not None and former.is_live:
             raise ValueError(f"node {name!r} is running already")
-        has_decide = self._settings.rounds.has_decide
-        rounds = replace(settings or self._settings.rounds, has_decide=has_decide)
-        node = self.nodes[name] = SimNode(
-            f"{name}.{len(self.processes) + 1}",
-            self.cluster.boot(name, rate, offset),
-            self.cluster,
-            replace(self._settings, rounds=rounds),
-            self.checker,
-            self.random,
-            nproc=nproc,
-            preferred_rank=preferred_rank,
-            behavior=lambda node, placement: self.behavior(node, placement),
-        )
+        host = self._host(name)
+        host.is_up, host.rate, host.offset = True, rate, offset
+        self.endpoints = self.endpoints or (name,)
+        spec = self.spec if spec is None else spec
+        places = [f"{self._host(one).address}:{PORT}" for one in self.endpoints]
+        rendezvous = replace(spec.rendezvous, endpoint=",".join(places), node_rank=node_rank)
+        spec = spec.replace(rendezvous=rendezvous, nproc_per_node=nproc)
+        number = len(self.processes) + 1
+        with self._own_randomness():
+            process = self._new_process(host)
+            node = SimNode(process, self.checker, spec, number, self._behavior_of)
+        self.nodes[name] = node
         self.processes.append(node)
-        node.note("is started")
-        node.agent.handle(Start())
         return node
+
+    def _behavior_of(self, node: SimNode, placement: Placement) -> WorkerBehavior:
+        return self.behavior(node, placement)
+
+    def _new_process(self, host: SimHost) -> SimProcess:
+        on_error = self.checker.on_error
+        # It lacks the methods of a loop that no process here calls.
+        process = SimProcess(self.network, host, on_error)  # type: ignore[abstract]  # as above
+        self._processes = [one for one in self._processes if not one.is_disposed]
+        self._processes.append(process)
+        return process
 
     def kill(self, node: SimNode) -> None:
         """Kill a node's process and workers; its host closes the connections."""
-        node.note("is killed")
-        node.on_killed()
-        node.host.shut_down()
+        self._fault(node.name, "is killed")
+        node.kill()
 
-    def suspend(self, node: SimNode, seconds: float) -> None:
-        """Suspend the host of a node for a while."""
-        if node.host.is_alive and not node.host.is_suspended:
-            node.note(f"is suspended for {seconds:.3f} s")
-            node.host.suspend()
-            self.time.at(self.now + seconds, self.resume, node)
+    def switch_off(self, node: SimNode) -> None:
+        """Cut the power of a node's host; the other hosts notice only its silence."""
+        self._fault(node.name, "has no power")
+        self.network.switch_off(node.host)
+        node.kill()
 
-    def resume(self, node: SimNode) -> None:
-        """Resume the suspended host of a node."""
-        if node.host.is_suspended:
-            node.note("is resumed")
-            node.host.resume()
+    def suspend(self, name: str, seconds: float) -> None:
+        """Suspend a host for a while, and with it the store that it serves."""
+        host = self._host(name)
+        if host.is_up and not host.is_suspended:
+            self._fault(name, f"is suspended for {seconds:.3f} s")
+            host.is_suspended = True
+            self.time.at(self.now + seconds, self.resume, name)
+
+    def resume(self, name: str) -> None:
+        """Resume a suspended host."""
+        host = self._host(name)
+        if host.is_suspended:
+            self._fault(name, "is resumed")
+            host.is_suspended = False
+            timers_first = self.random.random() < 0.5
+            for process in self._processes:
+                if process.host is host:
+                    process.catch_up(timers_first=timers_first)
+
+    def end_faults(self) -> None:
+        """End all faults of hosts and the network; killed nodes and stores stay away."""
+        for name, host in self._hosts.items():
+            host.is_up = True
+            self.resume(name)
+            host.delay = 0.0
+        self.heal()
+
+    def step_clock(self, node: SimNode, seconds: float) -> None:
+        """Set the wall clock of a node's host forward; back if `seconds` are negative."""
+        self._fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
+        node.host.offset += seconds
 
     def leave(self, node: SimNode) -> None:
         """Stop a node, as a user does."""
-        if not node.host.is_suspended:
-            node.agent.handle(StopReceived("it was stopped"))
+        node.leave()
 
     def fail_worker(self, node: SimNode, exit_code: int = 1) -> None:
         """Let one worker of a node fail."""
-        if node.host.is_alive and not node.host.is_suspended:
-            node.agent.end_workers(exit_code)
+        node.end_workers(exit_code)
 
     def finish_workers(self) -> None:
         """Let all workers succeed, also those of later rounds."""
         self.behavior = lambda node, placement: WorkerBehavior(seconds=0.1)
-        for node in self.nodes.values():
-            if node.host.is_alive:
-                node.host.after(0.1, node.agent.end_workers, 0)
+        for node in self.live_nodes:
+            node.end_workers(0)
+
+    # ------------------------------------------------------ network and stores
 
     def break_connection(self, node: SimNode) -> None:
-        """Break the connection of a node to its store."""
-        if node.session is not None:
-            node.note("its connection breaks")
-            node.session.reset()
+        """Break all connections of a node's process."""
+        self._fault(node.name, "its connections break")
+        for connection in [one for one in self.network.connections if one.loop is node.process]:
+            connection.reset()
+
+    def slow_down(self, name: str, seconds: float) -> None:
+        """Let each message from and to a host take so much longer; 0: no longer."""
+        self._fault(name, f"is slow by {seconds:.3f} s")
+        self._host(name).delay = seconds
 
     def partition(
         self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False
@@ -247,29 +274,43 @@ class Simulation:
         """Block messages from `some` hosts to `others`, and back unless `one_way`."""
         some, others = list(some), list(others)
         arrow = "->" if one_way else "<->"
-        self.checker.note("network", f"blocked: {some} {arrow} {others}")
-        self.network.block(some, others)
+        self._fault("network", f"blocked: {some} {arrow} {others}")
         self.checker.was_partitioned = True
+        self.network.block(some, others)
         if not one_way:
             self.network.block(others, some)
 
     def heal(self) -> None:
         """Unblock all messages."""
-        self.checker.note("network", "unblocked")
+        self._fault("network", "unblocked")
         self.network.heal()
 
-    def stop_store(self, endpoint: str) -> None:
-        """Stop a store; its content is lost."""
-        store = self.cluster.stores.get(endpoint)
-        if store is not None and store.is_open:
-            self.checker.note(endpoint, "the store is stopped")
-            store.close()
+    def start_store(self, name: str) -> None:
+        """Serve a store on a host without a node."""
+        self._fault(name, "a store is started")
+        with self._own_randomness():
+            process = self._new_process(self._host(name))
+            process.run(lambda: process.create_task(serve_store(process)))
+
+    def stop_store(self, name: str) -> None:
+        """Stop the store of a host without a node; its content is lost."""
+        self._fault(name, "the store is stopped")
+        for process in self._processes:
+            if process.host.name == name:
+                process.kill()
+
+    def _fault(self, name: str, text: str) -> None:
+        self.checker.note(name, text)
+        self.checker.faults += 1
+
+    # --------------------------------------------------------------------- time
 
     def run(self, seconds: float) -> None:
         """Let virtual time pass."""
         until = self.now + seconds
-        while self.time.step(until):
-            pass
+        with self._own_randomness():
+            while self._step(until):
+                pass
 
     def run_until(self, condition: Callable[[], bool], limit_s: float) -> None:
         """Let virtual time pass until a condition holds.
@@ -278,8 +319,42 @@ class Simulation:
             InvariantViolated: it does not hold within `limit_s` seconds.
         """
         until = self.now + limit_s
-        while not condition():
-            if not self.time.step(until):
-                if condition():
-                    return
-                self.checker.fail(f"the condition does not hold within {limit_s:g} s: {self!r}")
+        with self._own_randomness():
+            while not condition():
+                if not self._step(until) and not condition():
+                    text = f"the condition does not hold within {limit_s:g} s: {self!r}"
+                    self.checker.fail(text)
+                    self._check()
+
+    def _step(self, until: float) -> bool:
+        has_run = self.time.step(until)
+        self._check()
+        return has_run
+
+    def _check(self) -> None:
+        if self.checker.failure is not None:
+            raise self.checker.failure
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Seed the module `random` meanwhile: shipped code and the user's policies use it."""
+        former = random.getstate()
+        random.setstate(self._random_state)
+        try:
+            yield
+        finally:
+            self._random_state = random.getstate()
+            random.setstate(former)
+
+
+def _with_decide_duration(spec: LaunchSpec, seconds: float) -> LaunchSpec:
+    decide = spec.restart.decide
+    if decide is None or not seconds:
+        return spec
+
+    async def decide_later(failure: Failure) -> Any:
+        await asyncio.sleep(seconds)
+        decision: Any = decide(failure)
+        return await decision if inspect.isawaitable(decision) else decision
+
+    return spec.replace(restart=replace(spec.restart, decide=decide_later))

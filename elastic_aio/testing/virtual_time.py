@@ -6,12 +6,9 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-_MESSAGE = 0
-_TIMER = 1
-
 
 class VirtualTime:
-    """A schedule of calls; executing them takes no time."""
+    """One schedule for all hosts; executing a call takes no time."""
 
     def __init__(self) -> None:
         """Begin at 0 seconds, without calls."""
@@ -37,67 +34,40 @@ class VirtualTime:
 
 
 class SimHost:
-    """A host: running, suspended, or down.
+    """A host: its address and its clocks, and whether it runs, is suspended, or is down.
 
-    `rate` is the speed of its clock (1.0 is exact), and `offset` the error of its wall
-    clock in seconds.
+    `rate` is the speed of its clocks (1.0 is exact), and `offset` the error of its wall
+    clock in seconds, which may change.  `boot_time` is what its monotonic clock shows at
+    the beginning: two hosts have different ones, so that a comparison of them fails.
     """
 
-    def __init__(self, time: VirtualTime, name: str, rate: float, offset: float) -> None:
-        """Begin running."""
+    def __init__(self, time: VirtualTime, name: str, address: str, boot_time: float) -> None:
+        """Begin running, with exact clocks."""
         self.name = name
-        self.is_alive = True
+        self.address = address
+        self.rate = 1.0
+        self.offset = 0.0
+        self.delay = 0.0
+        """Seconds that it adds to each of its messages: that of a slow host."""
+        self.is_up = True
         self.is_suspended = False
         self._time = time
-        self._rate = rate
-        self._offset = offset
-        self._boot = 0
-        self._backlog: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = []
+        self._boot_time = boot_time
+
+    def __repr__(self) -> str:
+        state = "suspended" if self.is_suspended else "up" if self.is_up else "down"
+        return f"<SimHost {self.name}: {state}>"
 
     @property
-    def now(self) -> float:
+    def monotonic(self) -> float:
         """Seconds by its monotonic clock."""
-        return self._time.now * self._rate
+        return self._boot_time + self._time.now * self.rate
 
     @property
     def wall_clock(self) -> float:
         """Unix seconds by its own clock."""
-        return 1.8e9 + self._offset + self.now
+        return 1.8e9 + self.offset + self._time.now * self.rate
 
-    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        """Call after so many seconds of its own clock, unless it is shut down before."""
-        when = self._time.now + seconds / self._rate
-        self._time.at(when, self._run, self._boot, _TIMER, call, args)
-
-    def receive(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Call at `when`: a message arrives then."""
-        self._time.at(when, self._run, self._boot, _MESSAGE, call, args)
-
-    def shut_down(self) -> None:
-        """Stop, and drop all scheduled calls."""
-        self.is_alive = self.is_suspended = False
-        self._boot += 1
-        self._backlog.clear()
-
-    def restart(self) -> None:
-        """Run again, without scheduled calls."""
-        self.is_alive = True
-
-    def suspend(self) -> None:
-        """Delay all calls until `resume`."""
-        self.is_suspended = self.is_alive
-
-    def resume(self) -> None:
-        """Make the delayed calls: messages first, as event loops do."""
-        self.is_suspended = False
-        backlog, self._backlog = self._backlog, []
-        for kind, call, args in sorted(backlog, key=lambda item: item[0]):
-            self._time.at(self._time.now, self._run, self._boot, kind, call, args)
-
-    def _run(self, boot: int, kind: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if boot != self._boot or not self.is_alive:
-            return
-        if self.is_suspended:
-            self._backlog.append((kind, call, args))
-        else:
-            call(*args)
+    def virtual_time(self, monotonic: float) -> float:
+        """Return the virtual time at which its monotonic clock shows so many seconds."""
+        return (monotonic - self._boot_time) / self.rate

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import noted, noting, until_sync
-from tests.support.cli import CLI, Running, run_program, running, running_cli
+from tests.support.cli import Running, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -300,16 +300,3 @@ def test_an_exception_in_the_embedding_program(tmp_path: Path) -> None:
                      env={"NOTES": str(directory)}) as program:  # fmt: skip
             assert program.wait() == 5
         assert all_exited()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a pid namespace")
-def test_a_pid_namespace_without_its_own_proc() -> None:
-    """/proc shows other pids than the system calls take; what a worker leaves is stopped."""
-    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
-    script = "trap '' TERM; setsid sleep 99 & exit 0"
-    job = [*CLI, "run", "--shutdown-timeout", "1", "--no-python", "bash", "-c", script]
-    ended = run_program([*unshare, *job], env={"LOGLEVEL": "INFO"})
-    assert ended.code == 0
-    assert "1 process did not stop in time, sending SIGKILL" in ended.err
-    assert "left behind" not in ended.err.replace("have left processes behind", "")
-    assert all_exited()

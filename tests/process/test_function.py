@@ -103,7 +103,7 @@ def server_of(devnull: int, preload: tuple[str, ...] = ()) -> ForkServer:
     return ForkServer(
         spawn_with_popen,
         python=sys.executable,
-        program=(),
+        path=sys.path,
         preload=preload,
         env=ENV,
         cwd=None,
@@ -189,8 +189,9 @@ async def test_exits_have_a_time_and_a_resource_usage(method: StartMethod) -> No
     before = time.monotonic()
     end = await end_of(await method.start(functions.give))
     assert before <= end.at <= time.monotonic()
-    by_popen = command_spawner(asyncio.get_running_loop()) is spawn_with_popen
-    reaps = method.name != "spawn" or by_popen
+    reaps = method.name != "spawn" or not isinstance(
+        asyncio.get_running_loop(), asyncio.SelectorEventLoop
+    )
     assert (end.usage is not None and end.usage.max_rss_bytes > 1 << 20) == reaps
 
 
@@ -231,7 +232,7 @@ async def test_a_lost_server_is_replaced(devnull: int) -> None:
     server = ForkServer(
         spawn_with_popen,
         python=sys.executable,
-        program=(),
+        path=sys.path,
         preload=(),
         env=ENV,
         cwd=None,

@@ -1,0 +1,94 @@
+"""A simulated process: an event loop whose sockets are those of the simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from elastic_aio.discovery.network import StoreNetwork
+from elastic_aio.store.sockets import Address
+from elastic_aio.testing.event_loop import SimLoop
+from elastic_aio.testing.network import Listener, Network
+from elastic_aio.testing.virtual_time import SimHost
+
+ProtocolFactory = Callable[[], asyncio.BaseProtocol]
+
+
+class SimProcess(SimLoop):
+    """The loop of one process; asyncio's functions and the store's work on it unchanged."""
+
+    def __init__(self, network: Network, host: SimHost, on_error: Callable[[str], object]) -> None:
+        """Begin; `on_error` is called with each error that no code of the process handles."""
+        super().__init__(network.time, host, on_error)
+        self.network = network
+
+    def random_bytes(self, size: int) -> bytes:
+        """Return bytes that repeat with the seed of the simulation."""
+        return self.network.random.randbytes(size)
+
+    async def create_connection(  # type: ignore[override]  # fewer arguments
+        self,
+        protocol_factory: ProtocolFactory,
+        host: str | None = None,
+        port: int | None = None,
+        *,
+        sock: Any = None,
+        **_: object,
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        if sock is None:
+            transport = await self.network.connect(self, host or "", port or 0)
+        else:
+            transport = sock
+        protocol = protocol_factory()
+        transport.attach(protocol)
+        return transport, protocol
+
+    async def create_server(  # type: ignore[override]  # fewer arguments
+        self, protocol_factory: ProtocolFactory, *, sock: Any, **_: object
+    ) -> Any:
+        return SimServer(sock, protocol_factory)
+
+
+class SimServer:
+    """What `create_server` returns."""
+
+    def __init__(self, listener: Listener, factory: ProtocolFactory) -> None:
+        """Prepare; connections are accepted after `start_serving`."""
+        self._listener = listener
+        self._factory = factory
+
+    async def start_serving(self) -> None:
+        """Accept connections from now on."""
+        self._listener.serve(self._factory)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listener.close()
+
+
+class ProcessNetwork(StoreNetwork):
+    """The network as discovery in one process sees it."""
+
+    def __init__(self, process: SimProcess) -> None:
+        """Make the sockets of `process`."""
+        self._process = process
+
+    def is_local(self, address: Address) -> bool:
+        return bool(address[1][0] == self._process.host.address)
+
+    async def dial(self, address: Address) -> socket.socket:
+        host, port = address[1][:2]
+        transport = await self._process.network.connect(self._process, host, port)
+        return cast("socket.socket", transport)
+
+    def listen(self, addresses: Sequence[Address], peer_timeout: float) -> list[socket.socket]:
+        listen = self._process.network.listen
+        ports = dict.fromkeys(address[1][1] for address in addresses)
+        files = [listen(self._process, port, peer_timeout) for port in ports]
+        return cast("list[socket.socket]", files)
+
+    async def port_owner(self, port: int) -> str | None:
+        name = self._process.host.address, port
+        return "a process" if name in self._process.network.listeners else None
