@@ -44,6 +44,9 @@ from elastic_aio.spec.restart import Backoff, RestartBudget
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
 
+_RELEASE_S = 0.25
+"""Seconds for which it then waits until the store has ended its lease."""
+
 _REJOIN = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before the next attempt at a store that refuses this node, with a lease for example."""
 
@@ -288,7 +291,12 @@ class DynamicRendezvous(Rendezvous):
             if not task.cancelling():
                 task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, pending = await asyncio.wait(tasks, timeout=_RELEASE_S)
+            if pending:
+                # The store does not answer.  It ends the lease when it reads the request,
+                # which is sent, or when it sees the end of the connection.
+                await self._locator.aclose()
+                await asyncio.wait(pending)
         self._attending = None
 
     async def _leave_session(self, session: StoreSession) -> None:

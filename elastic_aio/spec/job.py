@@ -214,6 +214,9 @@ class LaunchSpec:
         self.restart.check_with(self.max_restarts)
         if nodes.maximum > 1:
             self.rendezvous.check_with(nodes.maximum)
+            if self.rendezvous.backend == "static" and nodes.minimum < nodes.maximum:
+                problem = "must be one number with the backend 'static', which waits for all nodes"
+                raise SpecError("nnodes", str(nodes), problem)
         if isinstance(self.nproc_per_node, int):
             self.logs.check_with(self.nproc_per_node)
 

@@ -174,6 +174,20 @@ async def test_a_suspended_store_host(tmp_path: Path) -> None:
         assert {worker.restart_count for worker in workers} == {0}
 
 
+async def test_a_node_leaves_while_the_store_host_is_suspended(tmp_path: Path) -> None:
+    """It does not wait for the store: 0.75 s, and the end of its worker."""
+    async with Cluster(tmp_path, "1:2", conf={"last_call_timeout": 60}) as cluster:
+        host, other = await hosted(cluster, 2)
+        host.send(signal.SIGSTOP)
+        began = time.monotonic()
+        other.send(signal.SIGTERM)
+        assert (await other.ended()).code == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 2
+        host.send(signal.SIGCONT)
+        await cluster.workers(host, attempt=1)
+        assert {ended.code for ended in await cluster.finish(host, attempt=1)} == {0}
+
+
 async def test_a_suspended_store_host_is_replaced(tmp_path: Path) -> None:
     """It stands by after it was resumed, because its rank is taken."""
     conf = {"heartbeat_timeout": 2}

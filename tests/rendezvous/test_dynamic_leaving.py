@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from elastic_aio.events import Event, NodeLeft
 from elastic_aio.outcome import JobState
+from elastic_aio.store import StoreServer
+from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
 
@@ -41,6 +45,26 @@ async def test_a_second_leave_ends_the_wait_for_other_nodes() -> None:
         await a.rendezvous.leave("at once")
         await leaving
         assert time.monotonic() - began < 10
+
+
+@pytest.mark.both_loops
+async def test_a_node_leaves_a_store_that_does_not_answer() -> None:
+    """Within a second, long before the heartbeat timeout."""
+    async with StoreServer("127.0.0.1", 0) as server, ChaosProxy(server.port) as proxy:
+        far = job_spec(proxy.endpoint, "1:2", is_host=False, heartbeat_timeout=30.0)
+        near = job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False, heartbeat_timeout=30.0)
+        a, b = FakeAgent("a", near), FakeAgent("b", far)
+        async with present(a, b) as members:
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            proxy.is_stalled = True
+            members.remove(b)
+            began = time.monotonic()
+            await b.rendezvous.leave("SIGTERM")
+            assert time.monotonic() - began < 1
+            b.close()
+            # The store sees the end of the connection, and the lease ends soon after.
+            assert (await a.wait_formed(1)).changes == 1
 
 
 async def test_an_error_of_the_agent_ends_the_job_of_its_node() -> None:

@@ -179,3 +179,15 @@ def test_the_default_run_id_of_several_nodes_is_none() -> None:
     assert LaunchSpec("x").run_id is None
     assert LaunchSpec("x", nnodes="1:2").run_id == "none"
     assert LaunchSpec("x", nnodes=2, run_id="mine").run_id == "mine"
+
+
+def test_static_needs_one_number_of_nodes() -> None:
+    """The command line uses the maximum, with a warning."""
+    spec = RendezvousSpec(backend="static", node_rank=0)
+    assert LaunchSpec("x", rendezvous=spec, nnodes=4).nnodes.minimum == 4
+    with pytest.raises(SpecError) as caught:
+        LaunchSpec("x", rendezvous=spec, nnodes="2:4")
+    assert str(caught.value) == (
+        "nnodes: must be one number with the backend 'static', which waits for all nodes"
+        " (got '2:4')"
+    )
