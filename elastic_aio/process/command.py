@@ -18,12 +18,18 @@ library does not change it; the command line does.
 
 Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (it fires when the
 spawning *thread* ends, and grandchildren do not inherit it): see `guardian`.
+
+A child inherits the signal mask of the spawning thread, and threads of programs often
+block all signals.  A stop could then only kill it; so it is started through an interpreter
+that clears the mask and executes the program (same pid).  Clearing it here around the
+spawn would let the program's own signals in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,8 +38,26 @@ from typing import Any
 
 from elastic_aio.aio import create_task
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
+from elastic_aio.process.base import (
+    Child,
+    ChildExit,
+    ChildSpec,
+    Spawner,
+    check_program,
+    spawn_error,
+)
 from elastic_aio.process.exits import PidfdChild, PidfdWatch, ReapedChild
+
+# An interpreter ignores two signals, and sets LC_CTYPE in the C locale (PEP 538).
+_CLEAR_MASK = """
+import os, signal, sys
+_, unset, *argv = sys.argv
+for number in signal.SIGPIPE, signal.SIGXFSZ:
+    signal.signal(number, signal.SIG_DFL)
+os.environ.pop(unset, None)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+os.execvp(argv[0], argv)
+"""
 
 
 def command_spawner(loop: asyncio.AbstractEventLoop) -> Spawner:
@@ -50,6 +74,15 @@ def _waits_by_pidfd() -> bool:
     # Attached to one loop: the main thread's.
     is_attached = watcher.is_active() and threading.current_thread() is threading.main_thread()
     return is_attached and isinstance(watcher, asyncio.PidfdChildWatcher)
+
+
+def _argv(spec: ChildSpec) -> tuple[str, ...]:
+    """Return what is executed for a child, which must not inherit blocked signals."""
+    if not signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return spec.argv
+    check_program(spec)
+    unset = "" if "LC_CTYPE" in spec.env else "LC_CTYPE"
+    return (sys.executable, "-I", "-S", "-c", _CLEAR_MASK, unset, *spec.argv)
 
 
 def _options(spec: ChildSpec) -> dict[str, Any]:
@@ -71,7 +104,7 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
         SpawnError: the child could not be started.
     """
     try:
-        process = await asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
+        process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
     except OSError as error:
         raise spawn_error(error, spec) from error
     try:
@@ -153,7 +186,7 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
         SpawnError: the child could not be started.
     """
     try:
-        process = subprocess.Popen(spec.argv, **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
+        process = subprocess.Popen(_argv(spec), **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
     except OSError as error:
         raise spawn_error(error, spec) from error
     try:

@@ -32,15 +32,20 @@ async def spawn_by_fork(spec: ChildSpec) -> Child:
     assert spec.call is not None, "a forked child needs a call"
     check_directory(spec)
     forked.flush_streams()  # or the child would write it again
+    # Blocked until `_detach` has restored the default actions: the parent's handlers would
+    # take a signal to the child for one to themselves.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
+        if pid == 0:
+            streams = (spec.stdin, spec.stdout, spec.stderr)
+            forked.run_forked(_detach, streams, spec.cwd, spec.env, spec.call)
     except OSError as error:
         raise spawn_error(error, spec) from error
-    if pid == 0:
-        streams = (spec.stdin, spec.stdout, spec.stderr)
-        forked.run_forked(_detach, streams, spec.cwd, spec.env, spec.call)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return ReapedChild(pid)
     except OSError as error:  # no descriptor left for the pidfd
@@ -50,7 +55,7 @@ async def spawn_by_fork(spec: ChildSpec) -> Child:
 
 
 def _detach() -> None:
-    """Detach the child from the parent's event loop, and reset its signals as an exec does.
+    """Detach the child from the parent's event loop, and reset its signals.
 
     A new policy detaches it, so that it can run a loop of its own: the old one would
     detach its child watcher, which would remove from the kernel's epoll set, shared with
@@ -66,3 +71,4 @@ def _detach() -> None:
             signal.signal(number, signal.default_int_handler)
         elif callable(handler):
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -160,6 +160,25 @@ async def test_a_child_leads_its_session_and_gets_its_streams(
     assert (await end_of(child)).status.is_success
 
 
+async def test_a_child_inherits_no_blocked_signal(
+    fitting_spawn: Spawner, devnull: int, output: tuple[int, int]
+) -> None:
+    """The spawning thread may block signals; nothing else differs in the child."""
+    script = "echo $(grep -E 'Sig(Blk|Ign|Cgt)' /proc/$$/status; env)"
+    lines = []
+    for blocked in ([], [signal.SIGTERM, signal.SIGUSR1]):
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            child = await fitting_spawn(spec_of("sh", "-c", script, to=devnull, stdout=output[1]))
+            with pytest.raises(SpawnError, match="command not found"):
+                await fitting_spawn(spec_of("no-such-program", to=devnull))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        assert (await end_of(child)).status.is_success
+        lines.append(line_from(output[0]))
+    assert lines[0] == lines[1]
+
+
 async def test_pass_fds_are_inherited_under_their_numbers(
     spawn: Spawner, devnull: int, output: tuple[int, int]
 ) -> None:

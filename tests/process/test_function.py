@@ -148,6 +148,31 @@ async def test_a_killed_child_has_its_signal(method: StartMethod) -> None:
     assert not child.send_signal(signal.SIGTERM)
 
 
+_hooks: list[Callable[[], object]] = []
+os.register_at_fork(after_in_child=lambda: [hook() for hook in _hooks])
+
+
+async def test_a_signal_ends_a_child_that_has_just_been_started(
+    method: StartMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has a handler for it, its thread blocks it, and the start takes a while."""
+    former_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    monkeypatch.setattr(f"{__name__}._hooks", [lambda: time.sleep(0.1)])
+    try:
+        child = await method.start(functions.sleep)
+        child.send_signal(signal.SIGTERM)
+        assert (await end_of(child)).status == ExitStatus(signal=15)
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        child = await method.start(functions.sleep)
+        child.send_signal(signal.SIGTERM)
+        assert (await end_of(child)).status == ExitStatus(signal=15)
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        signal.signal(signal.SIGTERM, former_handler)
+
+
 async def test_a_child_leads_its_session(method: StartMethod) -> None:
     child = await method.start(functions.sleep)
 
