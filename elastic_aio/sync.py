@@ -14,7 +14,6 @@ import asyncio
 import signal as signals
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from elastic_aio import multiprocessing
@@ -34,16 +33,19 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
-        started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(started)), name="elastic_aio", daemon=True
-        )
-        self._thread.start()
-        self._loop = started.result()
+        # Made here, so that a lack of descriptors is an error of the caller.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._run, name="elastic_aio", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._runner.close()
+            raise
 
-    async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
-        started.set_result(asyncio.get_running_loop())
-        await self._stop.wait()
+    def _run(self) -> None:
+        with self._runner:
+            self._runner.run(self._stop.wait())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, and return its result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from elastic_aio import SpecError
 from elastic_aio.multiprocessing import ProcessExitedException, ProcessRaisedException
 from elastic_aio.sync import SyncProcessContext, spawn, start_context, start_processes
 from tests.support import functions
+from tests.support.cli import run_program
 from tests.support.leaks import alive
 
 METHODS = ["spawn", "fork", "forkserver"]
@@ -84,6 +86,23 @@ def test_refusals_leave_no_thread() -> None:
         spawn(functions.indexed, (lock,), 1, join=False)
     with pytest.raises(SpecError, match="cannot be pickled"):
         start_processes("g", functions.give, {0: (lock,)}, {0: {}}).__enter__()
+
+
+def test_without_descriptors_the_error_is_raised() -> None:
+    """The loop of the thread cannot be made; in a process of its own, which lacks them."""
+    program = """
+import resource, threading
+from elastic_aio.sync import spawn, start_processes
+group = start_processes("g", "true", {0: ()}, {0: {}})
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+for start in group.__enter__, lambda: spawn(print, nprocs=1, join=False):
+    try:
+        start()
+    except OSError as error:
+        print(error.strerror, threading.active_count())
+"""
+    ended = run_program([sys.executable, "-c", program])
+    assert (ended.code, ended.out) == (0, "Too many open files 1\n" * 2)
 
 
 async def test_in_a_loop_the_other_forms_are_right() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import time
 from collections.abc import Callable
 from resource import struct_rusage
 
 from elastic_aio.outcome import ExitStatus, ResourceUsage
-from elastic_aio.process import proc_scan
 from elastic_aio.process.base import ChildExit
 
 
@@ -57,6 +57,9 @@ def has_ended(descriptor: int) -> bool:
 class PidfdChild:
     """A child with a pidfd (-1 after its end), through which signals are sent."""
 
+    _is_reaped_here = True
+    """Whether its pid cannot be another process's before this loop has noticed its end."""
+
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
@@ -71,7 +74,24 @@ class PidfdChild:
 
     def send_signal(self, number: int) -> bool:
         # A zombie accepts signals too (kill(2)), so the check comes first.
-        return not self.has_ended() and proc_scan.send(self._pidfd, number)
+        if self.has_ended():
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return self._is_reaped_here and _kill(self.pid, number)
+        return True
+
+
+def _kill(pid: int, number: int) -> bool:
+    """Send a signal where a seccomp filter of an older container runtime refuses pidfds."""
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return False
+    return True
 
 
 class ReapedChild(PidfdChild):

@@ -48,6 +48,8 @@ from elastic_aio.process.fd_limit import limit
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")
 _MESSAGE_MAX = 1 << 16
+# Seconds until a killed server is left behind: an uninterruptible system call holds it.
+_KILL_S = 10.0
 
 
 class ForkServer:
@@ -140,7 +142,7 @@ class ForkServer:
             return await self._channel.fork(spec)
 
     async def aclose(self) -> None:
-        """Kill the server and wait until it is reaped.
+        """Kill the server and wait until it is reaped, for 10 seconds at most.
 
         Idempotent; safe to call again after cancellation.
         """
@@ -200,7 +202,7 @@ class _Channel:
     async def aclose(self) -> None:
         self._server.send_signal(signal.SIGKILL)
         if not self._server.exited.done():
-            await asyncio.wait([self._server.exited])
+            await asyncio.wait([self._server.exited], timeout=_KILL_S)
         self._on_lost()
 
     def _on_readable(self) -> None:
@@ -252,6 +254,8 @@ class _Channel:
 
 class _ForkedChild(PidfdChild):
     """A worker that the server has forked and reaps."""
+
+    _is_reaped_here = False
 
     def on_reaped(self, wait_status: int, rusage: resource.struct_rusage) -> None:
         """Set the exit that the server reports."""

@@ -36,6 +36,8 @@ _FAILED = "cannot start the guardian process"
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
 # Seconds in which a guardian has to report that it works: far more than a busy host needs.
 _START_S = 30.0
+# Seconds until a killed process is left behind: an uninterruptible system call holds it.
+_KILL_S = 10.0
 # Seconds between two restarts: none before the first, then doubled up to the maximum; a
 # guardian that has run for the maximum starts the series anew.
 _DELAY_S = 1.0
@@ -133,7 +135,7 @@ class Guardian:
         self._keeping = create_task(self._keep(self._process), name="keep the guardian running")
 
     async def aclose(self) -> None:
-        """Kill the process and wait until it is reaped.
+        """Kill the process and wait until it is reaped, for 10 seconds at most.
 
         Idempotent; safe to call again after cancellation.
         """
@@ -143,7 +145,7 @@ class Guardian:
         if self._process is not None:
             self._process.close()
             self._process.child.send_signal(signal.SIGKILL)
-            await asyncio.wait([self._process.child.exited])
+            await asyncio.wait([self._process.child.exited], timeout=_KILL_S)
 
     async def _keep(self, process: _Process) -> None:
         """Restart each guardian that ends, with growing delays."""

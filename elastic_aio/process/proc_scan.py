@@ -356,7 +356,7 @@ def signal_process(process: ProcEntry, number: int) -> None:
 
 
 def send(descriptor: int, number: int) -> bool:
-    """Send a signal through a pidfd; return whether the process still existed."""
+    """Send a signal through a pidfd; return whether the process existed and allowed it."""
     try:
         signal.pidfd_send_signal(descriptor, number)
     except (ProcessLookupError, PermissionError):

@@ -27,6 +27,7 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
+from elastic_aio.process import exits, proc_scan
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
 from elastic_aio.process.command import command_spawner
 from tests.support.children import SIGNAL_LOGGER, ignoring_signals, noted, noting, shell, until
@@ -77,6 +78,31 @@ async def test_before_a_restart(tmp_path: Path) -> None:
     result = await launch(spec, listeners=[events.append])
     check_plan_was_kept(events)
     assert result.restarts == 1
+
+
+@pytest.mark.both_loops
+async def test_where_signals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter refuses pidfd_send_signal: children are killed by kill(2), others abandoned."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    spec = LaunchSpec(
+        noting("wait", first='sleep 99 & echo $! >"$NOTES/child"'),
+        env={"NOTES": str(tmp_path)},
+        stop=StopPlan([("SIGTERM", 0.1)], reap_timeout=0.1),
+    )
+    events: list[Event] = []
+    async with Agent(spec, listeners=[events.append]) as agent:
+        (worker,) = await until(noted(tmp_path, 1))
+        for module in (exits, proc_scan):
+            monkeypatch.setattr(f"{module.__name__}.signal.pidfd_send_signal", refuse)
+        await agent.stop()
+    child = int((tmp_path / "child").read_text())
+    assert not alive(worker)
+    assert [event.pid for event in events if isinstance(event, WorkerAbandoned)] == [child]
+    os.kill(child, signal.SIGKILL)
+    await until(lambda: not alive(child))
 
 
 async def test_on_request(tmp_path: Path) -> None:
