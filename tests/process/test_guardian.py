@@ -300,10 +300,7 @@ def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
         for fork in forks:
             pidfd = os.pidfd_open(fork)
             os.kill(fork, signal.SIGKILL)
-            if end == "kill":
-                wait_for_end(pidfd)
-            else:
-                os.close(pidfd)
+            wait_for_end(pidfd)
 
 
 @pytest.mark.parametrize("plan", ["StopPlan.within(0)", "StopPlan(guardian_grace=0)"])
