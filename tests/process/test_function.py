@@ -20,7 +20,7 @@ from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
 from elastic_aio.process.calls import call_argv, make_payload, memory_file
-from elastic_aio.process.command import command_spawner, spawn_with_popen
+from elastic_aio.process.command import command_spawner, spawn_with_asyncio, spawn_with_popen
 from elastic_aio.process.fork import spawn_by_fork
 from elastic_aio.process.forkserver import ForkServer
 from elastic_aio.worker import bootstrap
@@ -214,9 +214,7 @@ async def test_exits_have_a_time_and_a_resource_usage(method: StartMethod) -> No
     before = time.monotonic()
     end = await end_of(await method.start(functions.give))
     assert before <= end.at <= time.monotonic()
-    reaps = method.name != "spawn" or not isinstance(
-        asyncio.get_running_loop(), asyncio.SelectorEventLoop
-    )
+    reaps = method.spawn is not spawn_with_asyncio
     assert (end.usage is not None and end.usage.max_rss_bytes > 1 << 20) == reaps
 
 
