@@ -28,6 +28,7 @@ async def launch(
     signals: bool | SignalSpec = False,
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
+    adopt_orphans: bool = False,
 ) -> LaunchResult:
     """Run a job to its end, on any asyncio event loop.
 
@@ -40,6 +41,7 @@ async def launch(
             the former handlers are restored afterwards.
         console: descriptors for the shown stdout and stderr; None is 1 and 2.
         listeners: called with every event as it happens; they must not block.
+        adopt_orphans: as for an `Agent`.
 
     Returns:
         The result, when every worker has exited with code 0.
@@ -57,13 +59,21 @@ async def launch(
     """
     running_loop()
     if not signals:
-        async with Agent(spec, console=console, listeners=listeners) as agent:
+        agent = Agent(spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans)
+        async with agent:
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
     if not isinstance(chosen, SignalSpec):
         raise SpecError("signals", signals, "must be True, False or a SignalSpec")
     with receive_signals(chosen) as received:
-        return await supervise(spec, chosen, received, console=console, listeners=listeners)
+        return await supervise(
+            spec,
+            chosen,
+            received,
+            console=console,
+            listeners=listeners,
+            adopt_orphans=adopt_orphans,
+        )
 
 
 def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
@@ -80,9 +90,11 @@ async def supervise(
     *,
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
+    adopt_orphans: bool = False,
 ) -> LaunchResult:
     """Run a job to its end as `launch` does, and handle signals that the caller receives."""
-    async with Agent(spec, console=console, listeners=listeners) as agent:
+    agent = Agent(spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans)
+    async with agent:
 
         def on_stop(number: int) -> None:
             received.discard(chosen.forward | chosen.stop)  # this signal is handled
@@ -102,6 +114,7 @@ def run(
     signals: bool | SignalSpec = False,
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
+    adopt_orphans: bool = False,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> LaunchResult:
     """Run a job to its end in a program that has no event loop.
@@ -116,7 +129,13 @@ def run(
         RuntimeError: an event loop is running in this thread; use `await launch(spec)`.
     """
     return run_coroutine(
-        lambda: launch(spec, signals=signals, console=console, listeners=listeners),
+        lambda: launch(
+            spec,
+            signals=signals,
+            console=console,
+            listeners=listeners,
+            adopt_orphans=adopt_orphans,
+        ),
         loop_factory=loop_factory,
     )
 

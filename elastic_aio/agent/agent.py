@@ -34,6 +34,7 @@ from elastic_aio.spec.checks import (
     checked_console,
     checked_integer,
     checked_items,
+    checked_part,
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
@@ -63,6 +64,7 @@ class Agent:
         *,
         console: tuple[int, int] | None = None,
         listeners: Sequence[EventListener] = (),
+        adopt_orphans: bool = False,
         _spawner: Spawner | None = None,
         _rendezvous: RendezvousFactory | None = None,
     ) -> None:
@@ -72,6 +74,9 @@ class Agent:
             spec: the job.
             console: descriptors for the shown stdout and stderr; None is 1 and 2.
             listeners: called with every event as it happens; they must not block.
+            adopt_orphans: make this process the parent of processes of the job that lose
+                theirs (PR_SET_CHILD_SUBREAPER), while the job runs.  Daemons that hide their
+                environment, such as `ssh-agent`, are then found and stopped too.
         """
         if not isinstance(spec, LaunchSpec):
             raise SpecError("spec", spec, "must be a LaunchSpec")
@@ -85,6 +90,7 @@ class Agent:
             self.run_id, self._host, keep=spec.event_history, listeners=listeners
         )
         self._console = checked_console(console)
+        self._adopts_orphans = checked_part("adopt_orphans", adopt_orphans, kind=bool)
         self._spawner = _spawner
         self._make_rendezvous = _rendezvous
         self._driver: Driver | None = None
@@ -123,6 +129,7 @@ class Agent:
             spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
             publish=self._event_log.append,
             console=self._console,
+            adopt_orphans=self._adopts_orphans,
         )
         if self.spec.nnodes.maximum == 1:
             machine = SingleNodeMachine(self.spec, nproc, random.random)

@@ -21,6 +21,7 @@ no step may release what a later step, or the guardian in place of this process,
 6. The guardian exits.  It has to outlive the fork server, which it would otherwise not
    kill if this process were killed between the two steps.
 7. The tree is closed: a survivor that exits later must not write to the session list.
+   Orphans are adopted until here, so that the last ones are found and reaped.
 8. The session list and the standard streams are closed.  The guardian (and its replacement, if one
    is being started) inherits the list, so it is open for as long as a guardian runs.
 9. The descriptor limit is released: everything that needed the higher one is closed.
@@ -76,6 +77,7 @@ class LocalRuntime:
         publish: Callable[[Event], None],
         console: tuple[int, int] | None = None,
         overrides: PerRankOverrides | None = None,
+        adopt_orphans: bool = False,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
@@ -89,6 +91,7 @@ class LocalRuntime:
             console: descriptors for the shown stdout and stderr; None is 1 and 2.
             overrides: differences between the workers of a bare group, which has no
                 master port either.
+            adopt_orphans: make this process the parent of orphans (see `orphans`).
         """
         self.spec = spec
         self.run_id = run_id
@@ -101,7 +104,7 @@ class LocalRuntime:
         self.directory = RunDirectory(None)
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
-        self._marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+        self._adopts_orphans = adopt_orphans
         self._console_descriptors = console
         self._console: Console | None = None
         self._tee: Tee | None = None
@@ -145,10 +148,11 @@ class LocalRuntime:
         except OSError as error:
             raise HostError(f"cannot start a job here: {error}") from error
         self._session_list = open_session_list()
-        self._tree = ProcessTree(self._marker, self.clock, self._session_list)
+        marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+        self._tree = ProcessTree(marker, self.clock, self._session_list)
         self.directory = RunDirectory.make(self.spec.logs, self.run_id)
         self._guardian = Guardian(
-            marker=self._marker,
+            marker=marker,
             since=self._tree.since,
             session_list=self._session_list,
             null=self._streams.null,
@@ -158,7 +162,9 @@ class LocalRuntime:
             python=self.spec.python,
         )
         await self._guardian.start()
-        env = worker_env(self.spec, self.nproc, {self._marker: "1"})
+        if self._adopts_orphans:
+            self._tree.orphans.adopt()
+        env = worker_env(self.spec, self.nproc, {marker: "1"})
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
             await self.program.start(env, streams, self._tree.exclude)
@@ -185,7 +191,7 @@ class LocalRuntime:
         if self._guardian is not None:
             await self._guardian.aclose()
         if self._tree is not None:
-            self._tree.close()
+            await self._tree.aclose()
         if self._session_list >= 0:
             os.close(self._session_list)
             self._session_list = -1
@@ -277,7 +283,7 @@ class LocalRuntime:
         """Return the environment variables of one worker."""
         overrides = self.program.overrides
         if overrides is not None:
-            own = {ERROR_FILE: error_file, self._marker: "1"}
+            own = {ERROR_FILE: error_file, self.tree.marker: "1"}
             return {**os.environ, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
         context = WorkerContext(
             **asdict(ranks),
@@ -290,7 +296,7 @@ class LocalRuntime:
             use_agent_store=self.spec.host_store,
             error_file=error_file,
         )
-        own = {**context.to_env(), self._marker: "1"}
+        own = {**context.to_env(), self.tree.marker: "1"}
         return worker_env(self.spec, ranks.local_world_size, own)
 
     async def spawn(

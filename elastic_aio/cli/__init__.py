@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["run", *rest]:
             from elastic_aio.cli.run import main_run
 
-            return main_run(rest)
+            return main_run(rest, owns_process=argv is None)
         case ["store", *rest]:
             from elastic_aio.cli.store import main_store
 

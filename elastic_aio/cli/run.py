@@ -25,6 +25,7 @@ from elastic_aio.launcher import (
     use_pidfd_child_watcher,
 )
 from elastic_aio.logs.sink import LineWriter, Sink, open_sink
+from elastic_aio.process.orphans import subreaper
 from elastic_aio.report import Level, describe, format_failure
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import LaunchSpec
@@ -36,8 +37,11 @@ _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
 
 
-def main_run(argv: list[str]) -> int:
-    """Run `aio-elastic run` with these arguments; return the exit code."""
+def main_run(argv: list[str], *, owns_process: bool = False) -> int:
+    """Run `aio-elastic run` with these arguments; return the exit code.
+
+    With `owns_process` all children of this process belong to the job.
+    """
     try:
         request = parse_run(argv, os.environ)
         factory = choose_loop(request.loop)
@@ -45,6 +49,7 @@ def main_run(argv: list[str]) -> int:
         level = _level(os.environ.get("LOGLEVEL", ""))
     except UsageError as error:
         return print_error("run", str(error), 2)
+    subreaper.owns_process = owns_process
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
             return run_coroutine(
@@ -73,7 +78,9 @@ async def _run(
             recorder.put(event_to_json(event) + b"\n")
 
     try:
-        await supervise(request.spec, request.signals, received, listeners=[on_event])
+        await supervise(
+            request.spec, request.signals, received, listeners=[on_event], adopt_orphans=True
+        )
         code = 0
     except JobEnded as error:
         code = error.result.exit_code

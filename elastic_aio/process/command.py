@@ -47,6 +47,7 @@ from elastic_aio.process.base import (
     spawn_error,
 )
 from elastic_aio.process.exits import PidfdChild, PidfdWatch, ReapedChild
+from elastic_aio.process.orphans import subreaper
 
 # An interpreter ignores two signals, and sets LC_CTYPE in the C locale (PEP 538).
 _CLEAR_MASK = """
@@ -103,16 +104,17 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
-    except OSError as error:
-        raise spawn_error(error, spec) from error
-    try:
-        return _AsyncioChild(process)
-    except OSError as error:  # no descriptor left for the pidfd
-        process.kill()
-        await process.wait()  # it was killed: this returns at once
-        raise spawn_error(error, spec) from error
+    with subreaper.spawning():
+        try:
+            process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
+        except OSError as error:
+            raise spawn_error(error, spec) from error
+        try:
+            return _AsyncioChild(process)
+        except OSError as error:  # no descriptor left for the pidfd
+            process.kill()
+            await process.wait()  # it was killed: this returns at once
+            raise spawn_error(error, spec) from error
 
 
 class _AsyncioChild(PidfdChild):

@@ -12,6 +12,7 @@ from resource import struct_rusage
 
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process.base import ChildExit
+from elastic_aio.process.orphans import subreaper
 
 
 class PidfdWatch:
@@ -64,6 +65,8 @@ class PidfdChild:
         self.pid = pid
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
         self._pidfd = pidfd
+        subreaper.own.add(pid)
+        self.exited.add_done_callback(lambda _: subreaper.own.discard(pid))
 
     def __repr__(self) -> str:
         state = str(self.exited.result().status) if self.exited.done() else "running"

@@ -48,6 +48,7 @@ from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child
 from elastic_aio.process.exits import PidfdWatch
+from elastic_aio.process.orphans import Orphans
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
@@ -91,11 +92,17 @@ class ProcessTree:
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._excluded: tuple[int, int] | None = None
         self._cache = proc_scan.ScanCache()
+        self.orphans = Orphans()
         self._must_kill: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
         live = len(self._running())
         return f"<ProcessTree with {live} of {len(self._leaders)} leaders alive>"
+
+    @property
+    def marker(self) -> str:
+        """Name of a variable in the environment of every worker."""
+        return self._marker.decode("ascii")
 
     @property
     def since(self) -> int:
@@ -143,6 +150,7 @@ class ProcessTree:
         return await self._scan()
 
     async def _scan(self) -> list[proc_scan.ProcEntry]:
+        self._descendants.update(self.orphans.find(self._since))
         scan = proc_scan.find_descendants(
             self._marker, self._since, self._sessions, self._descendants, self._cache
         )
@@ -152,6 +160,7 @@ class ProcessTree:
                 pause = next(scan)
             except StopIteration as end:
                 entries: list[proc_scan.ProcEntry] = end.value
+                self.orphans.note(entries)
                 return [entry for entry in entries if not self._is_excluded(entry)]
             if pause:
                 await asyncio.sleep(pause)  # no event reports the end of an exec
@@ -310,9 +319,13 @@ class ProcessTree:
         if self._sessions.get(session.number) is session:
             self._write_session(session)
 
-    def close(self) -> None:
-        """Stop writing the session list: its file is about to be closed."""
+    async def aclose(self) -> None:
+        """Stop writing the session list, whose file is about to be closed, and adopting orphans.
+
+        Idempotent; safe to call again after cancellation.
+        """
         self._session_list = -1
+        await self.orphans.aclose()
 
     def _write_session(self, session: proc_scan.WorkerSession) -> None:
         if self._session_list >= 0:  # else a process that could not be killed has ended after all

@@ -441,7 +441,7 @@ def fail_jobs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that makes every job fail after two events."""
 
     def fail(kind: type[JobFailed], why: str, code: int, *failures: Failure) -> None:
-        async def supervise(*_: object, listeners: Any) -> LaunchResult:
+        async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
             for event in (STARTED, FORMING):
                 for listen in listeners:
                     listen(event)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
+import site
 import sys
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import noted, noting, until_sync
-from tests.support.cli import Running, run_program, running, running_cli
+from tests.support.cli import CLI, REPOSITORY, Running, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -300,3 +302,43 @@ def test_an_exception_in_the_embedding_program(tmp_path: Path) -> None:
                      env={"NOTES": str(directory)}) as program:  # fmt: skip
             assert program.wait() == 5
         assert all_exited()
+
+
+# Leaves twenty orphans, and succeeds when all of them have been reaped.
+ORPHANS = """
+for i in $(seq 10); do (setsid sleep 0.1 &); (sleep 0.1 &); done
+until [ $(cat /proc/[0-9]*/stat 2> /dev/null | grep -c "(sleep) [^Z]") = 0 ]; do sleep 0.01; done
+until ! cat /proc/[0-9]*/stat 2> /dev/null | grep -q ") Z $LAUNCHER "; do sleep 0.01; done
+exit 0
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_orphans_of_a_container(loop: str) -> None:
+    """As process 1 the launcher reaps all orphans, and no worker's status gets lost."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if run_program([*container, "true"]).code != 0:
+        pytest.skip("needs the right to make a pid namespace")
+    words = ["--loop", loop, "--nproc-per-node", "8", "--no-python", "bash", "-c", ORPHANS]
+    ended = run_program([*container, *CLI, "run", *words], env={"LAUNCHER": "1"})
+    assert ended.code == 0, ended.err
+
+
+def test_an_agent_of_an_ordinary_user() -> None:
+    """An `ssh-agent` that a worker starts hides its environment; it ends with the job."""
+    if os.geteuid() != 0 or shutil.which("ssh-agent") is None:
+        pytest.skip("needs root, to become another user, and ssh-agent")
+    as_another = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    path = os.pathsep.join([str(REPOSITORY), *site.getsitepackages()])
+    env = {"PYTHONPATH": path, "TMPDIR": "/tmp"}
+    for python in (sys.executable, "/usr/bin/python3"):
+        command = [*as_another, python, "-m", "elastic_aio", "run", "--no-python"]
+        if run_program([*command, "true"], env=env, cwd="/").code == 0:
+            break
+    else:
+        pytest.skip("another user cannot run this interpreter")
+    script = 'eval "$(ssh-agent -s)" > /dev/null; echo $SSH_AGENT_PID; ps -o uid= $SSH_AGENT_PID'
+    ended = run_program([*command, "bash", "-c", script], env=env, cwd="/")
+    pid, user = ended.out.split()
+    assert (ended.code, user) == (0, "65534")
+    assert not alive(int(pid))

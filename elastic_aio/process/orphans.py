@@ -1,0 +1,225 @@
+"""Orphans: processes of a job whose parent has ended, adopted by this process.
+
+A daemon leaves its session and loses its parent, and is then known by the marker in its
+environment only.  `ssh-agent` and `gpg-agent` forbid that it is read (PR_SET_DUMPABLE of
+prctl(2)), except by a privileged process.  A *child subreaper* (PR_SET_CHILD_SUBREAPER)
+becomes the parent of all orphans among its descendants: such a daemon is found among its
+children.  In return it has to reap them.
+
+This changes the process, so a job of a library asks for it; the command line, which owns
+its process, always does.  It may also be process 1 of a container, which adopts every
+orphan of the container, of whatever origin.
+
+A child was adopted if this package has not started it and it has another session than
+this process: children of the embedding program have the same one, unless they were
+started as leaders of new ones.  Those look like a daemon.  So a library stops only those
+whose environment it is not allowed to read, and reaps only those that it has found as
+processes of the job; it leaves the zombie of a daemon that ends early.  The command line
+has no other children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.errors import HostError
+from elastic_aio.process import proc_scan
+from elastic_aio.signals import ReceivedSignals
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+
+class _Subreaper:
+    """What all jobs of this process share."""
+
+    owns_process = False
+    """Whether this is the process of the command line; it then adopts for every job."""
+    jobs = 0
+    """How many jobs are open, with adoption or without."""
+    _users = 0
+    _spawning = 0
+    _was_subreaper = False
+
+    def __init__(self) -> None:
+        self.own: set[int] = set()
+        """The children that this package has started, until their exit is known."""
+
+    def acquire(self) -> None:
+        """Become a child subreaper; `release` must follow.
+
+        Raises:
+            OSError: the kernel or a sandbox does not allow it.
+        """
+        if not self._users:
+            self._was_subreaper = _is_subreaper()
+            _set_subreaper(True)
+        self._users += 1
+
+    def release(self) -> None:
+        """End one use; after the last one the process is what it was."""
+        self._users -= 1
+        if not self._users:
+            _set_subreaper(self._was_subreaper)
+
+    @contextmanager
+    def spawning(self) -> Iterator[None]:
+        """Regard no child as adopted while one is started that is not in `own` yet."""
+        self._spawning += 1
+        try:
+            yield
+        finally:
+            self._spawning -= 1
+
+    def adopted(self) -> Iterator[proc_scan.ProcEntry]:
+        """Yield the adopted children, zombies included.
+
+        Raises:
+            OSError: no descriptor is left, or this kernel lists no children.
+        """
+        me, session = os.getpid(), os.getsid(0)
+        with open(f"/proc/{me}/task/{me}/children", "rb") as file:
+            pids = set(map(int, file.read().split())) - self.own
+        for pid in () if self._spawning else pids:
+            entry = proc_scan.read_process(pid)
+            if entry is not None and entry.session != session:
+                yield entry
+
+
+subreaper = _Subreaper()
+
+
+def _is_subreaper() -> bool:
+    import ctypes  # takes milliseconds, and most programs do not need it
+
+    value = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value))
+    return bool(value.value)
+
+
+def _set_subreaper(value: bool) -> None:
+    import ctypes
+
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(value))
+
+
+def _prctl(option: int, argument: object) -> None:
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+class Orphans:
+    """The adopted orphans of one job; must be closed."""
+
+    def __init__(self) -> None:
+        """Count the job; nothing is adopted before `adopt`."""
+        self._is_open = True
+        self._is_adopting = False
+        self._reaping: asyncio.Task[None] | None = None
+        self._found: dict[int, int] = {}
+        subreaper.jobs += 1
+
+    def __repr__(self) -> str:
+        return f"<Orphans: {len(self._found) if self._is_adopting else 'not adopted'}>"
+
+    def adopt(self) -> None:
+        """Adopt the orphans of this process from now on, and reap them.
+
+        In the main thread they are reaped as soon as they exit, unless the program handles
+        SIGCHLD; otherwise only by `find` and `aclose`.
+
+        Raises:
+            HostError: the kernel or a sandbox does not allow it.
+        """
+        try:
+            subreaper.acquire()
+        except (OSError, ImportError, AttributeError) as error:
+            if subreaper.owns_process:
+                return  # it did not ask for it, and can do without
+            raise HostError(f"cannot adopt orphans (PR_SET_CHILD_SUBREAPER): {error}") from error
+        self._is_adopting = True
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
+            self._reaping = create_task(self._reap_on_exits(), name="reap orphans")
+
+    async def aclose(self) -> None:
+        """Reap those that have exited; the next ones go to another process.  Idempotent."""
+        if self._reaping is not None:
+            await cancel_and_wait([self._reaping])
+            self._reaping = None
+        if self._is_adopting:
+            self._is_adopting = False
+            self._reap()
+            subreaper.release()
+        if self._is_open:
+            self._is_open = False
+            subreaper.jobs -= 1
+
+    def find(self, since: int) -> dict[int, int]:
+        """Return the start times, by pid, of live orphans that belong to this job.
+
+        While several jobs run in this process that is unknown: they stay until the last
+        job stops.
+
+        Args:
+            since: ticks at which the job began.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        if not self._is_adopting:
+            return {}
+        self._reap()
+        if subreaper.jobs == 1:
+            for entry in subreaper.adopted():
+                if entry.start >= since and not entry.is_dead and _is_of_job(entry.pid):
+                    self._found[entry.pid] = entry.start
+        return self._found
+
+    def note(self, processes: Iterable[proc_scan.ProcEntry]) -> None:
+        """Note processes of the job: those that are adopted are reaped when they exit."""
+        if self._is_adopting:
+            me = os.getpid()
+            self._found.update((item.pid, item.start) for item in processes if item.parent == me)
+
+    async def _reap_on_exits(self) -> None:
+        with ReceivedSignals([signal.SIGCHLD]) as signals:
+            signals.discard([signal.SIGCHLD])
+            self._reap()  # what has exited before
+            async for _ in signals:
+                self._reap()
+
+    def _reap(self) -> None:
+        """Reap the adopted children that have exited, and no other child."""
+        try:
+            for entry in subreaper.adopted():
+                is_found = self._found.get(entry.pid) == entry.start
+                is_leader = entry.session == entry.pid and not subreaper.owns_process
+                if entry.is_dead and (is_found or not is_leader):
+                    self._found.pop(entry.pid, None)
+                    with suppress(ChildProcessError):  # the program has reaped it
+                        os.waitid(os.P_PID, entry.pid, os.WEXITED | os.WNOHANG)
+        except OSError:
+            return  # no descriptor is left; the next exit brings another try
+
+
+def _is_of_job(pid: int) -> bool:
+    """Return whether an adopted child belongs to the only job of this process."""
+    try:
+        os.kill(pid, 0)
+        if subreaper.owns_process and os.getpid() != 1:
+            return True
+        with open(f"/proc/{pid}/environ", "rb"):
+            return False  # the scan looks for the marker there
+    except PermissionError as error:
+        return error.filename is not None  # it can be signalled, but not read
+    except OSError:
+        return False
