@@ -238,7 +238,7 @@ class Coordinator:
                 break
         wait_for_ranks(state)
         state.publish_waiting()
-        return state.outbox.drain()
+        return state.outbox.drain(state.budget.history(now))
 
     def _admit_joined(self) -> None:
         state = self._state

@@ -66,7 +66,7 @@ class CoordinatorRunner:
         """
         self._root = root
         self._settings = settings
-        self._budget = budget
+        self.budget = budget
         self._agent = agent
         self._node = node
         self._run_id = run_id
@@ -97,7 +97,7 @@ class CoordinatorRunner:
         self._changes.clear()
         coordinator = Coordinator(
             self._settings,
-            self._budget,
+            self.budget,
             name=f"{name}@{instance.hex()[:8]}",
             term=term,
             now=asyncio.get_running_loop().time(),

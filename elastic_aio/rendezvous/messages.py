@@ -28,6 +28,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
+from elastic_aio.spec.restart import RestartHistory
 from elastic_aio.text import escape_surrogates
 
 PROTOCOL = 2
@@ -191,12 +192,16 @@ OrderBody = (
 )
 
 
-class Order(Struct, frozen=True):
-    """What the coordinator of `term` wants of one member; `serial` grows with each."""
+class Order(Struct, frozen=True, omit_defaults=True):
+    """What the coordinator of `term` wants of one member; `serial` grows with each.
+
+    `history` is what its budget has counted: this node may be the next to coordinate.
+    """
 
     term: int
     serial: int
     body: OrderBody
+    history: RestartHistory | None = None
 
 
 class LeaderRecord(Struct, frozen=True):

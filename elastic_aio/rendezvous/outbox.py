@@ -40,6 +40,7 @@ from elastic_aio.rendezvous.messages import (
     OrderBody,
     ProbePeers,
 )
+from elastic_aio.spec.restart import RestartHistory
 
 CHECKS = 5
 """How often an order is resent without an acknowledgement."""
@@ -66,7 +67,7 @@ class Outbox:
         """Monotonic seconds of the last `check`."""
         self._interval = timeout / CHECKS
         self._serial = 0
-        self._sends: dict[str, SendOrder] = {}
+        self._sends: dict[str, tuple[tuple[int, int], OrderBody]] = {}
         self._others: list[CoordinatorEffect] = []
         self._open: dict[str, MemberRecord] = {}
         """Members that have not obeyed their last order, as far as is known."""
@@ -108,7 +109,7 @@ class Outbox:
             record.begun = record.sent_as
         # Removed first: the dictionary keeps the order of the last change.
         self._sends.pop(record.member, None)
-        self._sends[record.member] = SendOrder(record.member, Order(*record.sent_as, body))
+        self._sends[record.member] = record.sent_as, body
 
     def discard(self, member: str) -> None:
         """Drop the order for a member that has gone."""
@@ -174,9 +175,13 @@ class Outbox:
         """Publish an event of the job."""
         self._others.append(PublishEvent(event))
 
-    def drain(self) -> list[CoordinatorEffect]:
-        """Return all effects and remove them."""
-        effects = [*self._others, *self._sends.values()]
+    def drain(self, history: RestartHistory | None) -> list[CoordinatorEffect]:
+        """Return all effects and remove them; each order gets `history`."""
+        sends = [
+            SendOrder(member, Order(*sent_as, body, history))
+            for member, (sent_as, body) in self._sends.items()
+        ]
+        effects = [*self._others, *sends]
         self._others, self._sends = [], {}
         return effects
 

@@ -176,6 +176,8 @@ class StoreSession:
             order = decode_order(text)
         except MessageError:
             return  # not written by a coordinator; its own order replaces it
+        if order.history is not None:
+            self._runner.budget.follow(order.history, asyncio.get_running_loop().time())
         self._perform(self._member.on_order(order))
 
     async def _watch_lease(self, lease: Lease) -> str:

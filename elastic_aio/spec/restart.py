@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -255,6 +256,48 @@ class RestartDecision:
     """Seconds until the attempt."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestartHistory:
+    """What a budget has counted, for the budget of another node; ages in seconds."""
+
+    restarts: int = 0
+    losses: int = 0
+    """Rounds that have lost a node."""
+    consecutive: int = 0
+    """Restarts since the back-off began anew."""
+    restart_ages: tuple[float, ...] = ()
+    """The latest, the oldest first."""
+    loss_ages: tuple[float, ...] = ()
+
+
+_AGES_MAX = 100
+"""Ages in a history; each message to a node has one."""
+
+
+class _Count:
+    """How often something has happened, and when, as far as that is known and matters."""
+
+    def __init__(self, kept: int) -> None:
+        self.total = 0
+        self.times: deque[float] = deque(maxlen=kept)
+
+    def record(self, now: float) -> None:
+        self.total += 1
+        self.times.append(now)
+
+    def resume(self, total: int, ages: Sequence[float], now: float) -> bool:
+        """Take what another node has counted; return False if it knows nothing more."""
+        if (total, len(ages)) <= (self.total, len(self.times)):
+            return False
+        self.total = total
+        if len(ages) >= len(self.times):
+            self.times = deque((now - age for age in ages), self.times.maxlen)
+        return True
+
+    def ages(self, now: float) -> tuple[float, ...]:
+        return tuple(round(now - time, 1) for time in [*self.times][-_AGES_MAX:])
+
+
 class RestartBudget:
     """Counts the restarts of one job and decides about each failure."""
 
@@ -265,9 +308,9 @@ class RestartBudget:
         self._max_restarts = max_restarts
         self._policy = policy
         self._random = random
-        self._restarts_at: list[float] = []
-        self._losses_at: list[float] = []
-        self._resumed = 0
+        # More times than a limit has room for decide nothing.
+        self._restarts = _Count(policy.window.count if policy.window else 0)
+        self._losses = _Count(policy.node_losses.count if policy.node_losses else 0)
         self._consecutive = 0
 
     def __repr__(self) -> str:
@@ -276,7 +319,7 @@ class RestartBudget:
     @property
     def restarts(self) -> int:
         """Restarts so far."""
-        return self._resumed + len(self._restarts_at)
+        return self._restarts.total
 
     @property
     def is_exhausted(self) -> bool:
@@ -310,7 +353,7 @@ class RestartBudget:
                 return RestartDecision(False, f"exit code {code} is in restart.never_on")
             if policy.restart_on is not None and code not in policy.restart_on:
                 return RestartDecision(False, f"exit code {code} is not in restart.restart_on")
-        if policy.window and policy.window.is_exhausted(self._restarts_at, now):
+        if policy.window and policy.window.is_exhausted(self._restarts.times, now):
             count, seconds = policy.window.count, policy.window.seconds
             return RestartDecision(False, f"{count} restarts within {seconds:g} s (restart.window)")
         why = f"restart {self.restarts + 1} of {self._max_restarts} (max_restarts)"
@@ -330,9 +373,8 @@ class RestartBudget:
         limit = self._policy.node_losses
         if limit is None:
             return RestartDecision(True, "")
-        recent = [time for time in self._losses_at if now - time < limit.seconds]
-        self._losses_at = [*recent, now]
-        number = len(self._losses_at)
+        number = 1 + sum(now - time < limit.seconds for time in self._losses.times)
+        self._losses.record(now)
         if number > limit.count:
             return RestartDecision(False, f"{number} node losses, at most {limit} are allowed")
         if number <= _LOSSES_AT_ONCE:
@@ -341,12 +383,30 @@ class RestartBudget:
         return RestartDecision(True, f"node loss {number} of {limit}", delay)
 
     def resume(self, restarts: int) -> None:
-        """Continue from the `restarts` that another budget counted, at unknown times."""
-        self._resumed = max(0, restarts - len(self._restarts_at))
+        """Count at least so many restarts, the further ones at unknown times."""
+        self._restarts.total = max(restarts, self._restarts.total)
 
     def record(self, now: float) -> None:
         """Count a restart; `now` is in monotonic seconds."""
-        self._restarts_at.append(now)
+        self._restarts.record(now)
+
+    def history(self, now: float) -> RestartHistory | None:
+        """Return what is counted, for the budgets of other nodes; None if nothing is."""
+        if not self._restarts.total and not self._losses.total:
+            return None
+        return RestartHistory(
+            self._restarts.total,
+            self._losses.total,
+            self._consecutive,
+            self._restarts.ages(now),
+            self._losses.ages(now),
+        )
+
+    def follow(self, history: RestartHistory, now: float) -> None:
+        """Take what the coordinator's budget has counted, to continue from there."""
+        if self._restarts.resume(history.restarts, history.restart_ages, now):
+            self._consecutive = history.consecutive
+        self._losses.resume(history.losses, history.loss_ages, now)
 
     def _delay(self, ran: float) -> float:
         backoff, healthy_after = self._policy.backoff, self._policy.healthy_after

@@ -20,6 +20,7 @@ from elastic_aio.rendezvous import outbox
 from elastic_aio.rendezvous.base import RoundStopped
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
 from elastic_aio.rendezvous.member import Probe
+from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import StoreServer, connect
 from tests.support.chaos import ChaosProxy
@@ -84,6 +85,30 @@ async def test_a_leader_without_a_past_has_a_new_term() -> None:
             async with present(FakeAgent(name, spec)) as (one,):
                 terms.append((await one.wait_event(CoordinatorChanged)).term)
         assert terms == [1, 2, 3]
+
+
+async def test_a_restart_window_survives_its_coordinators() -> None:
+    """Each of which leaves after the restart that it has counted."""
+    async with StoreServer("127.0.0.1", 0) as server:
+        policy = RestartPolicy(window=(2, 3600.0))
+        endpoint = f"127.0.0.1:{server.port}"
+        spec = job_spec(endpoint, "1:2", is_host=False, max_restarts=9, restart=policy)
+        first, second, third = (FakeAgent(name, spec) for name in "abc")
+        async with present(first) as members:
+            for leaver, joiner in ((first, second), (second, third)):
+                await joiner.rendezvous.open()
+                members.append(joiner)
+                before = await joiner.wait_formed(2)
+                joiner.fail()
+                restarts = (await joiner.wait_formed(2, after=before.round)).restarts
+                assert restarts == before.restarts + 1
+                members.remove(leaver)
+                await leaver.rendezvous.leave("enough")
+                leaver.close()
+                await joiner.wait_formed(1)
+            third.fail()
+            outcome = await third.wait_ended()
+            assert outcome.why == "2 restarts within 3600 s (restart.window)"
 
 
 @pytest.mark.slow

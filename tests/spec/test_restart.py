@@ -16,6 +16,7 @@ from elastic_aio.spec.restart import (
     RestartAction,
     RestartBudget,
     RestartDecision,
+    RestartHistory,
     RestartPolicy,
     RestartWindow,
 )
@@ -344,3 +345,27 @@ def test_restarts_never_exceed_the_budget(
         if spent.decide(failure(), action, seconds, now).restart:
             spent.record(now)
     assert spent.restarts <= max_restarts
+
+
+def test_a_budget_continues_from_the_history_of_another() -> None:
+    """It never counts less than before, and a history that says nothing new changes no time."""
+    policy = RestartPolicy(window=(3, 60.0), backoff=Backoff(initial=1, jitter=False))
+    leading, following = (RestartBudget(9, policy, lambda: 1.0) for _ in range(2))
+    assert leading.history(0.0) is None
+    leading.record(10.0)
+    leading.lose_node(15.0)
+    leading.record(20.0)
+    history = leading.history(30.0)
+    assert history == RestartHistory(2, 1, 0, (20.0, 10.0), (15.0,))
+    following.follow(history, 1030.0)
+    assert following.history(1030.0) == history
+    following.follow(history, 1040.0)
+    assert following.history(1030.0) == history
+    following.follow(RestartHistory(1, 0, 0, (5.0,)), 1040.0)
+    assert following.restarts == 2
+    following.resume(7)
+    following.record(1050.0)
+    assert following.restarts == 8
+    counted = following.history(1050.0)
+    assert counted is not None
+    assert counted.restart_ages == (40.0, 30.0, 0.0)

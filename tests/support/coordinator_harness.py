@@ -78,6 +78,8 @@ class CoordinatorHarness:
         self._budget: Callable[[], RestartBudget] = lambda: RestartBudget(
             max_restarts, restart or RestartPolicy(), lambda: 1.0
         )
+        self.budgets: dict[str, RestartBudget] = {}
+        """By member, and by other names of coordinators."""
         self._store = b"store"
         self._terms = itertools.count(1)
         self._dropping: set[str] = set()
@@ -98,7 +100,11 @@ class CoordinatorHarness:
         term = next(self._terms)
         self._written.clear()
         self.coordinator = Coordinator(
-            self.settings, self._budget(), name=name, term=term, now=self.now
+            self.settings,
+            self.budgets.setdefault(name, self._budget()),
+            name=name,
+            term=term,
+            now=self.now,
         )
         return self.coordinator
 
@@ -138,6 +144,9 @@ class CoordinatorHarness:
                     self.dropped[member] = order
                 elif member in self.members:
                     order = decode_order(encode(order))
+                    if order.history is not None:
+                        budget = self.budgets.setdefault(member, self._budget())
+                        budget.follow(order.history, self.now)
                     self.perform(member, self.members[member].on_order(order))
             case PublishEvent(event):
                 self.published.append(event)

@@ -1,0 +1,113 @@
+"""Limits of restarts and of node losses that survive a change of the coordinator."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_aio.events import RoundFormed
+from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.messages import StandBy
+from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
+from tests.support.coordinator_harness import CoordinatorHarness
+
+WINDOW = RestartPolicy(window=(2, 3600.0))
+
+
+def why_ended(harness: CoordinatorHarness) -> str:
+    outcome = harness.coordinator.outcome
+    return "" if outcome is None else outcome.why
+
+
+def test_a_window_survives_a_change_of_coordinator() -> None:
+    """After each restart, from one node to the other."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=50, restart=WINDOW)
+    for turn in range(2):
+        harness.fail("a")
+        harness.settle(harness.now + 1)
+        harness.elect("ab"[turn])
+        harness.settle(harness.now + 1)
+        assert not why_ended(harness)
+    harness.fail("b")
+    assert why_ended(harness) == "2 restarts within 3600 s (restart.window)"
+
+
+def test_ages_are_not_lost() -> None:
+    """The first restart is out of the window for every coordinator."""
+    policy = RestartPolicy(window=(2, 100.0))
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=50, restart=policy)
+    harness.fail("a")
+    harness.settle(50)
+    harness.fail("a")
+    for name in "abab":
+        harness.elect(name)
+        harness.settle(harness.now + 10)
+    harness.settle(101)
+    harness.fail("b")
+    assert not why_ended(harness)
+    harness.settle(149)
+    harness.fail("b")
+    assert why_ended(harness) == "2 restarts within 100 s (restart.window)"
+
+
+def test_a_node_that_came_later_knows_of_earlier_restarts() -> None:
+    """It was on standby, and has had no placement."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=50, restart=WINDOW)
+    harness.fail("a")
+    harness.settle(10)
+    harness.join("d")
+    harness.fail("a")
+    assert isinstance(next(body for name, body in harness.sent if name == "d"), StandBy)
+    harness.elect("d")
+    harness.settle(20)
+    harness.fail("b")
+    assert why_ended(harness) == "2 restarts within 3600 s (restart.window)"
+
+
+def test_the_delay_grows_under_another_coordinator() -> None:
+    policy = RestartPolicy(backoff=Backoff(initial=1, jitter=False))
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=9, restart=policy)
+    for turn in range(4):
+        harness.fail("a")
+        harness.settle(harness.now + 100)
+        harness.elect("ab"[turn % 2])
+        harness.settle(harness.now + 100)
+    delays = [one.cause.delay for one in harness.pending_restarts()]
+    assert delays == [1, 2, 4, 8] * 2
+
+
+def test_a_coordinator_that_is_lost_in_every_round_is_counted() -> None:
+    """A crash loop takes its own node down, and with it the budget of that node."""
+    policy = RestartPolicy(
+        node_losses=NodeLosses(count=4, seconds=3600.0, backoff=Backoff(initial=0))
+    )
+    harness = CoordinatorHarness(
+        RoundSettings(2, 3, last_call_timeout=0), "a", "b", "n0", restart=policy
+    )
+    for turn in range(10):
+        harness.elect(f"n{turn}")
+        harness.settle(harness.now + 1)
+        if why_ended(harness):
+            break
+        del harness.members[f"n{turn}"]
+        harness.elect("ab"[turn % 2])
+        harness.settle(harness.now + 1)
+        harness.settle(harness.now + 1)
+        harness.join(f"n{turn + 1}")
+        harness.settle(harness.now + 1)
+    assert why_ended(harness).endswith(
+        "5 node losses, at most 4 within 3600 s are allowed (restart.node_losses)"
+    )
+    assert len(harness.events(RoundFormed)) < 12
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_history_is_bounded(count: int) -> None:
+    """So that every order stays small."""
+    policy = RestartPolicy(window=(1000, 10_000.0))
+    harness = CoordinatorHarness(RoundSettings(1, 1), "a", max_restarts=1001, restart=policy)
+    for _ in range(count):
+        harness.fail("a")
+    history = harness.budgets["a"].history(0.0)
+    assert history is not None
+    assert history.restarts == count
+    assert len(history.restart_ages) == min(count, 100)
