@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import NodeLost as NodeLost
     from elastic_aio.events import NodeRefused as NodeRefused
     from elastic_aio.events import NodeStandby as NodeStandby
+    from elastic_aio.events import OutputLost as OutputLost
     from elastic_aio.events import RendezvousStoreLost as RendezvousStoreLost
     from elastic_aio.events import RendezvousStoreRecovered as RendezvousStoreRecovered
     from elastic_aio.events import Restarting as Restarting
@@ -124,8 +125,8 @@ else:
                 AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianLost
                 GuardianRestarted
                 JobFinished JobStarted MembershipChanged NodeJoined NodeLeft NodeLost NodeRefused
-                NodeStandby RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed
-                RoundForming RoundWaiting SignalForwarded StandbyPromoted StopEscalated
+                NodeStandby OutputLost RendezvousStoreLost RendezvousStoreRecovered Restarting
+                RoundFormed RoundForming RoundWaiting SignalForwarded StandbyPromoted StopEscalated
                 StopRequested WorkerAbandoned WorkerExited WorkerStarted event_from_json
                 event_to_json
             """,

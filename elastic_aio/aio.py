@@ -45,6 +45,16 @@ def wall_clock() -> float:
     return clock()
 
 
+def monotonic_clock() -> float:
+    """Return seconds by the monotonic clock of this host, now.
+
+    The time of a uvloop is that of its last iteration.  A simulated host has no other
+    clock than its loop.
+    """
+    loop = asyncio.get_running_loop()
+    return loop.time() if hasattr(loop, "wall_clock") else time.monotonic()
+
+
 def random_bytes(size: int) -> bytes:
     """Return bytes for a name or a secret; those of a simulated loop repeat with its seed."""
     source: Callable[[int], bytes]

@@ -125,6 +125,7 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
     """The process `pid` did not exit after SIGKILL and is left behind."""
 
     pid: int
+    """0 if `/proc` could not be read; then processes may be left that are not known."""
     state: str
     """Its state in `/proc`, such as `D in nfs_wait`: an uninterruptible system call."""
 
@@ -159,6 +160,22 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     stream: str
     """`stdout` or `stderr`."""
     why: str
+    unshown: int | None = None
+    """Bytes in the log files that the console did not take; None while workers run."""
+
+
+class OutputLost(Event, frozen=True, kw_only=True):
+    """Output of the worker `rank` (on this node `local_rank`) is not shown or kept (`why`)."""
+
+    rank: int
+    local_rank: int
+    stream: str
+    """`stdout` or `stderr`."""
+    path: str
+    """Its log file."""
+    why: str
+    lost: int | None = None
+    """Bytes; None if their number is not known."""
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):
@@ -234,7 +251,7 @@ class RoundWaiting(Event, frozen=True, kw_only=True):
     """Which nodes have not done what, or that `restart.decide` has not returned."""
     waited: float
     """Seconds so far."""
-    time_left: float
+    time_left: float | None = None
     """Seconds until the nodes count as lost, or the job ends for want of a decision."""
 
 

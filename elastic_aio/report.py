@@ -43,6 +43,8 @@ def describe(event: Event) -> tuple[int, str]:
             pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
             name = signal_name(event.signal)
             return Level.WARNING, f"{processes} did not stop in time, sending {name} (pid {pids})"
+        case events.WorkerAbandoned(pid=0):
+            return Level.WARNING, f"processes may be left behind: {event.state}"
         case events.WorkerAbandoned():
             process = f"process {event.pid} did not exit after SIGKILL"
             return Level.WARNING, f"{process} (state {event.state}), left behind"
@@ -54,8 +56,13 @@ def describe(event: Event) -> tuple[int, str]:
         case events.GuardianLost():
             return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
         case events.ConsoleLost():
-            text = f"{event.stream} accepts no more output ({event.why}); see the logs"
+            rest = counted(event.unshown, "byte") + " not shown, " if event.unshown else ""
+            text = f"{event.stream} accepts no more output ({event.why}); {rest}see the logs"
             return Level.WARNING, text
+        case events.OutputLost():
+            lost = "output" if event.lost is None else counted(event.lost, "byte")
+            text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
+            return Level.WARNING, f"{text} ({event.path})"
         case events.EventsMissed():
             return Level.WARNING, f"{event.count or 'some'} events missed"
         case events.JobFinished():
@@ -70,7 +77,8 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
         case events.RoundForming():
             return Level.WARNING, _round_forming(event)
         case events.RoundWaiting():
-            times = f"waited {event.waited:.0f} s, {event.time_left:.0f} s left"
+            left = "" if event.time_left is None else f", {event.time_left:.0f} s left"
+            times = f"waited {event.waited:.0f} s{left}"
             return Level.WARNING, f"{event.phase}: {event.what} ({times})"
         case events.RoundFormed():
             return Level.INFO, _round_formed(event)

@@ -28,6 +28,7 @@ from elastic_aio.events import (
     NodeLost,
     NodeRefused,
     NodeStandby,
+    OutputLost,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     Restarting,
@@ -120,7 +121,16 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
     GuardianLost: drawn(GuardianLost, why=texts),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),
-    ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts),
+    ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts, unshown=st.none() | counts),
+    OutputLost: drawn(
+        OutputLost,
+        rank=counts,
+        local_rank=counts,
+        stream=texts,
+        path=texts,
+        why=texts,
+        lost=st.none() | counts,
+    ),
     NodeJoined: drawn(
         NodeJoined, name=texts, member=texts, address=texts, nproc=counts, role=texts
     ),

@@ -54,6 +54,7 @@ PUBLIC = [
     "NodeRange",
     "NodeRefused",
     "NodeStandby",
+    "OutputLost",
     "RendezvousFailed",
     "RendezvousSpec",
     "RendezvousStoreLost",

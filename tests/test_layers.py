@@ -202,7 +202,7 @@ def test_third_parties_are_confined(name: str) -> None:
     roots = {imported.partition(".")[0] for imported in imported_by(name)}
     third_parties = roots - set(sys.stdlib_module_names) - {"elastic_aio"}
     if name == "process.guardian_main":
-        third_parties -= {"proc_scan"}  # its neighbour, in a bare interpreter
+        third_parties -= {"proc_scan", "session_list"}  # its neighbours, in a bare interpreter
     if name == "worker.bootstrap_main":
         third_parties -= {"bootstrap"}  # its neighbour, before the package can be found
     if package_of(name) != "worker":
@@ -270,7 +270,9 @@ def test_one_node_does_not_pay_for_many() -> None:
     assert not loaded & {"elastic_aio.cli.events", "elastic_aio.cli.store", "importlib.metadata"}
 
 
-@pytest.mark.parametrize("name", ["process.guardian_main", "process.proc_scan"])
+@pytest.mark.parametrize(
+    "name", ["process.guardian_main", "process.proc_scan", "process.session_list"]
+)
 def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
     """Its bare interpreter imports only neighbouring files of this package."""
     names = imported_by(name, typing_too=False)
@@ -286,6 +288,7 @@ def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
         "sys",
         "time",
         "proc_scan",
+        "session_list",
     }
 
 

@@ -28,6 +28,7 @@ from elastic_aio import (
     NodeLost,
     NodeRefused,
     NodeStandby,
+    OutputLost,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     Restarting,
@@ -318,6 +319,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind",
     ),
     (
+        WorkerAbandoned(pid=0, state="/proc could not be read"),
+        Level.WARNING,
+        "processes may be left behind: /proc could not be read",
+    ),
+    (
         SignalForwarded(signal=10, pids=(5, 6)),
         Level.INFO,
         "SIGUSR1 forwarded to 2 workers",
@@ -332,6 +338,21 @@ EVENTS: list[tuple[Event, int, str]] = [
         ConsoleLost(stream="stdout", why="broken pipe"),
         Level.WARNING,
         "stdout accepts no more output (broken pipe); see the logs",
+    ),
+    (
+        ConsoleLost(stream="stdout", why="it was not read", unshown=7),
+        Level.WARNING,
+        "stdout accepts no more output (it was not read); 7 bytes not shown, see the logs",
+    ),
+    (
+        OutputLost(rank=3, local_rank=1, stream="stderr", path="/logs/x", why="it is gone"),
+        Level.WARNING,
+        "output of stderr of rank 3 lost: it is gone (/logs/x)",
+    ),
+    (
+        OutputLost(rank=3, local_rank=1, stream="stderr", path="/x", why="it is gone", lost=1),
+        Level.WARNING,
+        "1 byte of stderr of rank 3 lost: it is gone (/x)",
     ),
     (
         AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)),

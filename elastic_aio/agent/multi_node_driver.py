@@ -148,6 +148,7 @@ class MultiNodeDriver(Driver):
 
     async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
         await self._runtime.clock.sleep(effect.timeout)
+        await self._rendezvous.wait_unneeded()
         return BarrierTimedOut(effect.attempt)
 
     async def _leave(self, effect: Leave) -> Input:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from elastic_aio.agent.preflight import worker_argv
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult, read_call_result
-from elastic_aio.spec.job import Command, Function, LaunchSpec, Script
+from elastic_aio.spec.job import Command, Function, LaunchSpec
 
 if TYPE_CHECKING:
     from elastic_aio.process.calls import Payload
@@ -136,13 +136,12 @@ class Program:
             return
         from elastic_aio.process.forkserver import ForkServer
 
-        first = [os.path.dirname(entrypoint.path)] if isinstance(entrypoint, Script) else []
-        cwd = self._spec.cwd or os.getcwd()
-        path = [os.path.join(cwd, entry) for entry in [*first, *sys.path]]
+        # Without the interpreter and its option -u.
+        program = () if self.is_function else worker_argv(self._spec, 0, ())[2:]
         self._server = ForkServer(
             self.command_spawner,
             python=self._spec.python or sys.executable,
-            path=path,
+            program=program,
             preload=self._spec.preload,
             env=env,
             cwd=self._spec.cwd,

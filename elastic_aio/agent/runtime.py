@@ -43,7 +43,13 @@ from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import ConsoleLost, Event, GuardianLost, GuardianRestarted
+from elastic_aio.events import (
+    ConsoleLost,
+    Event,
+    GuardianLost,
+    GuardianRestarted,
+    OutputLost,
+)
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.lines import PrefixFields, make_prefix
 from elastic_aio.logs.paths import WorkerLogs, attempt_directory, plan_logs
@@ -180,8 +186,9 @@ class LocalRuntime:
         """
         await self.master_ports.aclose()
         if self._tee is not None:
-            for sink in await self._tee.drain(_PATIENCE_S):
-                self._on_console_lost(sink, "it was not read since the workers ended")
+            for sink, unshown in (await self._tee.drain(_PATIENCE_S)).items():
+                why = "it was not read since the workers ended"
+                self._on_console_lost(sink, why, unshown)
             await self._tee.aclose()
             self._tee = None
         if self._console is not None:
@@ -228,6 +235,7 @@ class LocalRuntime:
         """
         if self.program.overrides is not None:
             return MASTER_ADDR, 0
+        await self.master_ports.end_attempt()
         if master is None:
             return await self.master_ports.open_local()
         if group_rank == 0:
@@ -354,26 +362,40 @@ class LocalRuntime:
                 yield token
 
     def _follow(self, path: str, name: str, attempt: int, ranks: WorkerRanks) -> int:
-        if self._tee is None:
-            self._tee = Tee(self._on_console_lost)
+        if self._console is None:
             standard = self._standard_streams
             console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
             self._console = open_console(*console)
-        assert self._console is not None
+        if self._tee is None:
+            self._tee = Tee(self._on_console_lost)
         sink = self._console.out if name == "stdout" else self._console.err
         fields = PrefixFields(
             self.spec.role, ranks.rank, ranks.local_rank, attempt, self.host, name
         )
         prefix = make_prefix(self.spec.logs.prefix, fields, _timestamp)
-        return self._tee.follow(path, sink, prefix)
+
+        def on_lost(why: str, lost: int | None) -> None:
+            self.publish(
+                OutputLost(
+                    attempt=attempt,
+                    rank=ranks.rank,
+                    local_rank=ranks.local_rank,
+                    stream=name,
+                    path=path,
+                    why=why,
+                    lost=lost,
+                )
+            )
+
+        return self._tee.follow(path, sink, prefix, on_lost)
 
     def finish_logs(self, tokens: list[int]) -> None:
         """Note that the logs of these tokens grow no more: their rest is shown."""
         if self._tee is not None:
             self._tee.finish(tokens)
 
-    def _on_console_lost(self, sink: Sink, why: str) -> None:
-        self.publish(ConsoleLost(attempt=self.attempt, stream=sink.name, why=why))
+    def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
+        self.publish(ConsoleLost(attempt=self.attempt, stream=sink.name, why=why, unshown=unshown))
 
 
 def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:

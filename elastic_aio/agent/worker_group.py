@@ -195,13 +195,14 @@ class WorkerGroup:
         self._runtime.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
 
     async def close(self) -> None:
-        """Finish the logs and close the store; no worker runs any more.
+        """Finish the logs; no worker runs any more.
+
+        The store stays: workers of other nodes may use it.
 
         Idempotent; safe to call again after cancellation.
         """
         tokens, self._tee_tokens = self._tee_tokens, []
         self._runtime.finish_logs(tokens)
-        await self._runtime.master_ports.end_attempt()
 
     # ---------------------------------------------------------------- results
 

@@ -198,7 +198,7 @@ class MasterPorts:
         return None
 
     async def end_attempt(self) -> None:
-        """Close the store of the current attempt, and unused ones.
+        """Close the store of the last attempt, and unused ones.
 
         Idempotent; safe to call again after cancellation.
         """

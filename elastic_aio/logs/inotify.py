@@ -16,7 +16,8 @@ _POLL_S = 0.05
 
 # Rate limit: after so many wake-ups in a window of seconds, the watch of a file that
 # grows is removed for a while, since each line costs this process a wake-up and its
-# writer an event.
+# writer an event.  To leave the events in the queue for that while is simpler, and took
+# 1.7 times the CPU time at 0.7 of the rate (four workers that write single lines).
 _WINDOW_S = 0.05
 _WAKES_MAX = 20
 _REST_S = 0.01
@@ -116,6 +117,8 @@ class InotifyWatcher:
             content = os.read(self._descriptor, 65536)
         except BlockingIOError:
             return []
+        except OSError:  # no memory: the events are lost, and any file may have grown
+            return list(self._handles)
         # inotify(7): an event has four integers, the first of which is the watch; a name
         # follows only for watched directories.
         handles = set(memoryview(content).cast("i").tolist()[::4])

@@ -9,6 +9,8 @@ and sockets are sent to with MSG_DONTWAIT.  Files never block.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import select
 import socket
@@ -21,6 +23,9 @@ from elastic_aio.aio import create_task, set_result_if_pending
 
 _ERASE_LINE = b"\r\x1b[K"
 _DEFAULT_COLUMNS = 80
+# Errors of this process or host, not of the console: the write is repeated after a pause.
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EINTR}
+_RETRY_S = 0.05
 
 
 class SinkLost(Exception):
@@ -33,7 +38,11 @@ class Sink:
     def __init__(
         self, name: str, descriptor: int, write: Callable[[bytes | memoryview], int] | None
     ) -> None:
-        """Own `descriptor`; `write` None: the stream was closed from the start."""
+        """Own `descriptor`; `write` None: the stream was closed from the start.
+
+        Raises:
+            OSError: no descriptor is left; the caller closes `descriptor`.
+        """
         self.name = name
         self.lock = asyncio.Lock()
         self.is_terminal = write is not None and os.isatty(descriptor)
@@ -42,6 +51,8 @@ class Sink:
         self.on_closed: Callable[[], object] = bool  # no callback by default
         self.lost: str | None = None if write else "it is closed"
         self._descriptor = descriptor
+        # Opened here: no descriptor may be left when the console blocks.
+        self._poll = None if write is None else _poll_writable(descriptor)
         self._write = write
         self._shows_frame = False
         self._unwritten = b""
@@ -71,16 +82,17 @@ class Sink:
         while left:
             try:
                 count = self._write(left)
-            except BlockingIOError:
+            except OSError as error:
+                is_blocked = isinstance(error, BlockingIOError)
+                if not is_blocked and error.errno not in _TRANSIENT:
+                    self.lost = (error.strerror or str(error)).lower()
+                    raise SinkLost(self.lost) from error
                 try:
-                    await self._writable()
+                    await (self._writable() if is_blocked else asyncio.sleep(_RETRY_S))
                 except asyncio.CancelledError:
                     self._unwritten = bytes(left)
                     raise
                 continue
-            except OSError as error:
-                self.lost = (error.strerror or str(error)).lower()
-                raise SinkLost(self.lost) from error
             self.written += count
             left = left[count:]
 
@@ -101,23 +113,27 @@ class Sink:
         if self.users > 0:
             return
         self.on_closed()
+        if self._poll is not None:
+            self._poll.close()
+            self._poll = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
         self.lost = self.lost or "it is closed"
 
     async def _writable(self) -> None:
-        # By an epoll instance: libuv sets O_NONBLOCK on each descriptor that it polls, and
-        # a socket's open file description is shared with the parent and the workers.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        with select.epoll(1) as writable:
-            writable.register(self._descriptor, select.EPOLLOUT)
-            loop.add_reader(writable.fileno(), set_result_if_pending, future, None)
-            try:
-                await future
-            finally:
-                loop.remove_reader(writable.fileno())
+        try:
+            descriptor = -1 if self._poll is None else self._poll.fileno()
+            loop.add_reader(descriptor, set_result_if_pending, future, None)
+        except (OSError, ValueError):  # epoll_ctl(2): no memory, or too many watches
+            await asyncio.sleep(_RETRY_S)
+            return
+        try:
+            await future
+        finally:
+            loop.remove_reader(descriptor)
 
 
 class LineWriter:
@@ -177,8 +193,17 @@ class Console(Struct, frozen=True):
 
 
 def open_console(out: int = 1, err: int = 2) -> Console:
-    """Return sinks for the descriptors of stdout and stderr."""
-    return Console(open_sink("stdout", out), open_sink("stderr", err))
+    """Return sinks for the descriptors of stdout and stderr.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    stdout = open_sink("stdout", out)
+    try:
+        return Console(stdout, open_sink("stderr", err))
+    except OSError:
+        stdout.close()
+        raise
 
 
 # The sinks in use: two sinks of one file would split each other's lines.  Several
@@ -187,10 +212,13 @@ _sinks: dict[tuple[int, int, int], Sink] = {}
 
 
 def open_sink(name: str, descriptor: int) -> Sink:
-    """Return the sink of the file of `descriptor`; never fails.
+    """Return the sink of the file of `descriptor`.
 
     A file has one sink per event loop; each call must be followed by a `close`.  The
     descriptor itself is not closed; one that is closed already gives a sink that is lost.
+
+    Raises:
+        OSError: no descriptor is left.
     """
     try:
         file = os.fstat(descriptor)
@@ -206,23 +234,42 @@ def open_sink(name: str, descriptor: int) -> Sink:
 
 
 def _make_sink(name: str, descriptor: int, mode: int) -> Sink:
+    own = -1
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        try:
+        with contextlib.suppress(OSError):  # another user's: below, PIPE_BUF at a time
             own = os.open(f"/proc/self/fd/{descriptor}", flags)
-        except OSError:
-            pass  # another user's pipe or terminal: below, PIPE_BUF at a time
-        else:
-            return Sink(name, own, lambda data: os.write(own, data))
+    is_own = own >= 0
+    file = own if is_own else os.dup(descriptor)
+
+    def write(data: bytes | memoryview) -> int:
+        if is_own or stat.S_ISREG(mode):
+            return os.write(file, data)
+        return (_send if stat.S_ISSOCK(mode) else _write_pipe_buf)(file, data)
+
     try:
-        copy = os.dup(descriptor)
+        return Sink(name, file, write)
     except OSError:
-        return Sink(name, -1, None)
-    if stat.S_ISSOCK(mode):
-        return Sink(name, copy, lambda data: _send(copy, data))
-    if stat.S_ISREG(mode):
-        return Sink(name, copy, lambda data: os.write(copy, data))
-    return Sink(name, copy, lambda data: _write_pipe_buf(copy, data))
+        os.close(file)
+        raise
+
+
+def _poll_writable(descriptor: int) -> select.epoll | None:
+    """Return an epoll instance that is readable when `descriptor` is writable.
+
+    The loop watches it in place of the descriptor: libuv sets O_NONBLOCK on each
+    descriptor that it polls, and a socket's open file description is shared with the
+    parent and the workers.  None for a file, which never blocks.
+    """
+    poll = select.epoll(1)
+    try:
+        poll.register(descriptor, select.EPOLLOUT)
+    except OSError as error:
+        poll.close()
+        if error.errno == errno.EPERM:  # epoll_ctl(2): a regular file
+            return None
+        raise
+    return poll
 
 
 def _send(descriptor: int, data: bytes | memoryview) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from elastic_aio.logs.lines import Frame, Lines, LineSplitter, LongLine, Piece, with_prefix
+from elastic_aio.logs.log_file import CHUNK, LogFile
 from elastic_aio.logs.sink import Sink
 
-# Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
-_CHUNK = 64 * 1024
 # Seconds between unfinished lines (progress bars) of one file that a pipe gets.
 _FRAME_INTERVAL_S = 1.0
 
@@ -28,15 +27,30 @@ class _LongLineRest(Struct, frozen=True):
 class LogTailer:
     """Copies one file to one sink; what is not copied yet stays in the file."""
 
-    def __init__(self, descriptor: int, sink: Sink, prefix: Callable[[], bytes]) -> None:
-        """Start at the beginning of an open file; this object closes its descriptor.
+    def __init__(
+        self,
+        file: LogFile,
+        sink: Sink,
+        prefix: Callable[[], bytes],
+        on_lost: Callable[[str, int | None], None],
+    ) -> None:
+        """Start at the beginning of an open file, which this object closes.
 
-        `prefix` returns the prefix of lines that are read now.
+        Args:
+            file: the log.
+            sink: where it is shown.
+            prefix: returns the prefix of lines that are read now.
+            on_lost: called with the reason why output is not shown, and the number of
+                bytes, None if it is unknown.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_ending = False
-        self._descriptor = descriptor
+        self.error: OSError | None = None
+        """Why the file cannot be read at present."""
+        self.on_lost = on_lost
+        self._file = file
+        self._is_truncated = False
         self._prefix = prefix
         self._splitter = LineSplitter()
         # Read but not written yet; empty except after a cancellation.
@@ -61,25 +75,43 @@ class LogTailer:
             OSError: the file cannot be read.
         """
         await self._show([])
-        data = os.pread(self._descriptor, _CHUNK, self._splitter.offset)
+        now = math.inf if self.is_ending else asyncio.get_running_loop().time()
+        data = self._file.read(self._splitter.offset, now)
+        if data is None:
+            await self._start_again()
+            return True
         if data:
             await self._show(self._splitter.feed(data))
             # A file that has stopped growing causes no event: read until its end.
-            return len(data) == _CHUNK or self.is_ending
-        if os.fstat(self._descriptor).st_size < self._splitter.offset:
-            # Truncated by the worker (it reopened /dev/stdout, or rotates its log).
-            await self._show(self._splitter.finish())
-            self._splitter = LineSplitter()
-            return True
+            return len(data) == CHUNK or self.is_ending
         if self.is_ending:
             await self._show(self._splitter.finish())
             self.close()
         return False
 
+    async def _start_again(self) -> None:
+        """Show what is known of a file that was truncated; go on at its beginning."""
+        # A long line is not in memory, so it is gone.
+        rest = [piece for piece in self._splitter.finish() if not isinstance(piece, LongLine)]
+        self._splitter = LineSplitter()
+        self._file.restart()
+        if not self._is_truncated:
+            self._is_truncated = True
+            self.on_lost("the file was truncated, and what was not shown by then is gone", None)
+        await self._show(rest)
+
     @property
-    def frame_due_at(self) -> float | None:
-        """Loop time at which the pending frame may be shown; None if there is none."""
-        return self._next_frame_at if self._pending_frame else None
+    def unshown(self) -> int | None:
+        """The number of bytes in the file that are not read yet; None if it is unknown."""
+        return self._file.unread(self._splitter.offset)
+
+    @property
+    def due_at(self) -> float | None:
+        """Loop time at which to call `copy` if the file has not grown; None for never."""
+        times = [self._next_frame_at] if self._pending_frame else []
+        if (when := self._file.look_again_at) is not None:
+            times.append(when)
+        return min(times, default=None)
 
     async def show_pending_frame(self) -> None:
         """Show the pending frame if it is due; call it with the sink's lock held."""
@@ -89,10 +121,10 @@ class LogTailer:
     def close(self) -> None:
         """Stop following the file.  Idempotent."""
         if not self.finished.done():
-            os.close(self._descriptor)
+            self._file.close()
             self.finished.set_result(None)
 
-    async def _show(self, pieces: list[Piece]) -> None:
+    async def _show(self, pieces: Sequence[Piece]) -> None:
         """Show what a cancelled call has left, then `pieces`.
 
         A piece leaves the queue before it is written: the sink completes a cancelled
@@ -123,7 +155,11 @@ class LogTailer:
             await self.sink.write(with_prefix(block, self._prefix()))
 
     async def _show_rest(self, start: int, end: int) -> None:
-        data = os.pread(self._descriptor, min(_CHUNK, end - start), start)
+        try:
+            data = self._file.read_again(start, end)
+        except OSError:
+            self._queue.appendleft(_LongLineRest(start, end))
+            raise
         if data:  # else the file was truncated meanwhile
             self._queue.appendleft(_LongLineRest(start + len(data), end))
             await self.sink.write(data)

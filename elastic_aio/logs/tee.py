@@ -8,7 +8,6 @@ yet stays in the file, so a blocked console costs no memory.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,8 +15,12 @@ from itertools import count
 
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
+
+# Seconds until a file that could not be read is read again, if it does not grow earlier.
+_RETRY_S = 0.5
 
 
 class Tee:
@@ -34,17 +37,27 @@ class Tee:
     def __repr__(self) -> str:
         return f"<Tee of {len(self._tailers)} files>"
 
-    def follow(self, path: str, sink: Sink, prefix: Callable[[], bytes]) -> int:
+    def follow(
+        self,
+        path: str,
+        sink: Sink,
+        prefix: Callable[[], bytes],
+        on_lost: Callable[[str, int | None], None],
+    ) -> int:
         """Show a file while it grows; return a token for `finish`.
 
-        `prefix` returns the prefix of lines that are read now.
+        Args:
+            path: the file.
+            sink: where it is shown.
+            prefix: returns the prefix of lines that are read now.
+            on_lost: called with the reason why output is not shown, and the number of
+                bytes, None if it is unknown.
 
         Raises:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        tailer = self._tailers[token] = LogTailer(descriptor, sink, prefix)
+        tailer = self._tailers[token] = LogTailer(LogFile(path), sink, prefix, on_lost)
         self._watcher.add(path, token)
         if sink not in self._pumps:
             self._pumps[sink] = _Pump(sink, self._on_lost)
@@ -60,10 +73,12 @@ class Tee:
             self._pumps[tailer.sink].wake(tailer)
             tailer.finished.add_done_callback(partial(self._forget, token))
 
-    async def drain(self, timeout: float) -> list[Sink]:
-        """Wait until all complete files are shown; return the sinks where they are not.
+    async def drain(self, timeout: float) -> dict[Sink, int]:
+        """Wait until all complete files are shown; return the sinks that block, with bytes.
 
-        The wait ends after `timeout` seconds without progress of any sink.
+        The wait ends after `timeout` seconds without progress of any sink.  The bytes are
+        those in the files that a sink has not taken.  Of files that cannot be read their
+        `on_lost` is called.
         """
         done = when_all_done(tailer.finished for tailer in self._ending())
         while not done.done():
@@ -71,7 +86,14 @@ class Tee:
             await asyncio.wait([done], timeout=timeout)
             if not done.done() and [sink.written for sink in self._pumps] == before:
                 break
-        return list({tailer.sink: None for tailer in self._ending()})
+        blocked: dict[Sink, int] = {}
+        for tailer in self._ending():
+            if tailer.error is None:
+                blocked[tailer.sink] = blocked.get(tailer.sink, 0) + (tailer.unshown or 0)
+            else:
+                reason = (tailer.error.strerror or str(tailer.error)).lower()
+                tailer.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
+        return blocked
 
     async def aclose(self) -> None:
         """Stop following all files.  Idempotent; safe to call again after cancellation."""
@@ -103,7 +125,7 @@ class _Pump:
         self._on_lost = on_lost
         self._queue: deque[LogTailer] = deque()
         self._queued: set[LogTailer] = set()
-        self._frames: dict[LogTailer, asyncio.TimerHandle] = {}
+        self._timers: dict[LogTailer, asyncio.TimerHandle] = {}
         self._woken = asyncio.Event()
         self._is_closed = False
         self._is_lost = False
@@ -116,7 +138,7 @@ class _Pump:
             self._woken.set()
 
     async def aclose(self) -> None:
-        for timer in self._frames.values():
+        for timer in self._timers.values():
             timer.cancel()
         self._is_closed = True
         self._task.cancel()
@@ -155,12 +177,16 @@ class _Pump:
                 self._on_lost(self._sink, self._sink.lost or "")
             tailer.close()
             return False
-        except OSError:
-            tailer.close()  # the file cannot be read any more
+        except OSError as error:
+            tailer.error = error
+            self._wake_at(tailer, asyncio.get_running_loop().time() + _RETRY_S)
             return False
-        if timer := self._frames.pop(tailer, None):
-            timer.cancel()
-        if (due := tailer.frame_due_at) is not None:
-            loop = asyncio.get_running_loop()
-            self._frames[tailer] = loop.call_at(due, self.wake, tailer)
+        tailer.error = None
+        self._wake_at(tailer, tailer.due_at)
         return more
+
+    def _wake_at(self, tailer: LogTailer, when: float | None) -> None:
+        if timer := self._timers.pop(tailer, None):
+            timer.cancel()
+        if when is not None:
+            self._timers[tailer] = asyncio.get_running_loop().call_at(when, self.wake, tailer)

@@ -8,11 +8,17 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from resource import struct_rusage
 
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.process import proc_scan
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.orphans import subreaper
+
+# How many descendants are watched at a time, by a descriptor each.
+_WATCHES_MAX = 64
 
 
 class PidfdWatch:
@@ -53,6 +59,62 @@ def has_ended(descriptor: int) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(0))
+
+
+class Watches:
+    """The processes that one step has signalled; descendants are watched until they end.
+
+    Attributes:
+        leaders: those that were signalled; a pid suffices, it is not used until reaped.
+        has_room: whether descendants can be watched now.
+    """
+
+    def __init__(self) -> None:
+        self.leaders: set[int] = set()
+        self.has_room = True
+        self._signalled: set[tuple[int, int]] = set()
+        self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._watches: list[PidfdWatch] = []
+
+    def __enter__(self) -> Watches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.close()
+
+    def exits(self) -> list[asyncio.Future[None]]:
+        return [future for future in self._watched.values() if not future.done()]
+
+    def send(self, process: proc_scan.ProcEntry, number: int) -> None:
+        """Signal a process once, and watch it unless too many are watched already.
+
+        The embedding program needs descriptors too.  Processes that are not watched are
+        found again by the scan that follows the end of the watched ones.
+        """
+        identity = process.identity
+        has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
+        if identity in self._watched or (identity in self._signalled and not has_room):
+            return
+        try:
+            descriptor = proc_scan.open_pidfd(process)
+        except OSError:
+            return  # no descriptor left; the next scan tries again
+        if descriptor is None:
+            return
+        if identity not in self._signalled:
+            self._signalled.add(identity)
+            proc_scan.send(descriptor, number)
+            if proc_scan.needs_continue(process, number):
+                proc_scan.send(descriptor, signal.SIGCONT)
+        if has_room:
+            ended = asyncio.get_running_loop().create_future()
+            self._watched[identity] = ended
+            self._watches.append(
+                PidfdWatch(descriptor, partial(set_result_if_pending, ended, None))
+            )
+        else:
+            os.close(descriptor)
 
 
 class PidfdChild:

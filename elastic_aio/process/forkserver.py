@@ -60,7 +60,7 @@ class ForkServer:
         spawner: Spawner,
         *,
         python: str,
-        path: Sequence[str],
+        program: Sequence[str],
         preload: Sequence[str],
         env: Mapping[str, str],
         cwd: str | None,
@@ -71,7 +71,8 @@ class ForkServer:
 
         Args:
             python: its interpreter.
-            path: its `sys.path`.
+            program: the script, or `-m` and the module, that all workers run; it sees no
+                option of our interpreter.  Empty for functions, which have our `sys.path`.
             preload: modules that it imports.
             env: its environment, with the job's marker.
             streams: its standard streams; the caller closes them.
@@ -79,7 +80,14 @@ class ForkServer:
         """
         self._spawner = spawner
         self._python = python
-        self._settings = {"path": list(path), "argv": list(sys.argv), "preload": list(preload)}
+        self._flags = [] if program else interpreter_flags()
+        self._settings = {
+            "program": list(program),
+            "python": sys.executable,
+            "path": [os.path.abspath(entry) for entry in sys.path],
+            "argv": list(sys.argv),
+            "preload": list(preload),
+        }
         self._env = env
         self._cwd = cwd
         self._streams = streams
@@ -105,7 +113,7 @@ class ForkServer:
             stdin, stdout, stderr = self._streams
             server = await self._spawner(
                 ChildSpec(
-                    argv=(self._python, *interpreter_flags(), "-u", _MAIN, *numbers),
+                    argv=(self._python, *self._flags, "-u", _MAIN, *numbers),
                     env=self._env,
                     cwd=self._cwd,
                     stdin=stdin,

@@ -29,7 +29,8 @@ def main() -> int:
     """Import the modules, then fork on request; return the exit code."""
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         settings = _read(int(sys.argv[2]))
-        _Server(channel, sys.path[1:]).serve(settings)
+        # The first entry is the directory of this file.
+        _Server(channel, sys.path[0 if sys.flags.safe_path else 1 :]).serve(settings)
     return 0
 
 
@@ -49,10 +50,14 @@ class _Server:
         self._poller.register(channel, select.POLLIN)
 
     def serve(self, settings: dict[str, Any]) -> None:
-        sys.path[:] = settings["path"]
+        # Another interpreter's own library goes first.
+        sys.path[:] = [*self._path, *(p for p in settings["path"] if p not in self._path)]
         sys.argv[:] = settings["argv"]
         try:
-            for name in (*_OURS, *settings["preload"]):
+            for name in _OURS:
+                __import__(name)
+            self._set_path(settings)
+            for name in settings["preload"]:
                 __import__(name)
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
             self._send(
@@ -69,6 +74,15 @@ class _Server:
                     self._reap(descriptor)
                 elif not self._on_request():
                     return
+
+    def _set_path(self, settings: dict[str, Any]) -> None:
+        """Set `sys.path` to what the workers will have."""
+        from elastic_aio.worker import scripts
+
+        if settings["program"]:
+            sys.path[:] = [*scripts.first_path(settings["program"]), *self._path]
+        elif settings["python"] == sys.executable:
+            sys.path[:] = settings["path"]
 
     def _send(self, *message: Any, pidfd: int | None = None) -> None:
         try:

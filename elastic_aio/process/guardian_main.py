@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
 
-    from elastic_aio.process import proc_scan
+    from elastic_aio.process import proc_scan, session_list
 else:
     # The public module makes enumerations: a third of this process's start.
     import _signal as signal
@@ -31,6 +31,7 @@ else:
     # -I leaves this file's directory out of the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import proc_scan
+    import session_list
 
 # Seconds without a descendant before the job counts as gone.  A child that was being
 # spawned when its parent was killed needs about a millisecond until its exec; on a
@@ -61,7 +62,7 @@ def main() -> int:
     end_job(
         sys.argv[3].encode("ascii"),
         since,
-        proc_scan.read_session_list(sessions),
+        session_list.read_session_list(sessions),
         number,
         float(sys.argv[6]),
     )
@@ -73,7 +74,7 @@ def _check_kernel(sessions: int) -> None:
     descriptor = os.pidfd_open(os.getpid())
     signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)
-    proc_scan.read_session_list(sessions)
+    session_list.read_session_list(sessions)
 
 
 def _is_locked(sessions: int) -> bool:
@@ -87,7 +88,7 @@ def _is_locked(sessions: int) -> bool:
 def end_job(
     marker: bytes,
     since: int,
-    sessions: dict[int, proc_scan.WorkerSession],
+    sessions: dict[int, session_list.WorkerSession],
     number: int,
     grace: float,
 ) -> None:
@@ -121,13 +122,13 @@ def end_job(
 def find_descendants(
     marker: bytes,
     since: int,
-    sessions: dict[int, proc_scan.WorkerSession],
+    sessions: dict[int, session_list.WorkerSession],
     cache: proc_scan.ScanCache,
 ) -> list[proc_scan.ProcEntry]:
     """Return the descendants that one scan finds.
 
     Raises:
-        OSError: an exec is under way, or no descriptor is left: scan again.
+        OSError: no descriptor or memory is left: scan again.
     """
     scan = proc_scan.find_descendants(marker, since, sessions, {}, cache)
     while True:

@@ -1,6 +1,6 @@
 """Scans of /proc for the descendants of a job's workers, and signals to exactly those.
 
-The guardian runs this file in a bare interpreter (`python -I -S`), so it imports five
+The guardian runs this file in a bare interpreter (`python -I -S`), so it imports four
 small modules of the standard library and nothing else.  A process is a descendant if
 
 * its **session** is one that a worker leads (workers are started by `setsid`; a
@@ -13,12 +13,11 @@ small modules of the standard library and nothing else.  A process is a descenda
 A pid is not an identity: pids and session ids are used again.  A process is identified
 by its pid *and* its start time, it is signalled through a pidfd that was checked
 against both, and a session counts only while its number cannot have been used again
-(see `WorkerSession`).
+(see `session_list`).
 """
 
 from __future__ import annotations
 
-import binascii
 import errno
 import os
 import time
@@ -26,7 +25,9 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     import signal
-    from collections.abc import Generator, Iterable, Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
+
+    from elastic_aio.process.session_list import WorkerSession
 else:
     import _signal as signal  # without the enumerations: 3 ms of the guardian's start
 
@@ -128,30 +129,6 @@ def read_process(pid: int) -> ProcEntry | None:
         return None
 
 
-class WorkerSession:
-    """A worker's session: its number is the worker's pid.
-
-    The kernel does not use the number again while the leader is not reaped, nor while
-    any member lives.  A process with this session id is therefore certainly a member if
-    it started before the leader was reaped (`closed`, in ticks; None until then).  A
-    later process is a member only if such a process still exists.
-    """
-
-    __slots__ = ("closed", "number", "opened")
-
-    def __init__(self, number: int, opened: int, closed: int | None = None) -> None:
-        """`opened`: the ticks at which the leader started."""
-        self.number = number
-        self.opened = opened
-        self.closed = closed
-
-    def is_certain(self, process: ProcEntry) -> bool:
-        """Return whether `process`, whose session id is this number, is certainly a member."""
-        if process.pid == self.number and process.start != self.opened:
-            return False
-        return self.closed is None or process.start <= self.closed
-
-
 class ScanCache:
     """Processes that the next scans of a job need not look at, or need not wait for.
 
@@ -194,7 +171,7 @@ def find_descendants(
     ours: dict[int, ProcEntry] = {}
     unknown: list[ProcEntry] = []
     hidden: list[ProcEntry] = []
-    me = os.getpid()
+    me = int(os.readlink("/proc/self"))
     with os.scandir("/proc") as directory:
         inodes = {int(entry.name): entry.inode() for entry in directory if entry.name.isdecimal()}
     for pid, inode in inodes.items():
@@ -251,7 +228,7 @@ def _is_ours(
 ) -> bool | None:
     """Decide by session and environment; None: an exec hides the environment."""
     session = sessions.get(process.session)
-    if session and session.is_certain(process):
+    if session and session.is_certain(process.pid, process.start):
         return True
     if process.flags & _PF_KTHREAD:
         return False
@@ -322,15 +299,45 @@ def iter_descendants(pid: int) -> Iterator[ProcEntry]:
                 parents.append(child)
 
 
+def is_foreign() -> bool:
+    """Return whether /proc shows the pids of another namespace, pid_namespaces(7)."""
+    try:
+        return os.readlink("/proc/self") != str(os.getpid())
+    except OSError:
+        return False
+
+
+def shown_pid(child: int) -> int:
+    """Return the pid under which /proc shows a child that is not reaped yet.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    if not is_foreign():
+        return child
+    descriptor = os.pidfd_open(child)
+    try:
+        information = _read(f"/proc/self/fdinfo/{descriptor}") or b""
+    finally:
+        os.close(descriptor)
+    fields = dict(line.split(b":", 1) for line in information.splitlines())
+    return int(fields.get(b"Pid", child))
+
+
 def open_pidfd(process: ProcEntry) -> int | None:
-    """Return a pidfd of exactly this process; None when it is gone.
+    """Return a descriptor for signals to exactly this process; None when it is gone.
+
+    It is a pidfd, or its directory in a /proc of another pid namespace.
 
     Raises:
         OSError: no descriptor is left.
     """
     try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+        if is_foreign():
+            descriptor = os.open(f"/proc/{process.pid}", os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            descriptor = os.pidfd_open(process.pid)
+    except (ProcessLookupError, FileNotFoundError):
         return None
     # The pid may have been used again before the descriptor was opened.
     try:
@@ -353,6 +360,11 @@ def signal_process(process: ProcEntry, number: int) -> None:
     if descriptor is not None:
         send(descriptor, number)
         os.close(descriptor)
+
+
+def needs_continue(process: ProcEntry, number: int) -> bool:
+    """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
+    return process.state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP)
 
 
 def send(descriptor: int, number: int) -> bool:
@@ -384,50 +396,3 @@ def _read(path: str) -> bytes | None:
         if error.errno in _LACK:
             raise
         return None
-
-
-# The list of workers' sessions, which an agent writes and its guardian reads.  It is an
-# anonymous file in memory: writing wakes no process, and the file outlives the agent for
-# as long as the guardian holds it open.
-#
-# One line a session: its number, the ticks at which its leader started, and those at
-# which it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can
-# cut a write short.  A line of 64 bytes lies within one page of the file, which the kernel
-# copies at once; should it be torn even so, the checksum tells, and only this entry is
-# lost: its processes are then found by the marker, as before they were listed.
-
-_LINE = 64
-_BODY = _LINE - 9
-
-
-def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
-    """Write one line of a session list."""
-    closed = b"-" if session.closed is None else b"%x" % session.closed
-    body = b"%x %x %s" % (session.number, session.opened, closed)
-    body = body.ljust(_BODY)
-    os.pwrite(descriptor, b"%s%08x\n" % (body, binascii.crc32(body)), row * _LINE)
-
-
-def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
-    """Replace a session list by some of its sessions, in the same order.
-
-    The lines that stay move forward one by one, so that each is in the file at any
-    moment; stale lines are cut off last.
-    """
-    row = 0
-    for row, session in enumerate(sessions, 1):
-        write_session(descriptor, row - 1, session)
-    os.ftruncate(descriptor, row * _LINE)
-
-
-def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
-    """Return the sessions by number; torn lines are left out."""
-    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    sessions = {}
-    for start in range(0, len(content), _LINE):
-        body, checksum = content[start : start + _BODY], content[start + _BODY : start + _LINE]
-        if checksum == b"%08x\n" % binascii.crc32(body):
-            number, opened, closed = body.split()
-            end = None if closed == b"-" else int(closed, 16)
-            sessions[int(number, 16)] = WorkerSession(int(number, 16), int(opened, 16), end)
-    return sessions

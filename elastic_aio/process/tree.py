@@ -30,6 +30,12 @@ At the end of a grace period the next step begins with what is left, and is repo
 an escalation.  Graces are measured by a clock that excludes suspensions of the job.
 `escalate_to_kill` skips to the last step.  What is left after that cannot be killed
 (uninterruptible sleep): it is returned, not waited for, so a stop ends in bounded time.
+
+A stop also ends where processes cannot be found or watched.  A program that embeds us can
+run out of descriptors: two are kept for that, enough to scan and to signal.  The pids of
+/proc can be those of another pid namespace: then processes are known by the pids that
+/proc shows, and signalled through their directories there (pidfd_send_signal(2)).  In both
+cases descendants are not watched; scans, a few milliseconds apart, find what is left.
 """
 
 from __future__ import annotations
@@ -39,7 +45,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -47,24 +52,27 @@ from msgspec import Struct
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child
-from elastic_aio.process.exits import PidfdWatch
+from elastic_aio.process.exits import Watches
 from elastic_aio.process.orphans import Orphans
+from elastic_aio.process.session_list import WorkerSession, write_session, write_session_list
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
 _SLICE_S = 0.002
-# How many descendants are watched at a time, by a descriptor each.
-_WATCHES_MAX = 64
-# Seconds between two scans when there is nothing to wait for, and how many scans may
-# fail before that is an error.
+# Descriptors that are kept for scans and signals when no other is left.
+_RESERVE = 2
+# Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
-_SCANS_MAX = 200
+_BLIND_S = 0.25
 
 OnEscalation = Callable[[int, tuple[int, ...]], None]
 
 
 class Survivor(Struct, frozen=True):
-    """A process that SIGKILL did not end in time, and its state in /proc."""
+    """A process that SIGKILL did not end in time, and its state in /proc.
+
+    The pid is 0 if /proc could not be read, so that nothing is known about descendants.
+    """
 
     pid: int
     state: str
@@ -87,11 +95,14 @@ class ProcessTree:
         self._clock = clock
         self._session_list = session_list
         self._leaders: dict[int, Child] = {}
-        self._sessions: dict[int, proc_scan.WorkerSession] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._signalled: set[int] = set()
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._excluded: tuple[int, int] | None = None
         self._cache = proc_scan.ScanCache()
+        self._is_foreign = proc_scan.is_foreign()
+        self._reserve: list[int] = []
+        self._keep_descriptors()
         self.orphans = Orphans()
         self._must_kill: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -111,12 +122,13 @@ class ProcessTree:
 
     def add(self, leader: Child) -> None:
         """Add a child that has just been started."""
-        entry = _read_process(leader.pid)
+        pid = _shown_pid(leader)
+        entry = _read_process(pid)
         # Not readable: it has started now, give or take a tick.
         opened = proc_scan.ticks_now() if entry is None else entry.start
-        session = proc_scan.WorkerSession(leader.pid, opened)
-        self._leaders[leader.pid] = leader
-        self._sessions[leader.pid] = session
+        session = WorkerSession(pid, opened)
+        self._leaders[pid] = leader
+        self._sessions[pid] = session
         self._write_session(session)
         if leader.exited.done():
             self._close(session)
@@ -135,19 +147,35 @@ class ProcessTree:
         """Skip to SIGKILL in the present stop and in all later ones."""
         set_result_if_pending(self._must_kill, None)
 
-    async def descendants(self) -> list[proc_scan.ProcEntry]:
+    async def descendants(self, seconds: float = _BLIND_S) -> list[proc_scan.ProcEntry] | None:
         """Scan for all live processes of the job, leaders included.
 
-        Raises:
-            OSError: for a second, no scan succeeded (see `proc_scan.find_descendants`).
+        Returns None if no scan succeeded for so many seconds: this process has no
+        descriptors left, or there is no /proc.
         """
-        for _ in range(_SCANS_MAX):
+        end = self._clock.now() + seconds
+        while True:
             try:
                 return await self._scan()
             except OSError:
-                # No descriptor left, and no event reports the end of that.
-                await self._clock.sleep(_RETRY_S)
-        return await self._scan()
+                if self._reserve:
+                    self._free_descriptors()
+                elif (left := end - self._clock.now()) > 0:
+                    # No event reports that a descriptor is free again.
+                    await self._clock.sleep(min(left, _RETRY_S))
+                else:
+                    return None
+
+    def _keep_descriptors(self) -> None:
+        try:
+            while len(self._reserve) < _RESERVE:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return  # none is left; the next stop tries again
+
+    def _free_descriptors(self) -> None:
+        while self._reserve:
+            os.close(self._reserve.pop())
 
     async def _scan(self) -> list[proc_scan.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
@@ -178,7 +206,7 @@ class ProcessTree:
 
     async def forget_if_empty(self) -> bool:
         """Forget the leaders if two scans find no process; return whether that is so."""
-        if await self.descendants() or await self.descendants():
+        if await self.descendants() != [] or await self.descendants() != []:
             return False
         await _run_exit_callbacks()
         self._forget_ended()
@@ -194,7 +222,7 @@ class ProcessTree:
 
     async def signal_all(self, number: int) -> None:
         """Send a signal to all live processes of the job, once."""
-        for process in await self.descendants():
+        for process in await self.descendants() or ():
             proc_scan.signal_process(process, number)
 
     async def stop(self, plan: StopPlan, on_escalation: OnEscalation) -> list[Survivor]:
@@ -217,30 +245,41 @@ class ProcessTree:
             is_last = step is steps[-1]
             if self._must_kill.done() and not is_last:
                 continue
-            if position and (left := await self.descendants()):
-                on_escalation(step.signal, tuple(process.pid for process in left))
+            if position and (left := await self._remaining()):
+                on_escalation(step.signal, tuple(survivor.pid for survivor in left))
             is_empty = await self._signal_until_gone(step, is_last)
             if is_empty:
                 break
-        survivors = [] if is_empty else [_survivor(entry) for entry in await self.descendants()]
+        survivors = [] if is_empty else await self._remaining()
+        self._forget_ended()
+        self._keep_descriptors()
+        return survivors
+
+    async def _remaining(self) -> list[Survivor]:
+        descendants = await self.descendants()
+        if descendants is None:
+            survivors = [Survivor(0, "/proc could not be read")]
+        else:
+            survivors = [_survivor(entry) for entry in descendants]
         listed = {survivor.pid for survivor in survivors}
         survivors += [
-            Survivor(leader.pid, "not reaped yet")
-            for leader in self._running()
-            if leader.pid not in listed
+            Survivor(pid, "not reaped yet")
+            for pid, leader in self._leaders.items()
+            if not leader.exited.done() and pid not in listed
         ]
-        self._forget_ended()
         return survivors
 
     async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
         """Take one step of a stop; return whether all processes ended within its grace."""
         end = self._clock.now() + step.grace
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        must_kill = never if is_last else self._must_kill
         await self._record_descendants()
         yielder = _Yielder()
-        with _Watches() as watches:
-            for leader in self._running():
-                self._signal_leader(leader, step.signal)
-                watches.leaders.add(leader.pid)
+        with Watches() as watches:
+            for pid, leader in self._running():
+                self._signal_leader(pid, leader, step.signal)
+                watches.leaders.add(pid)
                 await yielder.maybe_yield()
             # The signalled processes are queued on this CPU: let them run before the
             # scan (several ms).
@@ -248,73 +287,75 @@ class ProcessTree:
             clean_scans = 0
             while clean_scans < 2:
                 alive = await self.descendants()
-                for process in alive:
+                watches.has_room = bool(self._reserve) and not self._is_foreign
+                for process in alive or ():
                     self._signal_and_watch(process, step.signal, watches)
                     await yielder.maybe_yield()
-                running = (leader.exited for leader in self._running())
+                running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
                 if not alive and not pending:
-                    clean_scans += 1
-                    continue
+                    if alive is not None:
+                        clean_scans += 1
+                        continue
+                    if is_last:
+                        return False  # what could be killed is dead, and the rest is unknown
                 clean_scans = 0
-                if not pending:
-                    # They ended after the scan, or no descriptor is left to watch them:
-                    # no event reports their end.
-                    await self._clock.sleep(_RETRY_S)
-                ends = [when_all_done(pending), *([] if is_last else [self._must_kill])]
-                in_time = await self._clock.wait_for(*ends, seconds=end - self._clock.now())
-                if not in_time or (self._must_kill.done() and not is_last):
+                left = end - self._clock.now()
+                if pending:
+                    await self._clock.wait_for(when_all_done(pending), must_kill, seconds=left)
+                else:  # they ended after the scan, or no event reports their end
+                    await self._clock.wait_for(must_kill, seconds=min(left, _RETRY_S))
+                if self._clock.now() >= end or must_kill.done():
                     return False
         await _run_exit_callbacks()
         return True
 
     def _signal_and_watch(
-        self, process: proc_scan.ProcEntry, number: int, watches: _Watches
+        self, process: proc_scan.ProcEntry, number: int, watches: Watches
     ) -> None:
         leader = self._leaders.get(process.pid)
         if leader is None or leader.exited.done():
-            watches.signal(process, number)
+            watches.send(process, number)
         elif process.pid not in watches.leaders:
             watches.leaders.add(process.pid)
-            self._signal_leader(leader, number)
+            self._signal_leader(process.pid, leader, number)
 
-    def _signal_leader(self, leader: Child, number: int) -> None:
+    def _signal_leader(self, pid: int, leader: Child, number: int) -> None:
         if leader.has_ended():
             return  # not because of this stop: it is no victim
         self._signalled.add(leader.pid)
         leader.send_signal(number)
-        entry = None if number == signal.SIGKILL else _read_process(leader.pid)
-        if entry is not None and _needs_continue(entry, number):
+        entry = None if number == signal.SIGKILL else _read_process(pid)
+        if entry is not None and proc_scan.needs_continue(entry, number):
             leader.send_signal(signal.SIGCONT)
 
     async def _record_descendants(self) -> None:
         """Record the descendants of the leaders while their parents live."""
         yielder = _Yielder()
-        for leader in list(self._leaders.values()):
-            if leader.exited.done():
-                continue
+        for pid, _ in self._running():
             try:
-                for entry in proc_scan.iter_descendants(leader.pid):
+                for entry in proc_scan.iter_descendants(pid):
                     self._descendants[entry.pid] = entry.start
                     await yielder.maybe_yield()
             except OSError:
                 return  # no descriptor left; the scan waits for one
 
-    def _running(self) -> list[Child]:
-        return [leader for leader in self._leaders.values() if not leader.exited.done()]
+    def _running(self) -> list[tuple[int, Child]]:
+        leaders = self._leaders.items()
+        return [(pid, leader) for pid, leader in leaders if not leader.exited.done()]
 
     def _forget_ended(self) -> None:
         for pid, leader in list(self._leaders.items()):
             if leader.exited.done():
                 del self._leaders[pid]
                 del self._sessions[pid]
-                self._signalled.discard(pid)
+                self._signalled.discard(leader.pid)
         if not self._leaders:
             self._descendants.clear()
         if self._session_list >= 0:
-            proc_scan.write_session_list(self._session_list, self._sessions.values())
+            write_session_list(self._session_list, self._sessions.values())
 
-    def _close(self, session: proc_scan.WorkerSession) -> None:
+    def _close(self, session: WorkerSession) -> None:
         session.closed = proc_scan.ticks_now()
         if self._sessions.get(session.number) is session:
             self._write_session(session)
@@ -325,62 +366,13 @@ class ProcessTree:
         Idempotent; safe to call again after cancellation.
         """
         self._session_list = -1
+        self._free_descriptors()
         await self.orphans.aclose()
 
-    def _write_session(self, session: proc_scan.WorkerSession) -> None:
+    def _write_session(self, session: WorkerSession) -> None:
         if self._session_list >= 0:  # else a process that could not be killed has ended after all
             row = list(self._sessions).index(session.number)
-            proc_scan.write_session(self._session_list, row, session)
-
-
-class _Watches:
-    """The processes that one step has signalled; descendants are watched until they end."""
-
-    def __init__(self) -> None:
-        self.leaders: set[int] = set()  # a pid suffices: it is not used until reaped
-        self._signalled: set[tuple[int, int]] = set()
-        self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
-        self._watches: list[PidfdWatch] = []
-
-    def __enter__(self) -> _Watches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for watch in self._watches:
-            watch.close()
-
-    def exits(self) -> list[asyncio.Future[None]]:
-        return [future for future in self._watched.values() if not future.done()]
-
-    def signal(self, process: proc_scan.ProcEntry, number: int) -> None:
-        """Signal a process once, and watch it unless too many are watched already.
-
-        The embedding program needs descriptors too.  Processes that are not watched are
-        found again by the scan that follows the end of the watched ones.
-        """
-        identity = process.identity
-        has_room = len(self.exits()) < _WATCHES_MAX
-        if identity in self._watched or (identity in self._signalled and not has_room):
-            return
-        try:
-            descriptor = proc_scan.open_pidfd(process)
-        except OSError:
-            return  # no descriptor left; the next scan tries again
-        if descriptor is None:
-            return
-        if identity not in self._signalled:
-            self._signalled.add(identity)
-            proc_scan.send(descriptor, number)
-            if _needs_continue(process, number):
-                proc_scan.send(descriptor, signal.SIGCONT)
-        if has_room:
-            ended = asyncio.get_running_loop().create_future()
-            self._watched[identity] = ended
-            self._watches.append(
-                PidfdWatch(descriptor, partial(set_result_if_pending, ended, None))
-            )
-        else:
-            os.close(descriptor)
+            write_session(self._session_list, row, session)
 
 
 class _Yielder:
@@ -405,9 +397,11 @@ async def _run_exit_callbacks() -> None:
     await asyncio.sleep(0)
 
 
-def _needs_continue(process: proc_scan.ProcEntry, number: int) -> bool:
-    """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
-    return process.state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP)
+def _shown_pid(leader: Child) -> int:
+    try:
+        return proc_scan.shown_pid(leader.pid)
+    except OSError:
+        return leader.pid  # no descriptor left, or reaped already
 
 
 def _read_process(pid: int) -> proc_scan.ProcEntry | None:

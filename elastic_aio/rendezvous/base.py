@@ -187,6 +187,15 @@ class Rendezvous(abc.ABC):
     def report(self, report: Report) -> None:
         """Send the state of this node's workers to the other nodes; never blocks."""
 
+    async def wait_unneeded(self) -> None:  # noqa: B027  # not every backend serves a store
+        """Wait while other nodes' workers still need what this node serves to them.
+
+        Called after this node's success, once it waits no longer for its own sake.  The
+        default returns at once.
+
+        Cancellation: happens when an instruction follows, or this node stops.
+        """
+
     @abc.abstractmethod
     async def leave(self, why: str) -> None:
         """Leave; the other nodes continue without this one.

@@ -174,8 +174,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------- inputs
 
-    def on_status(self, member: str, status: MemberStatus) -> None:
-        """Take the present status of a member; an older one is dropped."""
+    def on_status(self, member: str, status: MemberStatus, now: float) -> None:
+        """Take the present status of a member; an older one is dropped.
+
+        `now` is when it arrived, in monotonic seconds.
+        """
         state = self._state
         record = state.members.get(member)
         if record is None:
@@ -184,7 +187,7 @@ class Coordinator:
             self._joined.append(record)
         elif status.serial <= record.status.serial:
             return
-        record.status = status
+        record.observe(status, now)
         state.outbox.observe(record)
 
     def on_gone(self, member: str, *, is_lost: bool, why: str = "its lease has ended") -> None:

@@ -8,7 +8,7 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import cancel_and_wait, create_task, wall_clock
+from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
 from elastic_aio.errors import StoreError
 from elastic_aio.events import (
     Event,
@@ -35,7 +35,6 @@ from elastic_aio.rendezvous.messages import (
     Reject,
     decode_status,
     encode,
-    with_local_times,
 )
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 from elastic_aio.store import Change, ChangeKind, Lease, Store, Watch
@@ -105,7 +104,7 @@ class CoordinatorRunner:
         self._own_key = f"t/{name}"
         async with store.watch("t/", is_prefix=True) as statuses:
             for key, text in statuses.present.items():
-                await self._on_status(coordinator, lease, key, text, is_fresh=False)
+                await self._on_status(coordinator, lease, key, text)
             collecting = create_task(self._collect(statuses), name="member statuses")
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
@@ -145,7 +144,7 @@ class CoordinatorRunner:
         changes, self._changes = self._changes, []
         for change in changes:
             if change.value is not None:
-                await self._on_status(coordinator, lease, change.key, change.value, is_fresh=True)
+                await self._on_status(coordinator, lease, change.key, change.value)
             else:
                 gone = change.key == self._own_key
                 self._is_own_status_gone = self._is_own_status_gone or gone
@@ -154,7 +153,7 @@ class CoordinatorRunner:
                 coordinator.on_gone(_member_of(change.key), is_lost=is_lost)
 
     async def _on_status(
-        self, coordinator: Coordinator, lease: Lease, key: str, text: bytes, *, is_fresh: bool
+        self, coordinator: Coordinator, lease: Lease, key: str, text: bytes
     ) -> None:
         member = _member_of(key)
         try:
@@ -164,9 +163,7 @@ class CoordinatorRunner:
             order = Order(coordinator.term, 1, Reject(why))
             await lease.set(f"o/{member}", encode(order))
             return
-        if is_fresh:
-            status = with_local_times(status, wall_clock())
-        coordinator.on_status(member, status)
+        coordinator.on_status(member, status, monotonic_clock())
 
     # -------------------------------------------------------------- effects out
 

@@ -127,6 +127,19 @@ class DynamicRendezvous(Rendezvous):
         self._member.report(report)
         self._status_changed()
 
+    async def wait_unneeded(self) -> None:
+        """Wait until no other node runs workers, if this one serves a store to them."""
+        session, is_first = self._session, True
+        while session is not None and session.serves_others:
+            if is_first:
+                self._agent.on_event(session.waiting_event(self._settings.exit_barrier_timeout))
+            is_first = False
+            with contextlib.suppress(StoreError):  # another session follows
+                await session.wait_alone()
+            if session is self._session:
+                return
+            session = self._session
+
     async def leave(self, why: str) -> None:
         if self._is_leaving:
             self._is_hurried = True

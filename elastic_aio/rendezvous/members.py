@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from msgspec import Struct
 
@@ -14,6 +16,12 @@ from elastic_aio.spec.job import NodeRange
 
 NAMES_MAX = 8
 """How many nodes a message names at most."""
+
+_CLOCK_TOLERANCE_S = 0.01
+"""Difference of two readings of one host's clocks, at most."""
+
+_DRIFT = 1e-4
+"""Difference of the rates of two clocks that no server disciplines."""
 
 
 class RoundSettings(Struct, frozen=True):
@@ -117,6 +125,23 @@ class MemberRecord:
     is_rejected: bool = False
     """Whether it can never take part."""
     has_end_order: bool = False
+    offset: float = inf
+    """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
+    offset_at: float = 0.0
+    """When that status arrived."""
+
+    def observe(self, status: MemberStatus, now: float) -> None:
+        """Take a status that has arrived at `now`, in monotonic seconds."""
+        if abs(status.clock - self.status.clock) > _CLOCK_TOLERANCE_S:
+            self.offset = inf  # its clock was set
+        self.status = status
+        # Exact but for the time on the way, which is never negative.
+        if now - status.sent_at <= self.offset_bound(now):
+            self.offset, self.offset_at = now - status.sent_at, now
+
+    def offset_bound(self, now: float) -> float:
+        """Return what `offset` is at most, as the clocks may have drifted since."""
+        return self.offset + _DRIFT * (now - self.offset_at)
 
     @property
     def has_acked(self) -> bool:
@@ -132,3 +157,17 @@ class MemberRecord:
     def name(self) -> str:
         """The name of the member's host."""
         return self.status.node.name
+
+
+def clock_offsets(records: Iterable[MemberRecord], now: float) -> dict[str, float]:
+    """Return the least offset of the members of one host, by member."""
+    hosts: list[list[MemberRecord]] = []
+    for record in sorted(records, key=lambda one: one.status.clock):
+        if not hosts or record.status.clock - hosts[-1][-1].status.clock > _CLOCK_TOLERANCE_S:
+            hosts.append([])
+        hosts[-1].append(record)
+    found: dict[str, float] = {}
+    for host in hosts:
+        least = min(one.offset_bound(now) for one in host)
+        found.update((one.member, least) for one in host)
+    return found

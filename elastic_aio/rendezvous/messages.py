@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from elastic_aio.events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
@@ -76,7 +75,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 25 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 26 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -99,6 +98,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         outcome: how the job has ended, if it has seen that.
         stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
+        clock: Unix time at which the monotonic clock of its host was 0: the same for all
+            nodes of a host, and another one after its clock was set.
     """
 
     protocol: int = PROTOCOL
@@ -126,6 +127,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     outcome: JobOutcome | None = None
     stop_time: float = 0.0
     sent_at: float = 0.0
+    clock: float = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -308,19 +310,6 @@ def _problem(status: MemberStatus) -> str:
     if max(map(abs, numbers)) > _NUMBER_MAX:
         return "a number is too large"
     return ""
-
-
-def with_local_times(status: MemberStatus, now: float) -> MemberStatus:
-    """Return a status that has just arrived, its failures in the time of the local clock.
-
-    The clocks of two hosts may be hours apart.  How long a failure happened before the
-    status was sent is the same on both.  `now` is in local Unix seconds.
-    """
-    if not status.failures:
-        return status
-    offset = now - status.sent_at
-    failures = tuple(with_fields(one, time=one.time + offset) for one in status.failures)
-    return replace(status, failures=failures)
 
 
 # --------------------------------------------------------------- truncation

@@ -18,14 +18,21 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import wall_clock
+from elastic_aio.aio import monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
+from elastic_aio.events import RoundWaiting
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election, first_result
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.messages import LEASE_LINGER, MessageError, decode_order, encode
+from elastic_aio.rendezvous.messages import (
+    LEASE_LINGER,
+    MessageError,
+    decode_order,
+    decode_status,
+    encode,
+)
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
 
@@ -124,6 +131,34 @@ class StoreSession:
             await self._delete_status()
             await self._election.resign()
 
+    @property
+    def serves_others(self) -> bool:
+        """Whether other nodes' workers use a store of this node: the job's, or a round's."""
+        placement = self._member.status.placement
+        is_lead = placement is not None and placement.span.group_rank == 0
+        return self._located.is_host or is_lead
+
+    def waiting_event(self, waited: float) -> RoundWaiting:
+        """Return the event that says for what `wait_alone` waits."""
+        what = "other nodes' workers, which use the store of this node"
+        return RoundWaiting(phase="barrier", what=what, waited=waited)
+
+    async def wait_alone(self) -> None:
+        """Wait until no other member has a placement.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        own = f"t/{self._name}"
+        async with self._store.watch("t/", is_prefix=True) as statuses:
+            placed = {key for key, text in statuses.present.items() if _is_placed(text)} - {own}
+            while placed:
+                change = await anext(statuses)
+                if change.value is None:
+                    placed.discard(change.key)
+                elif change.key != own and _is_placed(change.value):
+                    placed.add(change.key)
+
     async def drain(self) -> None:
         """Wait until all other members have left, if they need this one.
 
@@ -153,7 +188,9 @@ class StoreSession:
 
     async def _write_statuses(self, lease: Lease) -> str:
         while True:
-            status = replace(self._member.status, sent_at=wall_clock())
+            now = wall_clock()
+            clock = now - monotonic_clock()
+            status = replace(self._member.status, sent_at=now, clock=clock)
             await lease.set(f"t/{self._name}", encode(status))
             if self._written_serial < 0:
                 self._on_joined()
@@ -200,3 +237,11 @@ class StoreSession:
             StoreLost: always, then.
         """
         raise StoreLost(await self._wait_superseded())
+
+
+def _is_placed(text: bytes) -> bool:
+    """Whether a status is that of a member with a placement."""
+    try:
+        return decode_status(text).placement is not None
+    except MessageError:
+        return False

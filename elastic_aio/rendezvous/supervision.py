@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastic_aio.events import AttemptFailed
-from elastic_aio.outcome import JobOutcome, JobState, root_cause_first
+from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
 from elastic_aio.rendezvous.formation import form_round
-from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, clock_offsets
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MembersDone,
@@ -195,9 +195,7 @@ def decide_restart(state: CoordinatorState) -> None:
     members = [one for one in active if state.has_placement(one)]
     if _may_be_leaving(state, members):
         return
-    restart.failures = root_cause_first(
-        failure for one in members for failure in one.status.failures
-    )
+    restart.failures = _root_cause_first(state, members)
     failures, attempt = restart.failures, state.round.attempt
     if failures:
         event = AttemptFailed(attempt=attempt, root=failures[0], failures=failures)
@@ -227,6 +225,17 @@ def decide_restart(state: CoordinatorState) -> None:
         state.outbox.request_decision(attempt, failures[0])
     else:
         _consult_policy(state, RestartAction.DEFAULT)
+
+
+def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> tuple[Failure, ...]:
+    """Return the failures of a round, victims last, the others by the time at their own node.
+
+    The clocks of two hosts may be hours apart, and a status may be long on its way.
+    """
+    offsets = clock_offsets(state.members.values(), state.deadlines.now)
+    found = [(offsets[one.member], failure) for one in members for failure in one.status.failures]
+    found.sort(key=lambda item: (item[1].is_victim, item[0] + item[1].time, item[1].order))
+    return tuple(failure for _, failure in found)
 
 
 def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:

@@ -76,7 +76,10 @@ class RendezvousSpec:
     read_timeout: float = 60.0
     """Seconds to search for a store, at the start and after a loss."""
     exit_barrier_timeout: float = 300.0
-    """Seconds that a node whose workers succeeded waits for the others."""
+    """Seconds that a node whose workers succeeded waits for the others.
+
+    A node that serves a store to the workers of other nodes stays until they have ended.
+    """
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
 

@@ -26,7 +26,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType
+    from types import ModuleType, TracebackType
     from typing import Any
 
 MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
@@ -249,8 +249,8 @@ def exit_code_of(error: SystemExit) -> int:
 def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
     import traceback
 
-    # Without the frame of `perform`.
-    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    # If all frames are of this package, they tell where it happened.
+    error.__traceback__ = without_own_frames(error.__traceback__) or error.__traceback__
     stack = "".join(traceback.format_exception(error))
     is_exception = isinstance(error, Exception)
     content = (describe_error(error), stack, time.time())
@@ -313,6 +313,17 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  # a user's __str__ can do anything
         return f"{type(error).__name__}: <str() failed>"
+
+
+def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that lead to the user's code."""
+    own = os.path.dirname(MAIN)
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(path) != own and path != "<frozen runpy>":
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def enable_faulthandler() -> None:

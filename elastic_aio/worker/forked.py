@@ -7,6 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+# Encoding and error handler of 0, 1 and 2 as the interpreter has chosen them, by the locale and
+# PYTHONIOENCODING; a module that is imported later may replace the streams.
+_ENCODINGS = [
+    (getattr(stream, "encoding", None), getattr(stream, "errors", None) or "backslashreplace")
+    for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__)
+]
+
 
 def run_forked(
     detach: Callable[[], object],
@@ -71,14 +78,27 @@ def _renew_streams() -> None:
     The inherited objects may be of any type (a notebook's, a test's capture), and hold
     text that the parent will write.  Unbuffered, as with `python -u`.
     """
+    sys.stdin = sys.__stdin__ = _open_text(0, "<stdin>")  # type: ignore[misc]  # what renewing is
+    sys.stdout = sys.__stdout__ = _open_text(1, "<stdout>")  # type: ignore[misc]  # likewise
+    sys.stderr = sys.__stderr__ = _open_text(2, "<stderr>")  # type: ignore[misc]  # likewise
+
+
+def _open_text(descriptor: int, name: str) -> Any:
     import io
 
-    def open_text(raw: Any, errors: str | None = None) -> Any:
-        return io.TextIOWrapper(raw, errors=errors, write_through=True)
-
-    sys.stdin = sys.__stdin__ = open_text(io.BufferedReader(io.FileIO(0, "r", closefd=False)))  # type: ignore[misc]  # what renewing is
-    sys.stdout = sys.__stdout__ = open_text(io.FileIO(1, "w", closefd=False))  # type: ignore[misc]  # likewise
-    sys.stderr = sys.__stderr__ = open_text(io.FileIO(2, "w", closefd=False), "backslashreplace")  # type: ignore[misc]  # likewise
+    mode = "w" if descriptor else "r"
+    raw: Any = io.FileIO(descriptor, mode, closefd=False)
+    raw.name = name
+    encoding, errors = _ENCODINGS[descriptor]
+    text: Any = io.TextIOWrapper(
+        raw if descriptor else io.BufferedReader(raw),
+        encoding=encoding,
+        errors=errors,
+        newline="\n" if descriptor else None,
+        write_through=True,
+    )
+    text.mode = mode
+    return text
 
 
 def flush_streams() -> None:

@@ -1,4 +1,8 @@
-"""Scripts and modules that run as `__main__` in an interpreter started for other code."""
+"""Scripts and modules that run as `__main__` in an interpreter started for other code.
+
+They find the same as under `python -u script.py` and `python -u -m module`: the attributes of
+`__main__`, `sys.path[0]`, `sys.argv` and `sys.orig_argv`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from elastic_aio.worker.bootstrap import exit_code_of
+from elastic_aio.worker.bootstrap import exit_code_of, without_own_frames
 
 
 def run_script(path: str, *args: str) -> None:
@@ -15,7 +19,9 @@ def run_script(path: str, *args: str) -> None:
     `${local_rank}` in the arguments is replaced, as for commands.
     """
     rank = os.environ.get("LOCAL_RANK", "")
-    _run(path, [arg.replace("${local_rank}", rank) for arg in args])
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the launcher's own script or working directory
+    _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])
 
 
 def run_as_interpreter(arguments: list[str]) -> int:
@@ -25,18 +31,12 @@ def run_as_interpreter(arguments: list[str]) -> int:
         arguments: a script's path, or `-m` and a module's name; then its arguments.
     """
     try:
-        if arguments[0] == "-m":
-            _run_module(arguments[1], arguments[2:])
-        else:
-            _run(arguments[0], arguments[1:])
+        _run(arguments)
     except SystemExit as error:
         return exit_code_of(error)
     except BaseException as error:  # noqa: BLE001  # the script's; printed as the interpreter does
-        trace = error.__traceback__
-        own_files = (__file__, "<frozen runpy>")
-        while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error, trace)
+        error.__traceback__ = without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
             import signal
 
@@ -47,28 +47,69 @@ def run_as_interpreter(arguments: list[str]) -> int:
     return 0
 
 
-def _run(path: str, args: list[str]) -> None:
+def first_path(arguments: list[str]) -> list[str]:
+    """Return what the interpreter puts in front of `sys.path` for a script or a module."""
+    is_module = arguments[0] == "-m"
+    path = os.getcwd() if is_module else _absolute(arguments[0])
+    if not is_module and _has_importer(path):
+        return [path]  # with PYTHONSAFEPATH too
+    if sys.flags.safe_path:
+        return []
+    return [path if is_module else os.path.dirname(os.path.realpath(path))]
+
+
+def _absolute(path: str) -> str:
+    # Not `abspath`, which also removes "..": another file, if that follows a link.
+    return os.path.join(os.getcwd(), path)
+
+
+def _has_importer(path: str) -> bool:
+    """Return whether a script is a directory or an archive, which has a `__main__` module."""
+    for hook in sys.path_hooks:
+        try:
+            hook(path)
+        except ImportError:
+            continue
+        return True
+    return False
+
+
+def _run(arguments: list[str]) -> None:
+    sys.orig_argv[:] = [sys.orig_argv[0], "-u", *arguments]
+    sys.path[:0] = first_path(arguments)
     main: Any = type(sys)("__main__")
-    sys.argv[:] = [path, *args]
-    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
-        import runpy
-
-        runpy.run_path(path, run_name="__main__")
-        return
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    sys.modules["__main__"] = main
-    main.__file__ = path
     main.__builtins__ = sys.modules["builtins"]
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        _run_module(arguments[1], alters_argv=True)
+        return
+    sys.argv[:] = arguments
+    path = _absolute(arguments[0])
+    if _has_importer(path):
+        _run_module("__main__", alters_argv=False)
+    else:
+        _run_file(path, main)
 
 
-def _run_module(name: str, args: list[str]) -> None:
+def _run_module(name: str, *, alters_argv: bool) -> None:
     import runpy
 
-    sys.path.insert(0, os.getcwd())
-    sys.argv[:] = [name, *args]
-    sys.modules["__main__"] = type(sys)("__main__")
-    # The interpreter's own function for `-m`; `run_module` would keep another `__main__`.
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # as explained
+    # The interpreter's own function; `run_module` would keep another `__main__`.
+    runpy._run_module_as_main(name, alters_argv)  # type: ignore[attr-defined]  # as explained
+
+
+def _run_file(path: str, main: Any) -> None:
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    is_compiled = path.endswith(".pyc")
+    loader = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", path)
+    main.__file__ = path
+    main.__cached__ = None
+    main.__loader__ = loader
+    if is_compiled:
+        code: Any = loader.get_code("__main__")
+    else:
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)

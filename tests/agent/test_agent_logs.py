@@ -6,6 +6,9 @@ import asyncio
 import errno
 import os
 import re
+import resource
+import select
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +19,19 @@ import pytest
 from elastic_aio import (
     Agent,
     AttemptFailed,
+    ConsoleLost,
     Event,
     JobFailed,
     LaunchResult,
     LaunchSpec,
     LogSpec,
+    OutputLost,
     launch,
 )
 from elastic_aio.logs.tee import Tee
-from tests.support.children import file_console, python, shell, until
+from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
+from tests.support.memory import peak_growth
 
 BOTH = 'echo "out $RANK"; echo "err $RANK" >&2'
 
@@ -297,7 +303,17 @@ os.write(1, b"\\r100%\\n")
     assert files(result)["attempt_0/0/stdout.log"].count(b"\r") == 301
 
 
-async def test_a_very_long_line(tmp_path: Path) -> None:
+TEE = """
+import os
+from elastic_aio import LaunchSpec, LogSpec, launch
+
+async def main(log_dir, *argv):
+    out = os.open("out", os.O_WRONLY | os.O_CREAT)
+    await launch(LaunchSpec([*argv], logs=LogSpec(log_dir=log_dir, tee=1)), console=(out, 2))
+"""
+
+
+def test_a_very_long_line(tmp_path: Path) -> None:
     """A line of 64 MiB arrives whole, without being held in memory."""
     size = 64 * 2**20
     script = python(
@@ -305,31 +321,13 @@ async def test_a_very_long_line(tmp_path: Path) -> None:
         "for _ in range(64): os.write(1, block)\n"
         "os.write(1, b'\\nafter\\n')"
     )
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = resident()
-    peak = 0
-
-    async def watch() -> None:
-        nonlocal peak
-        while True:
-            peak = max(peak, resident())
-            await asyncio.sleep(0.002)
-
-    watcher = asyncio.ensure_future(watch())
-    logs = LogSpec(log_dir=str(tmp_path / "logs"), tee=1)
-    with file_console(tmp_path) as console:
-        await launch(LaunchSpec(script, logs=logs), console=console)
-    watcher.cancel()
+    assert peak_growth(TEE, tmp_path / "logs", *script, cwd=tmp_path) < 8 * 2**20
     shown_size = (tmp_path / "out").stat().st_size
     assert shown_size == len("[default0]:") + size + 1 + len("[default0]:after\n")
     with (tmp_path / "out").open("rb") as file:
         assert file.read(12) == b"[default0]:x"
         file.seek(-19, os.SEEK_END)
         assert file.read() == b"x\n[default0]:after\n"
-    assert peak - before < 16 * 2**20
 
 
 async def test_output_of_a_grandchild(tmp_path: Path) -> None:
@@ -397,6 +395,73 @@ async def test_a_worker_that_truncates_its_own_log(tmp_path: Path) -> None:
     script += " : > /proc/$$/fd/1; echo 2; sleep 0.1"
     out, _, _ = await shown(tmp_path, shell(script), tee=1)
     assert out == b"[default0]:one\n[default0]:2\n"
+
+
+async def test_lines_that_replace_the_log_are_shown(tmp_path: Path) -> None:
+    """`echo text > /dev/stdout` truncates the log each time: every text is shown, once.
+
+    The worker waits for each line, since a text that is replaced too early is gone.
+    """
+    script = """
+shown=0
+for line in "line 1" "line 2" "line 2" x "line 3"; do
+  echo "$line" > /dev/stdout; shown=$((shown + 1))
+  until [ "$(wc -l < "$NOTES/out")" -ge $shown ]; do sleep 0.01; done
+done
+"""
+    events: list[Event] = []
+    spec = LaunchSpec(
+        shell(script), logs=LogSpec(log_dir=tmp_path / "logs", tee=1), env={"NOTES": str(tmp_path)}
+    )
+    with file_console(tmp_path) as console:
+        async with asyncio.timeout(DEADLINE_S):
+            await launch(spec, console=console, listeners=[events.append])
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines == [f"[default0]:{text}" for text in ("line 1", *["line 2"] * 2, "x", "line 3")]
+    (lost,) = (event for event in events if isinstance(event, OutputLost))
+    assert (lost.stream, lost.rank, lost.lost) == ("stdout", 0, None)
+    assert lost.path.endswith("attempt_0/0/stdout.log")
+
+
+@pytest.mark.both_loops
+async def test_a_console_that_blocks_when_no_descriptor_is_left(tmp_path: Path) -> None:
+    """All lines are shown as soon as the console takes them."""
+    reader, writer = os.pipe()
+    script = 'until [ -e "$NOTES/go" ]; do sleep 0.01; done; for ((i = 0; i < 5000; i++)); do'
+    script += ' printf "%0100d\n" $i; done; : > "$NOTES/written"'
+    logs = LogSpec(log_dir=tmp_path / "logs", tee=1)
+    spec = LaunchSpec(shell(script), logs=logs, env={"NOTES": str(tmp_path)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loop = asyncio.get_running_loop()
+    shown_bytes = bytearray()
+    try:
+        async with Agent(spec, console=(writer, 2)) as agent:
+            await until(lambda: agent.forward_signal(signal.SIGCONT))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                (tmp_path / "go").mkdir()
+                await until((tmp_path / "written").exists)
+                await until(lambda: is_full(writer), "the pipe is full")
+                loop.add_reader(reader, lambda: shown_bytes.extend(os.read(reader, 65536)))
+                await until(lambda: shown_bytes.count(b"\n") == 5000)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await agent.wait()
+            events = [event async for event in agent.events()]
+    finally:
+        loop.remove_reader(reader)
+        os.close(reader)
+        os.close(writer)
+    lines = bytes(shown_bytes).splitlines()
+    assert lines == [b"[default0]:%0100d" % number for number in range(5000)]
+    assert not any(isinstance(event, ConsoleLost | OutputLost) for event in events)
+
+
+def is_full(writer: int) -> bool:
+    """Whether a pipe takes no more bytes."""
+    poller = select.poll()
+    poller.register(writer, select.POLLOUT)
+    return not poller.poll(0)
 
 
 async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from elastic_aio import NodeLeft, RendezvousStoreRecovered, RoundFormed, RoundForming, WorkerExited
+from elastic_aio import (
+    NodeLeft,
+    RendezvousStoreRecovered,
+    RoundFormed,
+    RoundForming,
+    RoundWaiting,
+    WorkerExited,
+)
 from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
 from tests.support.leaks import alive
 
@@ -188,17 +196,46 @@ async def test_nodes_that_end_at_different_times(tmp_path: Path) -> None:
             assert "FAILED" not in ended.err
 
 
-@pytest.mark.parametrize("is_host", [False, True])
-async def test_the_exit_barrier_has_a_timeout(is_host: bool, tmp_path: Path) -> None:
+async def test_the_exit_barrier_has_a_timeout(tmp_path: Path) -> None:
     """A node that has succeeded waits for `exit_barrier_timeout`; the others continue."""
     async with Cluster(tmp_path, 2, exit_barrier_timeout=1) as cluster:
         host, other = await started(cluster, 2)
-        first, last = (host, other) if is_host else (other, host)
+        other.order((await other.workers())[0], "exit 0")
+        await other.event(WorkerExited)
+        assert (await other.ended(1 + AT_ONCE_S)).code == 0
+        assert (await host.event(NodeLeft)).name == socket.gethostname()
+        assert alive((await host.workers())[0].pid)
+        assert (await cluster.finish(host))[0].code == 0
+        assert len(host.events_of(RoundFormed)) == 1
+
+
+@pytest.mark.parametrize("serves", ["nodes", "workers"])
+async def test_a_node_stays_past_its_barrier_while_others_use_its_store(
+    serves: str, tmp_path: Path
+) -> None:
+    """The other node could serve neither store itself, and its workers are healthy."""
+    async with Cluster(tmp_path, 2, exit_barrier_timeout=1) as cluster:
+        host = cluster.start("host", conf={"is_host": True}, node_rank=int(serves == "workers"))
+        await host.event(RoundForming)
+        other = cluster.start("other", conf={"is_host": False}, node_rank=int(serves != "workers"))
+        await cluster.workers(host, other)
+        first, last = (host, other) if serves == "nodes" else (other, host)
         first.order((await first.workers())[0], "exit 0")
-        await first.event(WorkerExited)
-        ended = await first.ended(1 + AT_ONCE_S)
-        assert ended.code == 0
-        await asyncio.sleep(3)  # the others end much later
-        assert alive((await last.workers())[0].pid)
-        assert (await cluster.finish(last))[0].code == 0
+        waiting = await first.event(RoundWaiting, phase="barrier")
+        assert waiting.what == "other nodes' workers, which use the store of this node"
+        worker = (await last.workers())[0]
+        assert await last.ask(worker, "connect") == "connected"
+        last.order(worker, "exit 0")
+        for ended in (await first.ended(AT_ONCE_S), await last.ended(AT_ONCE_S)):
+            assert ended.code == 0
         assert len(last.events_of(RoundFormed)) == 1
+
+
+async def test_a_stop_ends_the_stay_past_the_barrier(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, 2, exit_barrier_timeout=0) as cluster:
+        host, other = await started(cluster, 2)
+        host.order((await host.workers())[0], "exit 0")
+        await host.event(RoundWaiting, phase="barrier")
+        host.send(signal.SIGTERM)
+        assert (await host.ended(AT_ONCE_S)).code == 0
+        assert (await cluster.finish(other))[0].code == 0

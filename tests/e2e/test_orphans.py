@@ -342,3 +342,16 @@ def test_an_agent_of_an_ordinary_user() -> None:
     pid, user = ended.out.split()
     assert (ended.code, user) == (0, "65534")
     assert not alive(int(pid))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a pid namespace")
+def test_a_pid_namespace_without_its_own_proc() -> None:
+    """/proc shows other pids than the system calls take; what a worker leaves is stopped."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    script = "trap '' TERM; setsid sleep 99 & exit 0"
+    job = [*CLI, "run", "--shutdown-timeout", "1", "--no-python", "bash", "-c", script]
+    ended = run_program([*unshare, *job], env={"LOGLEVEL": "INFO"})
+    assert ended.code == 0
+    assert "1 process did not stop in time, sending SIGKILL" in ended.err
+    assert "left behind" not in ended.err.replace("have left processes behind", "")
+    assert all_exited()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import pty
+import resource
 import socket
 import struct
 import termios
@@ -91,6 +93,62 @@ async def test_a_write_waits_for_a_full_pipe(pipe: tuple[int, int]) -> None:
         assert sink.written == len(BIG)
         assert repr(sink) == f"<Sink stdout, {len(BIG)} bytes written>"
     assert not is_nonblocking(writer)
+
+
+async def test_a_full_pipe_needs_no_further_descriptor(pipe: tuple[int, int]) -> None:
+    """None may be left at the moment when the pipe is full."""
+    reader, writer = pipe
+    with opened(writer) as sink:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            task = asyncio.create_task(write(sink, BIG))
+            await blocked(task, sink)
+            assert await read_exactly(reader, len(BIG)) == BIG
+            await task
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.EINTR])
+async def test_an_error_of_our_own_is_no_end(pipe: tuple[int, int], number: int) -> None:
+    """The write is repeated after a pause."""
+    failures = [OSError(number, os.strerror(number)) for _ in range(2)]
+    written = bytearray()
+
+    def fail_first(data: bytes | memoryview) -> int:
+        if failures:
+            raise failures.pop()
+        written.extend(data[:3])
+        return len(data[:3])
+
+    sink = Sink("stdout", os.dup(pipe[1]), fail_first)
+    await write(sink, b"a line\n")
+    assert (bytes(written), sink.lost) == (b"a line\n", None)
+    sink.close()
+
+
+async def test_a_sink_without_a_descriptor_is_an_error(pipe: tuple[int, int]) -> None:
+    """Nothing of it is left open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    spare = 2  # the sink takes two descriptors: its own, and one to wait
+    for free in range(spare):
+        held = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (pipe[1] + 20, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(free):
+                os.close(held.pop())
+            with pytest.raises(OSError, match="Too many open files"):
+                open_console(*pipe)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_the_pipe_stays_blocking_for_other_processes(pipe: tuple[int, int]) -> None:

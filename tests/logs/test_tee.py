@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.aio import set_result_if_pending
-from elastic_aio.logs import inotify
+from elastic_aio.logs import inotify, tee
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.sink import Sink, open_sink
 from elastic_aio.logs.tee import Tee
@@ -71,13 +72,17 @@ class Bench:
         self.console = Console()
         self.lost: asyncio.Queue[tuple[Sink, str]] = asyncio.Queue()
         self.tee = Tee(lambda sink, why: self.lost.put_nowait((sink, why)))
+        self.unshown: list[tuple[str, int | None]] = []
         self.files: list[int] = []
 
     def follow(self, name: str, prefix: bytes = b"P:") -> tuple[int, int]:
         path = self.directory / name
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.files.append(file)
-        return file, self.tee.follow(str(path), self.console.sink, lambda: prefix)
+        token = self.tee.follow(
+            str(path), self.console.sink, lambda: prefix, lambda *loss: self.unshown.append(loss)
+        )
+        return file, token
 
     async def aclose(self) -> None:
         async with asyncio.timeout(GUARD):
@@ -131,14 +136,14 @@ async def test_a_complete_file_is_shown_to_its_end(bench: Bench) -> None:
     os.write(file, b"one\nlast words")
     bench.tee.finish([token])
     reading = asyncio.create_task(bench.console.lines(2))
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
     assert await reading == [b"P:one", b"P:last words"]
     assert repr(bench.tee) == "<Tee of 0 files>"
 
 
 async def test_drain_does_not_wait_for_growing_files(bench: Bench) -> None:
     bench.follow("a")
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
 
 
 async def test_output_of_several_chunks_is_drained(bench: Bench) -> None:
@@ -148,7 +153,7 @@ async def test_output_of_several_chunks_is_drained(bench: Bench) -> None:
     os.write(file, lines)
     bench.tee.finish([token])
     reading = asyncio.create_task(bench.console.lines(130_000))
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
     assert b"\n".join(await reading) + b"\n" == lines.replace(b"\n", b"\nP:")[:-2].join(
         [b"P:", b""]
     )
@@ -159,16 +164,18 @@ async def test_drain_ends_if_the_console_is_blocked(bench: Bench) -> None:
     os.write(file, b"x" * 100 + b"\n")
     os.write(file, b"y\n" * 200_000)
     bench.tee.finish([token])
-    assert await bench.tee.drain(0.05) == [bench.console.sink]
+    ((sink, unshown),) = (await bench.tee.drain(0.05)).items()
+    assert sink is bench.console.sink
+    assert 400_101 - (256 << 10) < unshown < 400_101
 
 
 async def test_a_console_that_was_blocked_gets_all_lines(bench: Bench) -> None:
     file, token = bench.follow("a")
     os.write(file, b"".join(b"%06d\n" % number for number in range(60_000)))
     bench.tee.finish([token])
-    assert await bench.tee.drain(0.05) == [bench.console.sink]
+    assert list(await bench.tee.drain(0.05)) == [bench.console.sink]
     reading = asyncio.create_task(bench.console.lines(60_000))
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
     assert await reading == [b"P:%06d" % number for number in range(60_000)]
 
 
@@ -178,7 +185,7 @@ async def test_a_blocked_stdout_does_not_delay_stderr(bench: Bench) -> None:
     other = Console()
     path = bench.directory / "err"
     path.write_bytes(b"error\n")
-    bench.tee.follow(str(path), other.sink, lambda: b"E:")
+    bench.tee.follow(str(path), other.sink, lambda: b"E:", lambda *loss: None)
     assert await other.lines(1) == [b"E:error"]
     other.close()
 
@@ -194,7 +201,7 @@ async def test_a_lost_console_is_reported_once(bench: Bench) -> None:
         assert await bench.lost.get() == (bench.console.sink, "broken pipe")
     os.write(file, b"three\n")
     bench.tee.finish([token])
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
     assert bench.lost.empty()
 
 
@@ -233,12 +240,65 @@ async def test_a_cancelled_pump_restarts(bench: Bench) -> None:
     os.write(file, b"two\n")
     assert await bench.console.lines(2) == [b"P:one", b"P:two"]
     bench.tee.finish([token])
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
 
 
 async def test_a_missing_file_is_an_error(bench: Bench) -> None:
+    path = str(bench.directory / "missing")
     with pytest.raises(FileNotFoundError):
-        bench.tee.follow(str(bench.directory / "missing"), bench.console.sink, lambda: b"")
+        bench.tee.follow(path, bench.console.sink, lambda: b"", lambda *loss: None)
+
+
+async def test_a_file_that_cannot_be_read_is_read_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it grows, or after a pause; no line is lost or shown twice."""
+    monkeypatch.setattr(tee, "_RETRY_S", 0.02)
+    file, token = bench.follow("a")
+    os.write(file, b"one\n")
+    await bench.console.lines(1)
+    failed: asyncio.Queue[None] = asyncio.Queue()
+
+    def refuse(*args: object) -> bytes:
+        failed.put_nowait(None)
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with asyncio.timeout(GUARD):
+        for line in (b"two\n", b"three\n"):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "pread", refuse)
+                os.write(file, line)
+                await failed.get()
+        os.write(file, b"x" * 100_000)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pread", refuse)
+            os.write(file, b"\nlast")
+            bench.tee.finish([token])
+            for _ in range(3):
+                await failed.get()
+        reading = asyncio.create_task(bench.console.lines(5))
+        assert await bench.tee.drain(GUARD) == {}
+        assert await reading == [b"P:one", b"P:two", b"P:three", b"P:" + b"x" * 100_000, b"P:last"]
+    assert bench.unshown == []
+
+
+async def test_a_file_that_stays_unreadable_is_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number of bytes that are not shown."""
+    file, token = bench.follow("a")
+    os.write(file, b"one\n")
+    await bench.console.lines(1)
+
+    def refuse(*args: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", refuse)
+        os.write(file, b"two\n")
+        bench.tee.finish([token])
+        assert await bench.tee.drain(0.05) == {}
+    assert bench.unshown == [("the file cannot be read: input/output error", 4)]
 
 
 async def test_files_are_polled_where_inotify_refuses_a_watch(
@@ -253,7 +313,7 @@ async def test_files_are_polled_where_inotify_refuses_a_watch(
         assert (await bench.console.lines(number + 1))[-1] == b"P:line %d" % number
     os.write(file, b"end")
     bench.tee.finish([token])
-    assert await bench.tee.drain(GUARD) == []
+    assert await bench.tee.drain(GUARD) == {}
     assert bench.console.rest().endswith(b"P:end\n")
 
 

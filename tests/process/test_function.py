@@ -103,7 +103,7 @@ def server_of(devnull: int, preload: tuple[str, ...] = ()) -> ForkServer:
     return ForkServer(
         spawn_with_popen,
         python=sys.executable,
-        path=sys.path,
+        program=(),
         preload=preload,
         env=ENV,
         cwd=None,
@@ -255,7 +255,7 @@ async def test_a_lost_server_is_replaced(devnull: int) -> None:
     server = ForkServer(
         spawn_with_popen,
         python=sys.executable,
-        path=sys.path,
+        program=(),
         preload=(),
         env=ENV,
         cwd=None,

@@ -19,7 +19,6 @@ from elastic_aio.process import proc_scan
 from elastic_aio.process.proc_scan import (
     ProcEntry,
     ScanCache,
-    WorkerSession,
     find_descendants,
     open_pidfd,
     parse_stat,
@@ -27,6 +26,7 @@ from elastic_aio.process.proc_scan import (
     send,
     ticks_now,
 )
+from elastic_aio.process.session_list import WorkerSession
 
 MARKER = f"ELASTIC_AIO_JOB_TEST_{os.getpid()}_{os.urandom(4).hex()}"
 GUARD_MS = 20_000
@@ -118,31 +118,6 @@ def test_a_reaped_process_is_none() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     assert read_process(child.pid) is None
-
-
-def process(pid: int, *, start: int, session: int = 100) -> ProcEntry:
-    return ProcEntry(pid, 1, session, start)
-
-
-@pytest.mark.parametrize(
-    ("session", "member", "is_certain"),
-    [
-        (WorkerSession(100, 5), process(100, start=5), True),
-        (WorkerSession(100, 5), process(101, start=5), True),
-        (WorkerSession(100, 5), process(101, start=999), True),
-        (WorkerSession(100, 5), process(100, start=999), False),
-        (WorkerSession(100, 5, 50), process(101, start=49), True),
-        (WorkerSession(100, 5, 50), process(101, start=50), True),
-        (WorkerSession(100, 5, 50), process(101, start=51), False),
-        (WorkerSession(100, 5, 50), process(100, start=5), True),
-        (WorkerSession(100, 5, 50), process(100, start=51), False),
-    ],
-)
-def test_membership_is_certain_only_before_the_leader_was_reaped(
-    session: WorkerSession, member: ProcEntry, is_certain: bool
-) -> None:
-    """A later process, or one with the leader's pid, may be of another session."""
-    assert session.is_certain(member) is is_certain
 
 
 # -------------------------------------------------------------- with real processes

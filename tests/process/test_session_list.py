@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_aio.process.proc_scan import (
+from elastic_aio.process.session_list import (
     WorkerSession,
     read_session_list,
     write_session,
@@ -45,6 +45,27 @@ rows = st.lists(
 
 def sessions_of(rows: list[Row]) -> list[WorkerSession]:
     return [WorkerSession(*row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("session", "pid", "start", "is_certain"),
+    [
+        (WorkerSession(100, 5), 100, 5, True),
+        (WorkerSession(100, 5), 101, 5, True),
+        (WorkerSession(100, 5), 101, 999, True),
+        (WorkerSession(100, 5), 100, 999, False),
+        (WorkerSession(100, 5, 50), 101, 49, True),
+        (WorkerSession(100, 5, 50), 101, 50, True),
+        (WorkerSession(100, 5, 50), 101, 51, False),
+        (WorkerSession(100, 5, 50), 100, 5, True),
+        (WorkerSession(100, 5, 50), 100, 51, False),
+    ],
+)
+def test_membership_is_certain_only_before_the_leader_was_reaped(
+    session: WorkerSession, pid: int, start: int, is_certain: bool
+) -> None:
+    """A later process, or one with the leader's pid, may be of another session."""
+    assert session.is_certain(pid, start) is is_certain
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
+from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian import open_session_list
-from elastic_aio.process.proc_scan import read_session_list
-from elastic_aio.process.tree import ProcessTree
+from elastic_aio.process.session_list import read_session_list
+from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
 from tests.support.leaks import alive
 
@@ -71,6 +75,7 @@ class Bench:
         async with asyncio.timeout(GUARD):
             while True:
                 entries = await self.tree.descendants()
+                assert entries is not None
                 assert {entry.pid for entry in entries} == pids
                 if wanted({entry.state for entry in entries}):
                     return
@@ -81,6 +86,7 @@ class Bench:
 
     async def aclose(self) -> None:
         await self.stop(StopPlan(()))
+        await self.tree.aclose()
         for descriptor in (self.sessions, self.devnull, self.reader, self.writer):
             os.close(descriptor)
 
@@ -332,3 +338,79 @@ async def test_a_suspension_does_not_count_as_grace(bench: Bench) -> None:
 async def test_an_empty_tree_is_stopped_at_once(bench: Bench) -> None:
     assert await bench.stop(LONG) == []
     assert bench.escalations == []
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process have no descriptor left, as a program can that embeds us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    held = []
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_stop_without_descriptors_ends_all_processes(bench: Bench) -> None:
+    """Those that the tree keeps suffice to find a process of another session."""
+    script = "for i in 1 2 3; do setsid sh -c 'echo $$; exec sleep 99' & done; wait"
+    leader = await bench.add("bash", "-c", script)
+    children = {int(bench.line()) for _ in range(3)}
+    with no_descriptors():
+        assert await bench.stop(LONG) == []
+    assert status(leader) == ExitStatus(signal=15)
+    assert not any(map(alive, children))
+
+
+async def test_a_stop_without_scans_ends_in_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leaders are killed; that more may be left is reported."""
+    leader = await bench.add("bash", "-c", IGNORE_TERM)
+    bench.line()
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proc_scan, "find_descendants", fail)
+        began = bench.clock.now()
+        assert await bench.stop(SHORT) == [Survivor(0, "/proc could not be read")]
+        assert bench.clock.now() - began < 5  # not the 10 s of the plan's reap_timeout
+    assert status(leader) == ExitStatus(signal=9)
+
+
+async def test_a_stop_of_what_cannot_be_watched_ends_in_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event reports the end of a process that cannot be signalled either."""
+    await bench.add("bash", "-c", "setsid sh -c 'echo $$; exec sleep 99' & wait")
+    child = int(bench.line())
+    plan = StopPlan(SHORT.steps, reap_timeout=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(proc_scan, "open_pidfd", lambda process: None)
+        survivors = await bench.stop(plan)
+    assert [survivor.pid for survivor in survivors if isinstance(survivor, Survivor)] == [child]
+    assert alive(child)
+
+
+async def test_a_stop_without_watches_takes_the_grace_and_no_longer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where /proc shows the pids of another namespace, scans find the end of processes."""
+    monkeypatch.setattr(proc_scan, "is_foreign", lambda: True)
+    await bench.tree.aclose()
+    bench.tree = ProcessTree(bench.marker, bench.clock, bench.sessions)
+    ignoring = "setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 99' & wait"
+    leader = await bench.add("bash", "-c", ignoring)
+    child = int(bench.line())
+    assert await bench.stop(SHORT) == []
+    assert status(leader) == ExitStatus(signal=15)
+    assert not alive(child)
+    assert bench.escalations == [(9, (child,))]

@@ -405,7 +405,7 @@ def test_a_node_with_other_nnodes_is_rejected() -> None:
 
 def test_a_node_of_another_protocol_version_is_rejected() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a")
-    harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9))
+    harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9), 0.0)
     harness.settle()
     assert ("x", Reject("it speaks version 9 of the protocol, not 2")) in harness.sent
 

@@ -205,6 +205,25 @@ async def test_a_reset_connection_costs_nothing() -> None:
         assert not any(isinstance(one, NodeLost) for one in a.events)
 
 
+async def test_the_root_cause_is_that_of_the_earlier_failure() -> None:
+    """On another node, whose status takes longer to arrive."""
+    endpoint = free_endpoint()
+    a = FakeAgent("a", job_spec(endpoint, "2"))
+    async with present(a) as members, ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy:
+        b = FakeAgent("b", job_spec(proxy.endpoint, "2", is_host=False))
+        members.append(b)
+        await b.rendezvous.open()
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        proxy.delay = 0.3
+        now = time.time()
+        b.fail(code=42, time=now)
+        a.fail(code=1, time=now + 0.02)
+        outcome = await a.wait_ended()
+        assert [one.host for one in outcome.failures] == ["b", "a"]
+        assert outcome.exit_code == 42
+
+
 async def test_too_few_remaining_nodes_wait_for_another() -> None:
     spec = job_spec(free_endpoint(), "2")
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as members:

@@ -31,7 +31,6 @@ from elastic_aio.rendezvous.messages import (
     encode,
     truncate_failure,
     truncate_failures,
-    with_local_times,
 )
 from tests.support.coordinator_harness import failure, status
 
@@ -168,14 +167,6 @@ def test_a_status_is_small() -> None:
     """A thousand take less than a megabyte."""
     full: MemberStatus = replace(PLAIN, placement=placement(1000, 999), acked=(10, 10_000))
     assert len(encode(full)) < 1000
-
-
-def test_failures_have_the_local_time() -> None:
-    """Clocks may differ by hours."""
-    behind = replace(PLAIN, failures=(failure(time=1000.0),), sent_at=1000.5)
-    (seen,) = with_local_times(behind, 8200.75).failures
-    assert seen.time == 8200.25
-    assert with_local_times(PLAIN, 8200.75) is PLAIN
 
 
 # --------------------------------------------------------------- the leader record

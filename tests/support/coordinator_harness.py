@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.rendezvous.base import (
@@ -88,6 +90,10 @@ class CoordinatorHarness:
         self.dropped: dict[str, Order] = {}
         """The last order for each member whose orders are dropped."""
         self._written: dict[str, int] = {}
+        self.clocks: dict[str, tuple[float, float]] = {}
+        """By member: the error of its wall clock, and the time of its boot by that clock."""
+        self.latencies: dict[str, float] = {}
+        """By member: seconds that its statuses take to arrive."""
         self.coordinator = self.elect("c")
         self.join(*names)
 
@@ -134,7 +140,10 @@ class CoordinatorHarness:
         for name, member in self.members.items():
             if self._written.get(name) != member.status.serial:
                 self._written[name] = member.status.serial
-                self.coordinator.on_status(name, decode_status(encode(member.status)))
+                error, clock = self.clocks.get(name, (0.0, 0.0))
+                text = encode(replace(member.status, sent_at=self.now + error, clock=clock))
+                arrived_at = self.now + self.latencies.get(name, 0.0)
+                self.coordinator.on_status(name, decode_status(text), arrived_at)
 
     def _perform(self, effect: object) -> None:
         match effect:

@@ -152,14 +152,14 @@ class FakeAgent:
             return True
         return False
 
-    def fail(self, *, code: int = 3, final: bool = False) -> None:
-        """Let a worker of the present round fail, and all others stop at once."""
+    def fail(self, *, code: int = 3, final: bool = False, time: float = 0.0) -> None:
+        """Let a worker of the present round fail at `time`, and all others stop at once."""
         round = self.place.round
         self.rendezvous.report(RoundFailing(round, "a worker failed"))
         self.rendezvous.report(
             RoundStopped(
                 round,
-                (failure(self.place.span.first_rank, code=code, host=self.name),),
+                (failure(self.place.span.first_rank, code=code, host=self.name, time=time),),
                 is_permanent=final,
                 permanent_reason="it can never work" if final else "",
                 exit_code=code,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.children import until_sync
-from tests.support.cli import Ended, run_cli, run_program
+from tests.support.cli import REPOSITORY, Ended, run_cli, run_program
 from tests.support.leaks import leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -94,6 +97,117 @@ def test_modules_and_directories(options: list[str], tmp_path: Path) -> None:
     for arguments, package in ((["-m", "package"], "package"), ([tmp_path / "package"], "")):
         ended = run_cli(*options, *arguments, "x", cwd=tmp_path)
         assert ended.out == f"__main__ {package} ['x']\n"
+
+
+PRINTS_ITSELF = """
+import json, os, sys, warnings
+def describe(value):
+    if hasattr(value, "get_data"):
+        return [type(value).__name__, getattr(value, "name", None), getattr(value, "path", None)]
+    return value if isinstance(value, (str, dict, list)) or value is None else repr(type(value))
+own = {name: describe(value) for name, value in globals().items() if name.startswith("__")}
+spec = __spec__ and [__spec__.name, __spec__.origin, __spec__.cached, __spec__.parent]
+streams = [
+    [s.encoding, s.errors, s.name, s.mode, s.line_buffering, s.write_through,
+     type(s.buffer).__name__, s.buffer.name if s is sys.stdin else s.buffer.mode]
+    for s in (sys.stdin, sys.stdout, sys.stderr)
+]
+print(json.dumps({
+    "main": own, "spec": spec, "is main": sys.modules["__main__"].__dict__ is globals(),
+    "code": sys._getframe().f_code.co_filename, "path": sys.path, "argv": sys.argv,
+    "orig_argv": sys.orig_argv, "executable": sys.executable, "flags": str(sys.flags),
+    "streams": streams, "warnings": repr(warnings.filters), "cwd": os.getcwd(),
+}))
+"""
+FORKSERVER = ["--preload=json"]
+RUN_PATHS = [["--run-path"], ["--run-path", "--start-method=fork"],
+             ["--run-path", "--start-method=forkserver"]]  # fmt: skip
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A directory with the same program as a script, a link, a directory, and so on."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "links").mkdir()
+    for name in ("real/script.py", "package/__main__.py", "package/module.py"):
+        (tmp_path / name).write_text(PRINTS_ITSELF)
+    (tmp_path / "links/link.py").symlink_to("../real/script.py")
+    py_compile.compile(str(tmp_path / "real/script.py"), str(tmp_path / "compiled.pyc"))
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.writestr("__main__.py", PRINTS_ITSELF)
+    return tmp_path
+
+
+def run_both(
+    options: list[str], program: list[str], cwd: Path, env: dict[str, str | None]
+) -> tuple[Any, Any]:
+    """Return what a program prints in an interpreter of its own, and as a worker."""
+    env = {**env, "OMP_NUM_THREADS": "1"}
+    plain = run_program([sys.executable, "-u", *program, "x", ""], cwd=cwd, env=env)
+    worker = run_cli(*options, *program, "x", "", cwd=cwd, env=env)
+    assert (plain.code, worker.code) == (0, 0), worker.err
+    return json.loads(plain.out), json.loads(worker.out)
+
+
+@pytest.mark.parametrize("options", [FORKSERVER, *RUN_PATHS])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"PYTHONSAFEPATH": "1"},
+        {"PYTHONIOENCODING": "latin-1:replace", "PYTHONWARNINGS": "error::ResourceWarning"},
+        {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_a_script_sees_what_it_sees_in_an_interpreter_of_its_own(
+    options: list[str], env: dict[str, str | None], programs: Path
+) -> None:
+    """A relative link to a script, run in another directory: all paths differ."""
+    plain, worker = run_both(options, ["links/link.py"], programs, env)
+    assert worker == plain
+
+
+@pytest.mark.parametrize("options", [FORKSERVER, RUN_PATHS[0]])
+@pytest.mark.parametrize(
+    "program", ["package", "archive", "compiled.pyc", "./package/../real/script.py"]
+)
+@pytest.mark.parametrize("env", [{}, {"PYTHONSAFEPATH": "1"}])
+def test_other_programs_see_the_same_too(
+    options: list[str], program: str, env: dict[str, str | None], programs: Path
+) -> None:
+    plain, worker = run_both(options, [program], programs, env)
+    assert worker == plain
+
+
+@pytest.mark.parametrize("name", ["package", "package.module"])
+@pytest.mark.parametrize("safe", [None, "1"])
+def test_a_module_sees_the_same_too(name: str, safe: str | None, programs: Path) -> None:
+    path = f"{REPOSITORY}:{programs}"  # for safe paths
+    env = {"PYTHONSAFEPATH": safe, "PYTHONPATH": path}
+    plain, worker = run_both(FORKSERVER, ["-m", name], programs, env)
+    assert worker == plain
+
+
+@pytest.mark.parametrize("options", [[], FORKSERVER, *RUN_PATHS])
+def test_a_traceback_begins_in_the_script(options: list[str], script: Path) -> None:
+    ended = run_script(options, script, "raise")
+    printed = ended.err.partition("Traceback (most recent call last):\n")[2].splitlines()
+    assert printed[:3] == [
+        f'  File "{script}", line 10, in <module>',
+        '    raise ValueError("from the script")',
+        "ValueError: from the script",
+    ]
+
+
+def test_a_script_does_not_have_the_options_of_the_launcher(programs: Path) -> None:
+    """Forked or not."""
+    launcher = [sys.executable, "-O", "-P", "-m", "elastic_aio", "run"]
+    for options in ([], FORKSERVER):
+        ended = run_program([*launcher, *options, "real/script.py"], cwd=programs)
+        seen = json.loads(ended.out)
+        assert seen["path"][0] == str(programs / "real")
+        assert "optimize=0" in seen["flags"]
 
 
 UNGUARDED = """

@@ -1,0 +1,98 @@
+"""LogFile: reads a log file while a worker writes it, and notices when it is truncated.
+
+`echo text > /dev/stdout` in a worker opens the log file anew with O_TRUNC, so that the
+file begins with that text.  The kernel does not report it: a file that was truncated and
+written again can be shorter than before, longer, or of the same size.  Each read therefore
+compares the bytes before its offset with the ones that were there; if they differ, the
+file was truncated.  A short file of the same bytes and size was written again if the time
+of its last change differs, and stays so: write(2) changes the time before the size.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
+CHUNK = 64 * 1024
+_COMPARED = 4096
+# Longer than a write takes from the change of the time to that of the size.
+_SETTLED_S = 0.05
+
+
+class LogFile:
+    """A log file that grows; must be closed."""
+
+    def __init__(self, path: str) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._before = b""  # the last bytes before the offset of the next read
+        self._modified_at: int | None = None  # when it had the size that was read last
+        self.look_again_at: float | None = None
+        """Loop time at which a read may find that the file was written again."""
+
+    def __repr__(self) -> str:
+        return f"<LogFile, descriptor {self._descriptor}>"
+
+    def read(self, offset: int, now: float) -> bytes | None:
+        """Return bytes from `offset` on, fewer than `CHUNK` at the end of the file.
+
+        Args:
+            offset: the end of the previous read, or 0 after `restart`.
+            now: loop time; infinite if no process writes any more.
+
+        Returns:
+            The bytes; None if the file was truncated since the previous read.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        data = os.pread(self._descriptor, CHUNK, offset)
+        # After the data: what follows other bytes than those is no continuation.
+        before = self._before
+        if before and os.pread(self._descriptor, len(before), offset - len(before)) != before:
+            return None
+        if len(data) < CHUNK and self._is_rewritten(offset, len(data), now):
+            return None
+        self._before = data[-_COMPARED:] if len(data) >= _COMPARED else (before + data)[-_COMPARED:]
+        return data
+
+    def _is_rewritten(self, offset: int, count: int, now: float) -> bool:
+        """Whether the same bytes were written again; notes the time of the last change."""
+        status = os.fstat(self._descriptor)
+        is_read = status.st_size == offset + count
+        is_changed = self._modified_at not in (None, status.st_mtime_ns)
+        # The beginning of a longer file is not known, and `touch` changes the time too.
+        if is_read and is_changed and not count and 0 < offset <= _COMPARED:
+            if self.look_again_at is None:
+                self.look_again_at = now + _SETTLED_S
+            return now >= self.look_again_at
+        self.look_again_at = None
+        self._modified_at = status.st_mtime_ns if is_read else None
+        return False
+
+    def restart(self) -> None:
+        """Begin again at offset 0."""
+        self._before, self._modified_at, self.look_again_at = b"", None, None
+
+    def read_again(self, start: int, end: int) -> bytes:
+        """Return bytes that were read before, a chunk at most; b"" if they are gone.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return os.pread(self._descriptor, min(CHUNK, end - start), start)
+
+    def unread(self, offset: int) -> int | None:
+        """Return the number of bytes after `offset`; None if it is unknown."""
+        try:
+            return max(0, os.fstat(self._descriptor).st_size - offset)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)

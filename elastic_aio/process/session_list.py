@@ -1,0 +1,82 @@
+"""The sessions of a job's workers, and the list of them: an agent writes it, its guardian reads it.
+
+The list is an anonymous file in memory: writing wakes no process, and the file outlives
+the agent for as long as the guardian holds it open.
+
+One line a session: its number, the ticks at which its leader started, and those at which
+it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can cut a
+write short.  A line of 64 bytes lies within one page of the file, which the kernel copies
+at once; should it be torn even so, the checksum tells, and only this entry is lost: its
+processes are then found by the marker, as before they were listed (see `proc_scan`).
+
+The guardian runs this file in a bare interpreter, so it imports little.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
+    from collections.abc import Iterable
+
+_LINE = 64
+_BODY = _LINE - 9
+
+
+class WorkerSession:
+    """A worker's session: its number is the worker's pid.
+
+    The kernel does not use the number again while the leader is not reaped, nor while
+    any member lives.  A process with this session id is therefore certainly a member if
+    it started before the leader was reaped (`closed`, in ticks; None until then).  A
+    later process is a member only if such a process still exists.
+    """
+
+    __slots__ = ("closed", "number", "opened")
+
+    def __init__(self, number: int, opened: int, closed: int | None = None) -> None:
+        """`opened`: the ticks at which the leader started."""
+        self.number = number
+        self.opened = opened
+        self.closed = closed
+
+    def is_certain(self, pid: int, start: int) -> bool:
+        """Return whether a process with this session id is certainly a member."""
+        if pid == self.number and start != self.opened:
+            return False
+        return self.closed is None or start <= self.closed
+
+
+def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
+    """Write one line of a session list."""
+    closed = b"-" if session.closed is None else b"%x" % session.closed
+    body = b"%x %x %s" % (session.number, session.opened, closed)
+    body = body.ljust(_BODY)
+    os.pwrite(descriptor, b"%s%08x\n" % (body, binascii.crc32(body)), row * _LINE)
+
+
+def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
+    """Replace a session list by some of its sessions, in the same order.
+
+    The lines that stay move forward one by one, so that each is in the file at any
+    moment; stale lines are cut off last.
+    """
+    row = 0
+    for row, session in enumerate(sessions, 1):
+        write_session(descriptor, row - 1, session)
+    os.ftruncate(descriptor, row * _LINE)
+
+
+def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
+    """Return the sessions by number; torn lines are left out."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    sessions = {}
+    for start in range(0, len(content), _LINE):
+        body, checksum = content[start : start + _BODY], content[start + _BODY : start + _LINE]
+        if checksum == b"%08x\n" % binascii.crc32(body):
+            number, opened, closed = body.split()
+            end = None if closed == b"-" else int(closed, 16)
+            sessions[int(number, 16)] = WorkerSession(int(number, 16), int(opened, 16), end)
+    return sessions

@@ -1,0 +1,89 @@
+"""LogFile reads a growing file and notices when it is truncated."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.logs.log_file import LogFile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The path of an empty file."""
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[LogFile]:
+    """The file, opened."""
+    log = LogFile(str(path))
+    yield log
+    log.close()
+
+
+def change_time(path: Path) -> None:
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1000))
+
+
+def test_the_same_bytes_are_read_again_after_a_while(path: Path, log: LogFile) -> None:
+    path.write_bytes(b"tick\n")
+    assert log.read(0, 1.0) == b"tick\n"
+    path.write_bytes(b"tick\n")
+    change_time(path)
+    assert log.read(5, 2.0) == b""
+    when = log.look_again_at
+    assert when is not None
+    assert 2.0 < when < 2.2
+    assert log.read(5, 2.01) == b""
+    assert log.read(5, when) is None
+    log.restart()
+    assert log.look_again_at is None
+    assert log.read(0, 3.0) == b"tick\n"
+    assert log.read(5, 9.0) == b""
+
+
+def test_the_same_bytes_are_read_again_at_the_end(path: Path, log: LogFile) -> None:
+    """No process writes any more, so there is nothing to wait for."""
+    path.write_bytes(b"tick\n")
+    assert log.read(0, 1.0) == b"tick\n"
+    path.write_bytes(b"tick\n")
+    change_time(path)
+    assert log.read(5, math.inf) is None
+
+
+def test_a_write_in_progress_is_no_truncation(path: Path, log: LogFile) -> None:
+    """write(2) changes the time of a file before its size."""
+    path.write_bytes(b"one\n")
+    assert log.read(0, 1.0) == b"one\n"
+    change_time(path)
+    assert log.read(4, 2.0) == b""
+    with path.open("ab") as file:
+        file.write(b"two\n")
+    assert log.read(4, 9.0) == b"two\n"
+    assert log.look_again_at is None
+    assert log.read(8, 9.0) == b""
+
+
+def test_an_empty_file_that_is_truncated_is_no_loss(path: Path, log: LogFile) -> None:
+    assert log.read(0, 1.0) == b""
+    change_time(path)
+    assert log.read(0, math.inf) == b""
+
+
+def test_bytes_that_are_gone_cannot_be_read_again(path: Path, log: LogFile) -> None:
+    path.write_bytes(b"0123456789")
+    assert log.read(0, 1.0) == b"0123456789"
+    assert log.read_again(2, 5) == b"234"
+    assert log.unread(4) == 6
+    os.truncate(path, 2)
+    assert log.read_again(2, 5) == b""
+    assert log.unread(4) == 0
+    assert log.read(10, 2.0) is None
