@@ -189,6 +189,8 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     """Where the other nodes reach the node."""
     nproc: int
     role: str
+    differs: tuple[str, ...] = ()
+    """Settings that are others on other nodes, with both values; each difference once."""
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):

@@ -87,7 +87,9 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             return Level.WARNING, f"membership changed, {change}: {event.why}"
         case events.NodeJoined():
             workers = counted(event.nproc, "worker")
-            return Level.INFO, f"node {event.name} joined with {workers} ({event.address})"
+            text = f"node {event.name} joined with {workers} ({event.address})"
+            level = Level.WARNING if event.differs else Level.INFO
+            return level, "; ".join([text, *event.differs])
         case events.NodeLeft():
             return Level.INFO, f"node {event.name} left: {event.why}"
         case events.NodeLost():

@@ -132,7 +132,13 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
         lost=st.none() | counts,
     ),
     NodeJoined: drawn(
-        NodeJoined, name=texts, member=texts, address=texts, nproc=counts, role=texts
+        NodeJoined,
+        name=texts,
+        member=texts,
+        address=texts,
+        nproc=counts,
+        role=texts,
+        differs=st.lists(texts).map(tuple),
     ),
     NodeLeft: drawn(NodeLeft, name=texts, member=texts, why=texts),
     NodeLost: drawn(NodeLost, name=texts, member=texts, why=texts),

@@ -369,6 +369,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         Level.INFO,
         "node a joined with 1 worker (10.0.0.1)",
     ),
+    (
+        NodeJoined(name="a", member="", address="b", nproc=1, role="r", differs=("x is 1",)),
+        Level.WARNING,
+        "node a joined with 1 worker (b); x is 1",
+    ),
     (NodeLeft(name="a", member="a_1", why="it is done"), Level.INFO, "node a left: it is done"),
     (
         NodeLost(name="a", member="a_1", why="silent for 5 s"),

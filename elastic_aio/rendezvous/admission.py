@@ -9,7 +9,7 @@ the newest placement, else the one that arrived first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from elastic_aio.events import NodeJoined
 from elastic_aio.rendezvous.base import StopRound
@@ -17,6 +17,9 @@ from elastic_aio.rendezvous.members import MemberRecord
 from elastic_aio.rendezvous.messages import PROTOCOL, Reject, StandBy
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.job import NodeRange
+
+_DIFFERENCES_MAX = 100
+"""Different settings that are published at most."""
 
 
 def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
@@ -32,6 +35,7 @@ def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
                 address=record.status.address,
                 nproc=node.nproc,
                 role=node.role,
+                differs=tuple(_differences(state, record)),
             )
         )
         if why := _mismatch(state, record):
@@ -50,6 +54,27 @@ def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
     if settings.fixed_ranks and rank is not None and not 0 <= rank < settings.maximum:
         return f"node rank {rank} is not below {settings.maximum}"
     return ""
+
+
+def _differences(state: CoordinatorState, record: MemberRecord) -> Iterator[str]:
+    """Yield the settings of a node that other nodes have otherwise; each text once."""
+    node, policy = record.status.node, state.settings.policy
+    texts = []
+    for name in sorted(policy.keys() | record.status.policy.keys()):
+        value = record.status.policy.get(name, "the default")
+        expected = policy.get(name, "the default")
+        if value != expected:
+            texts.append(f"{name} is {value}, but {expected} on the node of the coordinator")
+    for other in state.members.values():
+        if other.status.node.role == node.role:  # the first of them
+            if other.status.node.nproc != node.nproc:
+                expected = f"{other.status.node.nproc} on {other.name}"
+                texts.append(f"nproc_per_node is {node.nproc}, but {expected} (role {node.role})")
+            break
+    for text in texts:
+        if text not in state.differences and len(state.differences) < _DIFFERENCES_MAX:
+            state.differences.add(text)
+            yield text
 
 
 def _reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:

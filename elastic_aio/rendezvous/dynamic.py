@@ -39,7 +39,7 @@ from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import Backoff, RestartBudget
+from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
 
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
@@ -89,6 +89,7 @@ class DynamicRendezvous(Rendezvous):
         self._agent = agent
         self._locator = StoreLocator(spec.rendezvous, run_id, network, is_exclusive=fixed_ranks)
         nnodes = spec.nnodes
+        self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
         self._member = Member(
             MemberStatus(
                 serial=0,
@@ -98,10 +99,10 @@ class DynamicRendezvous(Rendezvous):
                 preferred_rank=spec.rendezvous.node_rank,
                 minimum=nnodes.minimum,
                 maximum=nnodes.maximum,
+                policy=self._round_settings.policy,
                 stop_time=spec.stop.grace + spec.stop.reap_timeout,
             )
         )
-        self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
         self._shares_store = self._round_settings.shared_store
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._run_id = run_id
@@ -344,5 +345,6 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         overlap=settings.overlap,
         # A suspended node is lost by its lease, and not by its silence.
         order_timeout=max(20.0, 2 * settings.heartbeat_timeout),
+        policy=changed_settings(spec.max_restarts, spec.restart),
         has_decide=spec.restart.decide is not None,
     )

@@ -40,6 +40,7 @@ class RoundSettings(Struct, frozen=True):
         overlap: whether a node may start the workers of a round while another node still
             stops those of the round before; not with a shared store.
         order_timeout: how long a member may leave orders without an acknowledgement.
+        policy: the settings of restarts on the coordinator's node, which apply to all.
         has_decide: whether the user's callback is asked before each restart.
     """
 
@@ -53,6 +54,7 @@ class RoundSettings(Struct, frozen=True):
     shared_store: bool = False
     overlap: bool = False
     order_timeout: float = 20.0
+    policy: dict[str, str] = {}
     has_decide: bool = False
 
     def __post_init__(self) -> None:

@@ -49,6 +49,7 @@ _OTHER_MAX = 2 * 1024
 _TEXTS_MAX = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 _TAIL_MAX = 20
 _NAME_MAX = 255
+_POLICY_MAX = 32
 # Numbers continue from those that others report.  Some JSON readers round larger ones.
 _NUMBER_MAX = 1 << 52
 
@@ -96,6 +97,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         members_done: members of the round that have left after their success.
         pending_restart: a restart that was announced after the round's failure.
         outcome: how the job has ended, if it has seen that.
+        policy: its settings of restarts that are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
         clock: Unix time at which the monotonic clock of its host was 0: the same for all
@@ -125,6 +127,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     members_done: int = 0
     pending_restart: RestartCause | None = None
     outcome: JobOutcome | None = None
+    policy: dict[str, str] = {}
     stop_time: float = 0.0
     sent_at: float = 0.0
     clock: float = 0.0
@@ -298,6 +301,8 @@ def _problem(status: MemberStatus) -> str:
         return f"nproc is {node.nproc}"
     if max(map(len, (node.name, node.role, status.address))) > _NAME_MAX:
         return f"a name has more than {_NAME_MAX} characters"
+    if len(status.policy) > _POLICY_MAX:
+        return f"it has {len(status.policy)} settings"
     numbers = [node.nproc, status.serial, *status.acked]
     numbers += [status.stopped_round, status.probed_round, status.members_done]
     if placement is not None:

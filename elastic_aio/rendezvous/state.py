@@ -162,6 +162,8 @@ class CoordinatorState:
         self.restart = RestartState()
         self.timer = FormationTimer(now)
         self.outcome: JobOutcome | None = None
+        self.differences: set[str] = set()
+        """Settings that differ between nodes, as published."""
         self.visits = Visits()
         self._waiting_published_at = -math.inf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TypeAlias
 
@@ -79,6 +79,9 @@ class RestartWindow:
         """
         return sum(1 for time in restarts_at if now - time < self.seconds) >= self.count
 
+    def __str__(self) -> str:
+        return f"{self.count} within {self.seconds:g} s"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLosses:
@@ -97,6 +100,9 @@ class NodeLosses:
     def __str__(self) -> str:
         return f"{self.count} within {self.seconds:g} s"
 
+
+_TEXT_MAX = 100
+"""Characters of a setting that is compared with that of another node."""
 
 _LOSSES_AT_ONCE = 2
 """Losses without a delay: two hosts that fail together are no crash loop."""
@@ -211,6 +217,18 @@ class RestartPolicy:
         for name, value in settings.items():
             if value is not None and max_restarts == 0:
                 raise SpecError(name, value, "has no effect unless max_restarts is at least 1")
+
+
+def changed_settings(max_restarts: int, policy: RestartPolicy) -> dict[str, str]:
+    """Return the settings that are not the defaults as text, to compare those of two nodes."""
+    found = {"max_restarts": str(max_restarts)} if max_restarts else {}
+    for field in fields(RestartPolicy):
+        value = getattr(policy, field.name)
+        if value != field.default:
+            value = sorted(value) if isinstance(value, frozenset) else value
+            text = getattr(value, "__qualname__", None) or str(value)
+            found[f"restart.{field.name}"] = text[:_TEXT_MAX]
+    return found
 
 
 def _codes(name: str, value: object) -> frozenset[int]:

@@ -23,6 +23,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     EndJob,
+    NodeInfo,
     RoundStopped,
     StartRound,
     StopRound,
@@ -408,6 +409,29 @@ def test_a_node_of_another_protocol_version_is_rejected() -> None:
     harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9), 0.0)
     harness.settle()
     assert ("x", Reject("it speaks version 9 of the protocol, not 2")) in harness.sent
+
+
+def test_settings_that_differ_are_published_once() -> None:
+    """With both values; those of the coordinator's node apply."""
+    ours = {"max_restarts": "3", "restart.window": "2 within 60 s"}
+    harness = CoordinatorHarness(RoundSettings(5, 5, policy=ours))
+    harness.join("a", policy=ours)
+    for name in "bd":
+        harness.join(name, policy={"max_restarts": "5", "restart.decide": "ask"})
+    harness.join("e", policy=ours, node=NodeInfo("e", 1, 4, "default"))
+    harness.join("f", policy=ours, node=NodeInfo("f", 1, 4, "reader"))
+    assert {one.name: one.differs for one in harness.events(NodeJoined)} == {  # type: ignore[attr-defined]
+        "a": (),
+        "b": (
+            "max_restarts is 5, but 3 on the node of the coordinator",
+            "restart.decide is ask, but the default on the node of the coordinator",
+            "restart.window is the default, but 2 within 60 s on the node of the coordinator",
+        ),
+        "d": (),
+        "e": ("nproc_per_node is 4, but 1 on a (role default)",),
+        "f": (),
+    }
+    assert len(harness.ranks) == 5
 
 
 def test_fixed_ranks_are_in_range() -> None:

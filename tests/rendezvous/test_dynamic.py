@@ -464,6 +464,18 @@ async def test_an_unreadable_leader_record_is_replaced() -> None:
             await b.wait_ended()
 
 
+async def test_settings_that_differ_between_nodes_are_published() -> None:
+    endpoint = free_endpoint()
+    a = FakeAgent("a", job_spec(endpoint, "2", max_restarts=0))
+    b = FakeAgent("b", job_spec(endpoint, "2", max_restarts=5))
+    async with present(a, b):
+        await b.wait_formed(2)
+        joined = {one.name: one for one in a.events if isinstance(one, NodeJoined)}
+        assert joined["a"].differs == ()
+        why = "max_restarts is 5, but the default on the node of the coordinator"
+        assert joined["b"].differs == (why,)
+
+
 async def test_static_ranks_are_binding() -> None:
     """The workers use the nodes' store; a second claimant of a rank waits for it."""
     endpoint = free_endpoint()
