@@ -6,7 +6,6 @@ start of commands does not pay for them.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from msgspec import Struct
 
 from elastic_aio.agent.preflight import worker_argv
 from elastic_aio.process.base import Spawner
-from elastic_aio.process.calls import CallResult, read_call_result
+from elastic_aio.process.calls import CallResult, close_results, read_call_result
 from elastic_aio.spec.job import Command, Function, LaunchSpec
 
 if TYPE_CHECKING:
@@ -196,11 +195,27 @@ class Program:
         """
         return {rank: await read_call_result(result) for rank, result in self._results.items()}
 
-    def forget_results(self) -> None:
-        """Drop the results of the current attempt."""
-        for result in self._results.values():
-            os.close(result)
-        self._results = {}
+    async def forget_results(self) -> None:
+        """Drop the results of the current attempt.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        results, self._results = [*self._results.values()], {}
+        await close_results(results)
+
+    def on_group_started(self) -> None:
+        """Close the calls if no further attempt can follow.
+
+        The descriptors among the arguments are then the workers' alone, so that the other
+        end of a connection sees its end of file.
+        """
+        if not self._spec.max_restarts and self._spec.nnodes.maximum == 1:
+            self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        payloads, self._payloads = self._payloads, {}
+        for payload in payloads.values():
+            payload.close()
 
     async def aclose(self) -> None:
         """Stop the fork server and close all files.
@@ -209,7 +224,5 @@ class Program:
         """
         if self._server is not None:
             await self._server.aclose()
-        self.forget_results()
-        payloads, self._payloads = self._payloads, {}
-        for payload in payloads.values():
-            payload.close()
+        await self.forget_results()
+        self._forget_calls()

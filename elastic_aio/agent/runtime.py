@@ -242,13 +242,13 @@ class LocalRuntime:
             await self.master_ports.serve(*master)
         return master
 
-    def prepare_attempt(self, attempt: int) -> None:
+    async def prepare_attempt(self, attempt: int) -> None:
         """Drop the results of the previous attempt, and make the directory of this one.
 
         Raises:
             SpawnError: the directory cannot be made.
         """
-        self.program.forget_results()
+        await self.program.forget_results()
         try:
             self.directory.make_attempt(attempt)
         except OSError as error:

@@ -102,7 +102,7 @@ class WorkerGroup:
     async def _spawn_all(self) -> None:
         runtime = self._runtime
         master = await runtime.open_master(self._ranks[0].group_rank, self._master)
-        runtime.prepare_attempt(self.attempt)
+        await runtime.prepare_attempt(self.attempt)
         for ranks in self._ranks:
             if self._is_abandoned:
                 break
@@ -118,6 +118,7 @@ class WorkerGroup:
                 raise
             self._on_started(ranks, logs, child)
             await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
+        runtime.program.on_group_started()
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         # The tree knows each child before the next one starts: an interruption leaves

@@ -18,6 +18,7 @@ format), which is read after the worker has ended.
 
 from __future__ import annotations
 
+import asyncio
 import copyreg
 import io
 import os
@@ -37,19 +38,26 @@ from elastic_aio.text import one_line
 from elastic_aio.worker import bootstrap
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
-# From this size on, a result is unpickled in a thread: about a millisecond.
-_LARGE = 1 << 20
+# From this size on, files are closed in a thread: about a millisecond.
+_LARGE = 1 << 23
+# How long a value may be unpickled: far longer than slow imports and slow memory need.
+_PATIENCE_S = 120.0
+_BYTES_PER_S = 50e6
 
 
 class Payload(Struct, frozen=True):
-    """A pickled call: the descriptor of its memory file, and those that it refers to."""
+    """A pickled call: the descriptor of its memory file, and those that it refers to.
+
+    All are our own: the program may close a connection that it has passed, or use its number
+    again, before the workers are restarted.
+    """
 
     descriptor: int
     inherited: tuple[int, ...]
 
     def close(self) -> None:
-        """Close the memory file; workers that have started hold it open themselves."""
-        os.close(self.descriptor)
+        """Close all; workers that have started hold them open themselves."""
+        _close_all([self.descriptor, *self.inherited])
 
 
 class CallResult(Struct, frozen=True):
@@ -118,33 +126,31 @@ def make_payload(
         HostError: no descriptor is left.
     """
     inherited: list[int] = []
-    plain = _plain_call(function, tuple(args))
-    if plain is None:
-        with _spawning(inherited):
-            body = _pickle_call(function, tuple(args))
-    else:
-        body = b""
-    header: dict[str, Any] = {
-        "path": [entry or os.getcwd() for entry in sys.path],
-        "argv": list(sys.argv),
-        "python": sys.executable,
-        "is_quiet": is_quiet,
-        "is_daemon": is_daemon,
-        "with_index": with_index,
-    }
-    if _refers_to_main(body):
-        header["main"] = _main_script()
-    if b"multiprocessing" in body:
-        header["mp"] = _multiprocessing_settings(inherited)
-    descriptor = memory_file("call")
     try:
-        with open(descriptor, "wb", closefd=False) as file:
+        plain = _plain_call(function, tuple(args))
+        body = b"" if plain else _pickle_call(function, tuple(args), inherited)
+        header: dict[str, Any] = {
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "argv": list(sys.argv),
+            "python": sys.executable,
+            "is_quiet": is_quiet,
+            "is_daemon": is_daemon,
+            "with_index": with_index,
+        }
+        if _refers_to_main(body):
+            header["main"] = _main_script()
+        if b"multiprocessing" in body:
+            header["mp"] = _multiprocessing_settings(inherited)
+        inherited.append(memory_file("call"))
+        with open(inherited[-1], "wb", closefd=False) as file:
             for part in bootstrap.format_call(header, plain or body):
                 file.write(part)
-    except OSError as error:
-        os.close(descriptor)
-        raise HostError(f"cannot keep a call in memory: {error.strerror}") from error
-    return Payload(descriptor, tuple(dict.fromkeys(inherited)))
+    except BaseException as error:  # a pickle runs code of the user's
+        _close_all(inherited)
+        if isinstance(error, OSError):
+            raise HostError(f"cannot keep a call in memory: {error.strerror}") from error
+        raise
+    return Payload(inherited.pop(), tuple(inherited))
 
 
 def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -160,20 +166,29 @@ def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return (module, name, args) if value is function else None
 
 
-def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(
+    function: Callable[..., Any], args: tuple[Any, ...], inherited: list[int]
+) -> bytes:
     try:
-        body = _pickle((function, args))
+        with _spawning(inherited):
+            body = _pickle((function, args))
         if not _refers_to_main(body) or _main_script() is not None:
             return body
         reason = "the main module of this session cannot be imported by a worker"
+    except HostError:
+        raise
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
         reason = one_line(str(error)) or type(error).__name__
+    _close_all(inherited)
     try:
         import cloudpickle
     except ImportError:
         raise _unpicklable(function, args, f"{reason}; {_HINT}") from None
     try:
-        return _pickle((function, args), cloudpickle.Pickler)
+        with _spawning(inherited):
+            return _pickle((function, args), cloudpickle.Pickler)
+    except HostError:
+        raise
     except Exception as error:
         raise _unpicklable(function, args, one_line(str(error)) or type(error).__name__) from error
 
@@ -181,12 +196,21 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], reason: str) -> SpecError:
     """Return an error that names the argument that cannot be pickled, or else the function."""
     for position, argument in enumerate(args):
+        inherited: list[int] = []
         try:
-            _pickle(argument)
+            with _spawning(inherited):
+                _pickle(argument)
         except Exception as error:  # noqa: BLE001  # as above
             problem = f"cannot be pickled: {(one_line(str(error)) or type(error).__name__)}"
             return SpecError(f"args[{position}]", argument, problem)
+        finally:
+            _close_all(inherited)
     return SpecError("entrypoint", function, f"cannot be pickled: {reason}")
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _pickle(value: object, pickler_type: Any = None) -> bytes:
@@ -214,8 +238,12 @@ class _SpawningPopen:
         self._descriptors = descriptors
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        self._descriptors.append(descriptor)
-        return descriptor
+        try:
+            own = os.dup(descriptor)
+        except OSError as error:
+            raise HostError(f"cannot pass descriptor {descriptor}: {error.strerror}") from error
+        self._descriptors.append(own)
+        return own
 
 
 @contextmanager
@@ -239,8 +267,8 @@ def _multiprocessing_settings(inherited: list[int]) -> Mapping[str, Any]:
     settings: dict[str, Any] = {"authkey": bytes(current_process().authkey)}
     tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # as mp does
     if tracker is not None:
-        inherited.append(tracker)
-        settings["tracker"] = tracker
+        settings["tracker"] = os.dup(tracker)
+        inherited.append(settings["tracker"])
     return settings
 
 
@@ -266,23 +294,54 @@ def _main_script() -> tuple[str | None, str | None] | None:
 async def read_call_result(descriptor: int) -> CallResult:
     """Read a worker's result; never fails.
 
-    Cancellation: leaves the descriptor as it was.  Idempotent; safe to call again.
+    A pickle imports modules and runs code of the user's, so a thread reads it, one at a time.
+    The code may block for ever, or exit: then there is no value, but a `problem`.
+
+    Cancellation: leaves the thread running and the descriptor as it was.  Idempotent; safe
+    to call again.
     """
-    if os.fstat(descriptor).st_size < _LARGE:
+    # Workers pickle the main script's classes under multiprocessing's name for it.
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+    _, is_plain, length = bootstrap.read_header(descriptor)
+    if is_plain:
         return _read(descriptor)
-    return await run_in_thread(_read, descriptor)
+    try:
+        own = os.dup(descriptor)  # the caller may close its own while the thread still reads
+    except OSError:
+        return _read(descriptor)
+    seconds = _PATIENCE_S + length / _BYTES_PER_S
+    try:
+        async with asyncio.timeout(seconds):
+            return await run_in_thread(_read_and_close, own, daemon=True)
+    except TimeoutError:
+        problem = f"its value is not unpickled within {seconds:.3g} s"
+        return CallResult(bootstrap.VALUE, problem=problem)
+
+
+async def close_results(descriptors: Sequence[int]) -> None:
+    """Close files of results; the kernel takes 100 ms to free a gigabyte, so a thread does it.
+
+    Cancellation: the thread closes them nevertheless.
+    """
+    if sum(os.fstat(descriptor).st_size for descriptor in descriptors) < _LARGE:
+        _close_all(list(descriptors))
+    else:
+        await run_in_thread(_close_all, list(descriptors))
+
+
+def _read_and_close(descriptor: int) -> CallResult:
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read(descriptor: int) -> CallResult:
-    # Workers pickle the main script's classes under multiprocessing's name for it.
-    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     try:
         kind, content = bootstrap.read_result(descriptor)
-    except Exception as error:  # noqa: BLE001  # unpickling runs code of the user's
-        name = type(error).__name__
-        return CallResult(
-            bootstrap.VALUE, problem=f"its value cannot be unpickled here: {name}: {error}"
-        )
+    except BaseException as error:  # noqa: BLE001  # unpickling runs code of the user's
+        reason = one_line(bootstrap.describe_error(error))
+        return CallResult(bootstrap.VALUE, problem=f"its value cannot be unpickled here: {reason}")
     if kind == bootstrap.VALUE:
         return CallResult(kind, value=content)
     if kind in (bootstrap.RAISED, bootstrap.RAISED_BASE):

@@ -8,8 +8,8 @@ result is read, a large value costs two copies, and there is no end of file that
 grandchild could hold back.  The header of a result is written last, so that a result cut
 short by a kill is not mistaken for a complete one.
 
-Everything here adds to the start of every worker: `marshal`, `os`, `sys` and `time` are
-loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
+Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time`
+are loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
 part of pickle costs a fifth of an interpreter's start, so it is not used for a function of
 a module with plain arguments, nor for a plain value: marshal keeps exactly the types that
 `is_plain` accepts (it would turn other types with a buffer into bytes).  The parent imports
@@ -18,6 +18,7 @@ this module for the two formats, which have writer and reader here.
 
 from __future__ import annotations
 
+import io
 import marshal
 import os
 import sys
@@ -134,14 +135,47 @@ def read_result(descriptor: int) -> tuple[int, Any]:
     """Return the kind of a result and its content; `NOTHING` if it was cut short.
 
     Raises:
-        Exception: any error of unpickling the value.
+        BaseException: any error of unpickling the value.
     """
-    view = _map(descriptor)
-    length = int.from_bytes(view[8:_HEADER], "little")
-    if len(view) < _HEADER or view[0] == NOTHING or len(view) < _HEADER + length:
+    kind, plain, length = read_header(descriptor)
+    if kind == NOTHING:
         return NOTHING, None
-    content = view[_HEADER : _HEADER + length]
-    return view[0], marshal.loads(content) if view[1] else _pickle_module().loads(content)
+    if plain:
+        return kind, marshal.loads(os.pread(descriptor, length, _HEADER))
+    return kind, _pickle_module().Unpickler(_Content(descriptor, length)).load()
+
+
+def read_header(descriptor: int) -> tuple[int, bool, int]:
+    """Return of a result: its kind, whether no pickle is used, and the length of its content."""
+    header = os.pread(descriptor, _HEADER, 0)
+    length = int.from_bytes(header[8:], "little")
+    if len(header) < _HEADER or os.fstat(descriptor).st_size < _HEADER + length:
+        return NOTHING, True, 0
+    return header[0], bool(header[1]), length
+
+
+class _Content(io.RawIOBase):
+    """The pickle of a result as a file, read at a position of its own.
+
+    The system call stores large values in place, and other threads run meanwhile.
+    """
+
+    def __init__(self, descriptor: int, length: int) -> None:
+        self._descriptor = descriptor
+        self._position = _HEADER
+        self._end = _HEADER + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        rest = memoryview(buffer)[: self._end - self._position]
+        size = len(rest)
+        # One call reads 2 GB at most.
+        while rest and (count := os.preadv(self._descriptor, [rest], self._position)):
+            self._position += count
+            rest = rest[count:]
+        return size - len(rest)
 
 
 def _map(descriptor: int) -> memoryview:

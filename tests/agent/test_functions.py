@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,84 @@ async def test_a_grandchild_that_holds_everything_delays_nothing(method: Any) ->
     result = await launch(spec_of(functions.leave_grandchild_holding, method))
     assert not alive(result.return_values[0])
     assert result.duration < 20
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+async def test_a_restarted_worker_gets_the_same_connection(way: Any, tmp_path: Path) -> None:
+    """Although the program has closed its own, and has another file under the number."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    number = theirs.fileno()
+    spec = spec_of(functions.say_when_restarted, way, theirs, max_restarts=1)
+    with ours, (tmp_path / "other").open("w+") as other:
+        async with Agent(spec) as agent:
+            async for event in agent.events():
+                if isinstance(event, WorkerStarted):
+                    theirs.close()
+                    os.dup2(other.fileno(), number)
+                    ours.send("go on")
+                    break
+            await agent.wait()
+        assert ours.poll(30)
+        assert ours.recv() == "restarted"
+        assert other.read() == ""
+        os.close(number)
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+async def test_a_connection_ends_with_the_workers_that_have_it(way: Any) -> None:
+    """Without restarts, this process keeps no copy."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    with ours, theirs:
+        async with Agent(spec_of(functions.close_and_sleep, way, theirs)) as agent:
+            async for event in agent.events():
+                if isinstance(event, WorkerStarted):
+                    break
+            theirs.close()
+            assert await asyncio.to_thread(ours.poll, 30)
+            with pytest.raises(EOFError):
+                ours.recv()
+
+
+async def test_a_value_is_unpickled_in_a_thread() -> None:
+    """It may import modules for seconds."""
+    result = await launch(spec_of(functions.give_outside, "spawn", "name_thread"))
+    assert result.return_values == {0: "run_in_thread"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("leave", "SystemExit: "),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("raise_base", "OwnBase: deep"),
+        ("raise_odd", "OddError: <str() failed>"),
+    ],
+)
+async def test_a_value_that_exits_is_a_failure(name: str, reason: str) -> None:
+    """It does not end the supervisor."""
+    error = await failed(spec_of(functions.give_outside, "spawn", name))
+    (failure,) = error.failures
+    assert failure.message == f"its value cannot be unpickled here: {reason}".strip()
+
+
+async def test_a_value_that_blocks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_aio.process.calls._PATIENCE_S", 0.1)
+    try:
+        error = await failed(spec_of(functions.give_outside, "spawn", "wait_released"))
+    finally:
+        functions.RELEASED.set()
+    assert error.failures[0].message == "its value is not unpickled within 0.1 s"
+
+
+async def test_a_value_is_unpickled_here_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process table may be full."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    result = await launch(spec_of(functions.give_outside, "spawn", "name_thread"))
+    assert result.return_values == {0: "MainThread"}
 
 
 # In a process of its own: multiprocessing keeps a helper process and descriptors for long.

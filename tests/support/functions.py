@@ -115,6 +115,50 @@ def give_only_there() -> Any:
     return OnlyThere()
 
 
+class Outside:
+    """A value whose unpickling outside a worker calls a function of this module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return call_outside_workers, (self.name,)
+
+
+def call_outside_workers(name: str) -> Any:
+    return Outside(name) if "RANK" in os.environ else globals()[name]()
+
+
+def give_outside(name: str) -> Any:
+    return Outside(name)
+
+
+RELEASED = threading.Event()
+"""Ends `wait_released`."""
+
+
+def wait_released() -> str:
+    RELEASED.wait(60)
+    return "released"
+
+
+def name_thread() -> str:
+    return threading.current_thread().name
+
+
+def say_when_restarted(connection: Any) -> None:
+    """Fail in the first attempt; send a text in the next one."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        connection.recv()
+        raise_error("the first attempt")
+    connection.send("restarted")
+
+
+def close_and_sleep(connection: Any) -> None:
+    connection.close()
+    time.sleep(99)
+
+
 def kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
     time.sleep(60)
