@@ -28,7 +28,11 @@ def one_line(text: str, limit: int | None = None) -> str:
 
 def format_value(value: object, limit: int = 120) -> str:
     """Return the `repr` of a value as one line of at most `limit` characters."""
-    return one_line(repr(value), limit)
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  # a user's __repr__; an int of 5,000 digits
+        text = f"<{type(value).__name__}: {error}>"
+    return one_line(text, limit)
 
 
 def escape_surrogates(text: str) -> str:

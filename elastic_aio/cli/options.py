@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import MAX_NUMBER
 from elastic_aio.text import one_line
 
 if TYPE_CHECKING:
     from elastic_aio.launcher import LoopFactory
-
-MAX_INT: Final = 999_999_999
-"""The largest whole number that an option accepts."""
 
 LOOPS: Final = ("auto", "asyncio", "uvloop")
 """Event loops that `--loop` accepts."""
@@ -181,13 +179,13 @@ def invalid_value(option: str, problem: str, value: object) -> UsageError:
 
 
 def parse_int(text: str) -> int | None:
-    """Return the whole number from 0 to `MAX_INT` that `text` is; None if it is not one."""
+    """Return the whole number from 0 to `MAX_NUMBER` that `text` is; None if it is not one."""
     is_number = text.isascii() and text.isdecimal() and len(text) < 10
     return int(text) if is_number else None
 
 
 def parse_number(
-    option: str, text: str, *, least: int = 0, most: int = MAX_INT, unit: str = "a whole number"
+    option: str, text: str, *, least: int = 0, most: int = MAX_NUMBER, unit: str = "a whole number"
 ) -> int:
     """Return `text` as a whole number from `least` to `most`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, print_error
+from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error, parse_run
 from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed, SpecError
 from elastic_aio.events import (
@@ -161,8 +161,8 @@ class _EventPrinter:
 def _level(text: str) -> int:
     if not text:
         return Level.WARNING
-    if text.isdecimal():
-        return int(text)
+    if (number := parse_int(text)) is not None:
+        return number
     levels = logging.getLevelNamesMapping()
     if text.upper() in levels:
         return levels[text.upper()]
@@ -197,4 +197,7 @@ def _copy_error_file(error: JobFailed, node: str) -> None:
         with open(target, "wb") as file:
             file.write(with_exit_code(content, root.status.returncode or 0))
     except (OSError, ValueError) as problem:
-        print_error("run", f"the error file cannot be copied to {target}: {problem}", 0)
+        reason = (getattr(problem, "strerror", None) or str(problem)).lower()
+        print_error(
+            "run", str(invalid_value(ERROR_FILE, f"cannot be written: {reason}", target)), 0
+        )

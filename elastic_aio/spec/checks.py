@@ -15,6 +15,9 @@ from elastic_aio.outcome import SIGNAL_NUMBERS, signal_name
 
 Part = TypeVar("Part")
 
+MAX_NUMBER: Final = 999_999_999
+"""The largest number that a setting accepts: 31 years, in seconds."""
+
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
 
 
@@ -83,7 +86,14 @@ def checked_pair(name: str, value: object) -> tuple[Any, Any]:
 def checked_integer(name: str, value: object, *, at_least: int) -> int:
     if not is_integer(value) or value < at_least:
         raise SpecError(name, value, f"must be a whole number of at least {at_least}")
+    check_not_absurd(name, value)
     return value
+
+
+def check_not_absurd(name: str, value: float) -> None:
+    """Raise `SpecError` for a number that no calculation and no message could use."""
+    if value > MAX_NUMBER:
+        raise SpecError(name, value, f"must be at most {MAX_NUMBER}")
 
 
 def checked_texts(name: str, value: object) -> Mapping[str, str]:
@@ -108,6 +118,7 @@ def check_number(
         or value == float("inf")
     ):
         raise SpecError(name, value, f"must be a number {bound}")
+    check_not_absurd(name, value)
 
 
 def checked_port(name: str, value: object, *, at_least: int = 1) -> int:
@@ -124,7 +135,7 @@ def signal_number(name: str, value: object) -> int:
     """
     if isinstance(value, str) and value in SIGNAL_NUMBERS:
         return SIGNAL_NUMBERS[value]
-    if is_integer(value) and signal_name(value).startswith("SIG"):
+    if is_integer(value) and 0 < value < 100 and signal_name(value).startswith("SIG"):
         return int(value)
     raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
 

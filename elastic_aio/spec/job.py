@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, cast
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
+    MAX_NUMBER,
     checked_integer,
     checked_items,
     checked_part,
@@ -92,7 +93,7 @@ class NodeRange:
             ends = value
         else:
             ends = (value,)
-        if all(is_integer(end) for end in ends):
+        if all(is_integer(end) and end <= MAX_NUMBER for end in ends):
             match ends:
                 case [int(low), int(high)] if 1 <= low <= high:
                     return cls(low, high)
@@ -282,7 +283,12 @@ def _argument(name: str, value: object) -> str:
         value = value.__fspath__()
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise SpecError(name, value, "must be text, a path or a number")
-    return checked_text(name, str(value))
+    try:
+        return checked_text(name, str(value))
+    except ValueError as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(name, value, "must have fewer digits") from None
 
 
 def _module(name: str, value: object) -> str:

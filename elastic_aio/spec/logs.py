@@ -22,6 +22,7 @@ from typing import Final
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
+    MAX_NUMBER,
     checked_integer,
     checked_items,
     checked_path,
@@ -117,7 +118,7 @@ def _checked(
 ) -> tuple[tuple[int, Std], ...]:
     masks: dict[int, Std] = {}
     for rank, mask in pairs:
-        if not is_integer(rank) or rank < 0:
+        if not is_integer(rank) or not 0 <= rank <= MAX_NUMBER:
             raise SpecError(field, value, _ACCEPTED)
         if rank in masks:
             raise SpecError(field, value, f"must name rank {rank} only once")

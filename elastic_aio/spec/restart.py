@@ -248,6 +248,8 @@ def _check_backoff(name: str, backoff: object) -> None:
     if backoff.cap < backoff.initial:
         problem = f"must be at least initial={backoff.initial:g}"
         raise SpecError(f"{name}.cap", backoff.cap, problem)
+    if not isinstance(backoff.jitter, bool):
+        raise SpecError(f"{name}.jitter", backoff.jitter, "must be True or False")
 
 
 def _check_node_losses(losses: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,10 @@ from elastic_aio import (
     StopPlan,
 )
 from elastic_aio.cli import main
-from elastic_aio.cli.options import UsageError
-from elastic_aio.cli.torchrun import RunRequest, parse_run
+from elastic_aio.cli.options import Option, UsageError
+from elastic_aio.cli.torchrun import _OPTIONS, RunRequest, parse_run
 from elastic_aio.worker.scripts import run_script
+from tests.support.children import assert_one_line
 from tests.support.leaks import own_children
 
 Reader = Callable[[RunRequest], Any]
@@ -353,6 +355,8 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 1 to 65535 (got 'h:99999')"]),
     (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
     (["--virtual-local-rank"], {}, ["run: --virtual-local-rank: is an option of torchrun that"]),
+    ([], {"LOGLEVEL": "9" * 5000}, ["run: LOGLEVEL: must be one of: CRITICAL"]),
+    ([], {"LOGLEVEL": "\udcff"}, ["run: LOGLEVEL: must be one of: CRITICAL"]),
     (["--unknown"], {}, ["run: --unknown: is not an option", "--help"]),
     (["-x"], {}, ["run: -x: is not an option", "--help"]),
 ]
@@ -382,6 +386,21 @@ def test_invalid_values_are_one_line(
         assert word in err
     assert not started.exists()
     assert own_children() == children
+
+
+ABSURD = ["9" * 5000, f"-{'9' * 5000}", f"1e{'9' * 5000}", f"{'9' * 5000}:{'9' * 5000}", "1e400",
+          "nan", "\udcff", "x" * 200_000, f"join_timeout={'9' * 5000}", "1\n2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_absurd_values_are_one_line(option: Option) -> None:
+    """Or accepted, as text, and then they can be printed; as an option and as a variable."""
+    for value in ABSURD:
+        for words, variables in (
+            ([f"--{option.name}={value}"], {}),
+            ([], {option.variable: value}),
+        ):
+            assert_one_line(functools.partial(parse_run, [*words, "script.py"], variables))
 
 
 @pytest.mark.parametrize(

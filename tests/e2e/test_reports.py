@@ -89,7 +89,8 @@ def test_an_error_file_that_cannot_be_copied(recorded: Path) -> None:
     env = {"TORCHELASTIC_ERROR_FILE": "/nowhere/error.json"}
     ended = run_cli("--nproc-per-node", 2, recorded, env=env)
     assert ended.code == 1
-    assert "the error file cannot be copied to /nowhere/error.json" in ended.err
+    expected = "TORCHELASTIC_ERROR_FILE: cannot be written: no such file or directory (got"
+    assert f"aio-elastic run: {expected} '/nowhere/error.json')" in ended.errors
 
 
 def test_stderr_is_shown_without_a_record() -> None:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from elastic_aio import (
+    Backoff,
+    LaunchSpec,
+    LogSpec,
+    RendezvousSpec,
+    RestartPolicy,
+    SignalSpec,
+    StopPlan,
+    StopStep,
+)
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
 from elastic_aio.spec.checks import (
@@ -16,6 +30,42 @@ from elastic_aio.spec.checks import (
     parse_port,
     signal_number,
 )
+from tests.support.children import assert_one_line
+
+HUGE = 10**5000  # Python refuses to print it
+ABSURD = [HUGE, -HUGE, 10**400, 1e308, -1e308, float("nan"), [HUGE], (HUGE, HUGE), {HUGE: HUGE},
+          frozenset([HUGE]), "9" * 5000, b"\xff", object]  # fmt: skip
+
+
+def stop_with(**step: Any) -> StopPlan:
+    return StopPlan([StopStep(**{"signal": 15, "grace": 1.0, **step})])
+
+
+def restart_with(**backoff: Any) -> LaunchSpec:
+    return LaunchSpec(["true"], max_restarts=3, restart=RestartPolicy(backoff=Backoff(**backoff)))
+
+
+MAKERS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (LaunchSpec, functools.partial(LaunchSpec, entrypoint=["true"])),
+    (RestartPolicy, RestartPolicy),
+    (Backoff, restart_with),
+    (StopStep, stop_with),
+    (StopPlan, StopPlan),
+    (StopPlan.within, StopPlan.within),
+    (SignalSpec, SignalSpec),
+    (LogSpec, LogSpec),
+    (RendezvousSpec, RendezvousSpec),
+]
+
+
+@pytest.mark.parametrize(("described", "make"), MAKERS)
+def test_absurd_values_are_refused_in_one_line(
+    described: Callable[..., Any], make: Callable[..., Any]
+) -> None:
+    """Or accepted, if they fit the field, and then they can be printed."""
+    for name in inspect.signature(described).parameters:
+        for value in ABSURD:
+            assert_one_line(functools.partial(make, **{name: value}))
 
 
 def test_the_table_agrees_with_the_signal_module() -> None:

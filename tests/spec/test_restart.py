@@ -164,7 +164,7 @@ def test_a_policy_is_made_of_plain_values() -> None:
             "restart.node_losses.backoff.factor: must be a number of at least 1",
         ),
         (
-            {"node_losses": NodeLosses(count=10**9)},
+            {"node_losses": NodeLosses(count=999_999_999)},
             "restart.node_losses: cannot be exhausted, as its delays take",
         ),
         (

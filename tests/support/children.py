@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from elastic_aio.cli.options import UsageError
+from elastic_aio.errors import SpecError
 from tests.support.leaks import alive
 
 if TYPE_CHECKING:
@@ -127,3 +129,16 @@ def file_console(directory: Path) -> Iterator[tuple[int, int]]:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def assert_one_line(make: Callable[[], object]) -> None:
+    """Check that a value is made and can be printed, or is refused in one short line."""
+    try:
+        made = make()
+    except (SpecError, UsageError) as error:
+        text = str(error)
+    else:
+        assert repr(made)
+        return
+    assert "\n" not in text
+    assert len(text) < 400
