@@ -22,7 +22,7 @@ TIMES: Final = {
 _STATIC_TIMEOUT: Final = "900"
 """Seconds; torchrun's default for its static backend."""
 
-SWITCHES: Final = ("is_host", "keep_workers", "overlap")
+SWITCHES: Final = ("is_host", "keep_workers", "overlap", "reuse")
 _YES: Final = frozenset({"1", "true", "t", "yes", "y"})
 _NO: Final = frozenset({"0", "false", "f", "no", "n"})
 

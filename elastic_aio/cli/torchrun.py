@@ -167,8 +167,8 @@ _EPILOG = (
     " whole seconds, with defaults:"
     " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
     " read_timeout (60), timeout (900; 'static' only), store_grace (heartbeat_timeout),"
-    " keep_workers (true), overlap (false), is_host (detected), token_file (path of a file with"
-    " the store's token; no token)."
+    " keep_workers (true), overlap (false), reuse (false), is_host (detected), token_file"
+    " (path of a file with the store's token; no token)."
 )
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

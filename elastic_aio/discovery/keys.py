@@ -1,17 +1,36 @@
-"""The keys of a run in the store, and the record of the run that a store belongs to.
+"""The keys of a run in the store: its generations, their ends, and whose the store is.
 
-All keys of a run are under `run_prefix`.  A store that a node serves has one more key,
-`OWNER_KEY`, from its first moment on.  The backend "static" gives a store to one run alone,
-because the workers use it too.
+Under `run_prefix`::
+
+    run                   the `RunRecord`: the present generation, and which job it is
+    <generation>/...      the keys of one generation
+    <generation>/end      the `RunEnd`, once the job has ended
+
+A run id names one job for as long as the store lives: a node that comes late is given the
+recorded end and runs nothing.  With `reuse` it begins the next generation instead, whose
+members, terms and events are its own.
+
+A node whose job has moved here from another store compares the jobs: the recorded end is its
+own job's, or that of an earlier job, which it follows as the next generation.
+
+A store that a node serves has the key `OWNER_KEY` from its first moment on.  The backend
+"static" gives a store to one run alone, because the workers use it too.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 from msgspec import Struct
 
+from elastic_aio.aio import random_bytes
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.store import Store
+
 OWNER_KEY: Final = "elastic_aio/owner"
+
+_T = TypeVar("_T")
 
 _NODE = "node"
 _CLAIM = "claim"
@@ -23,6 +42,102 @@ def run_prefix(run_id: str) -> str:
     Slashes are escaped, so that no run has keys among those of another one.
     """
     return f"elastic_aio/{run_id.replace('%', '%25').replace('/', '%2F')}"
+
+
+class RunRecord(Struct, frozen=True, array_like=True):
+    """The present generation of a run; `job` is random, and the same at every store."""
+
+    generation: int
+    job: str
+
+
+class RunEnd(Struct, frozen=True):
+    """How a generation has ended, and when by the coordinator's clock, in Unix seconds."""
+
+    state: JobState
+    why: str
+    exit_code: int
+    restarts: int
+    ended_at: float
+
+    @property
+    def outcome(self) -> JobOutcome:
+        """The outcome, without failures."""
+        return JobOutcome(self.state, self.why, self.exit_code, self.restarts)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def run_store(store: Store, run_id: str, record: RunRecord) -> Store:
+    """Return the store with the prefix of a generation."""
+    return store.prefixed(f"{run_prefix(run_id)}/{record.generation}")
+
+
+async def read_run(store: Store, run_id: str) -> RunRecord | None:
+    """Return the record of a run; None if it has not begun.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    return _decode(await store.peek(f"{run_prefix(run_id)}/run"), RunRecord)
+
+
+async def read_end(store: Store) -> RunEnd | None:
+    """Return the end of the generation that `store` has the prefix of; None before it.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    return _decode(await store.peek("end"), RunEnd)
+
+
+async def write_end(store: Store, outcome: JobOutcome, ended_at: float) -> None:
+    """Record the end of the generation that `store` has the prefix of.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    end = RunEnd(outcome.state, outcome.why, outcome.exit_code, outcome.restarts, ended_at)
+    await store.set("end", _encoder.encode(end))
+
+
+async def enter_run(
+    store: Store, run_id: str, *, job: str, reuse: bool
+) -> tuple[RunRecord, RunEnd | None]:
+    """Return the generation to take part in, and its end if it is over; begin one if needed.
+
+    `job` is that of a node which has taken part elsewhere; empty for another node, which
+    begins a generation after an end only with `reuse`.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    key = f"{run_prefix(run_id)}/run"
+    value = await store.peek(key)
+    while True:
+        record = _decode(value, RunRecord)
+        end = None if record is None else await read_end(run_store(store, run_id, record))
+        if record is not None and (end is None or record.job == job or not (job or reuse)):
+            return record, end
+        generation = 0 if record is None else record.generation + 1
+        mine = RunRecord(generation, job or random_bytes(8).hex())
+        wanted = _encoder.encode(mine)
+        value = await store.compare_set(key, value or b"", wanted)
+        if value == wanted:
+            if record is not None:
+                await run_store(store, run_id, record).delete("end")
+            return mine, None
+
+
+def _decode(value: bytes | None, kind: type[_T]) -> _T | None:
+    """Return what this package has written; None if it has not."""
+    if not value:
+        return None
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class StoreOwner(Struct, frozen=True):
@@ -40,3 +155,22 @@ class StoreOwner(Struct, frozen=True):
         """Return the owner in a value of `OWNER_KEY`."""
         kind, _, run_id = value.decode("utf-8", "replace").partition("/")
         return cls(run_id, kind == _NODE)
+
+
+async def claim_store(store: Store, run_id: str) -> StoreOwner:
+    """Make a store without an owner the run's; return the owner that it has then.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    claim = StoreOwner(run_id, is_node=False).encode()
+    return StoreOwner.decode(await store.compare_set(OWNER_KEY, b"", claim))
+
+
+async def release_claim(store: Store, run_id: str) -> None:
+    """End the claim of a run, if it has one.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    await store.compare_set(OWNER_KEY, StoreOwner(run_id, is_node=False).encode(), b"")

@@ -51,7 +51,7 @@ from elastic_aio.discovery.addresses import (
     resolve,
 )
 from elastic_aio.discovery.choice import RECONNECT_FOR, ServeStore, UseStore, WaitUntil
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, run_prefix
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, claim_store
 from elastic_aio.discovery.monitor import (
     DialOptions,
     Endpoint,
@@ -131,12 +131,11 @@ class StoreLocator:
             token=spec.token,
             peer_timeout=spec.heartbeat_timeout,
             reconnect_for=RECONNECT_FOR,
-            run_key=f"{run_prefix(run_id)}/coordinator",
+            run_id=run_id,
             network=network or StoreNetwork(),
             only_of=run_id if is_exclusive else "",
             is_first_node=bool(spec.is_host),
         )
-        self._run_id = run_id
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
@@ -257,7 +256,7 @@ class StoreLocator:
             search.defer(index, f"cannot listen there: {error.strerror}")
             return None
         self._was_suspended.clear()
-        owner = StoreOwner(self._run_id, is_node=True)
+        owner = StoreOwner(self._options.run_id, is_node=True)
         self._server = server = StoreServer(
             listening=sockets, token=self._spec.token, on_pause=self._on_pause
         )
@@ -281,8 +280,7 @@ class StoreLocator:
             DiscoveryError: it belongs to another run.
         """
         try:
-            value = StoreOwner(self._run_id, is_node=False).encode()
-            owner = StoreOwner.decode(await store.compare_set(OWNER_KEY, b"", value))
+            owner = await claim_store(store, self._options.run_id)
         except StoreError:
             return  # the loss of the store is noticed by its user
         if why := self._options.objection(owner):

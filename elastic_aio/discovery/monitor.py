@@ -16,7 +16,7 @@ from msgspec import Struct
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
 from elastic_aio.discovery.choice import EndpointState
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, read_end, read_run, run_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.checks import parse_host_port
@@ -71,8 +71,8 @@ class DialOptions(Struct, frozen=True):
     """How to connect to a store.
 
     The store is lost after `peer_timeout` seconds without an answer.  When only the
-    connection is lost, it is re-established for `reconnect_for` seconds.  `run_key` is the
-    key that exists while this run is active, and `network` makes the sockets.  A store that
+    connection is lost, it is re-established for `reconnect_for` seconds.  `run_id` names
+    the run, and `network` makes the sockets.  A store that
     belongs to another run is refused if `only_of` names a run; with `is_first_node`, also
     one that another node serves.
     """
@@ -80,7 +80,7 @@ class DialOptions(Struct, frozen=True):
     token: str | None
     peer_timeout: float
     reconnect_for: float
-    run_key: str
+    run_id: str
     network: StoreNetwork
     only_of: str = ""
     is_first_node: bool = False
@@ -190,8 +190,10 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"
                 raise StoreNotFound(why, was_accepted=True)
-            run, owner = await asyncio.gather(store.peek(options.run_key), store.peek(OWNER_KEY))
-            if owner is not None and (why := options.objection(StoreOwner.decode(owner))):
+            has_run, owner = await asyncio.gather(
+                _has_active_run(store, options.run_id), store.peek(OWNER_KEY)
+            )
+            if owner and (why := options.objection(StoreOwner.decode(owner))):
                 raise StoreNotFound(why, was_accepted=True)
     except TimeoutError:
         await store.aclose()
@@ -204,7 +206,17 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise
-    return StoreHandshake(store, local_address, run is not None)
+    return StoreHandshake(store, local_address, has_run)
+
+
+async def _has_active_run(store: RemoteStore, run_id: str) -> bool:
+    """Return whether a coordinator leads the run there."""
+    record = await read_run(store, run_id)
+    if record is None:
+        return False
+    generation = run_store(store, run_id, record)
+    leader, end = await asyncio.gather(generation.peek("coordinator"), read_end(generation))
+    return leader is not None and end is None
 
 
 async def _dial(address: Address, network: StoreNetwork) -> socket.socket:

@@ -9,6 +9,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
+from elastic_aio.discovery.keys import write_end
 from elastic_aio.errors import StoreError
 from elastic_aio.events import (
     Event,
@@ -21,7 +22,7 @@ from elastic_aio.events import (
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import Coordinator
-from elastic_aio.rendezvous.event_stream import EventStreamWriter
+from elastic_aio.rendezvous.event_stream import EventStreamWriter, delete_events
 from elastic_aio.rendezvous.members import (
     PublishEvent,
     RequestDecision,
@@ -73,6 +74,9 @@ class CoordinatorRunner:
         self._changes: list[Change] = []
         self._unwritten: list[Event] = []
         self._has_unwritten = asyncio.Event()
+        self._is_written = asyncio.Event()
+        self._is_written.set()
+        self._is_end_recorded = False
         self._deciding: asyncio.Task[None] | None = None
         self._own_key = ""
         self._is_own_status_gone = False
@@ -109,7 +113,7 @@ class CoordinatorRunner:
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
                 while True:
-                    await self._decide(coordinator, lease)
+                    await self._decide(coordinator, store, lease)
                     if self._is_own_status_gone:
                         self.departure_handled.set()
                     await self._wait_wakeup(coordinator.deadline, collecting)
@@ -167,7 +171,7 @@ class CoordinatorRunner:
 
     # -------------------------------------------------------------- effects out
 
-    async def _decide(self, coordinator: Coordinator, lease: Lease) -> None:
+    async def _decide(self, coordinator: Coordinator, store: Store, lease: Lease) -> None:
         orders: dict[str, Order] = {}
         for effect in coordinator.decide(asyncio.get_running_loop().time()):
             match effect:
@@ -188,6 +192,21 @@ class CoordinatorRunner:
             # All at once: the connection pipelines them.
             sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
             await asyncio.gather(*sets)
+        if coordinator.outcome is not None and not self._is_end_recorded:
+            # The store has accepted the orders, so no other leader has ended the job.
+            self._is_end_recorded = True
+            await write_end(store, coordinator.outcome, wall_clock())
+
+    async def delete_keys(self, store: Store) -> None:
+        """Delete the keys of the ended generation, all but its end.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        await self._is_written.wait()
+        await asyncio.gather(delete_events(store), store.delete("terms"))
+        if self._root is not None:
+            await _delete_worker_keys(self._root)
 
     async def _call_decide(self, coordinator: Coordinator, attempt: int, failure: Failure) -> None:
         decision: RestartAction | str
@@ -206,6 +225,7 @@ class CoordinatorRunner:
         stamped = replace(event, time=wall_clock(), run_id=self._run_id, node=self._node.name)
         self._unwritten.append(stamped)
         self._has_unwritten.set()
+        self._is_written.clear()
 
     async def _write_events(self, writer: EventStreamWriter) -> None:
         """Append events to the job's stream, without delaying any order."""
@@ -217,6 +237,8 @@ class CoordinatorRunner:
                 with contextlib.suppress(StoreError):  # readers see a gap
                     await writer.write(events)
                     break
+            if not self._unwritten:
+                self._is_written.set()
 
 
 async def _delete_worker_keys(root: Store) -> None:

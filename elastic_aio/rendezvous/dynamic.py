@@ -212,6 +212,7 @@ class DynamicRendezvous(Rendezvous):
             runner,
             name=self._name,
             run_id=self._run_id,
+            reuse=self._settings.reuse,
             member=self._member,
             ttl=self._settings.heartbeat_timeout,
             perform=self._perform,

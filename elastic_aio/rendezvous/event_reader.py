@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 
 from elastic_aio.aio import running_loop
-from elastic_aio.discovery.keys import run_prefix
+from elastic_aio.discovery.keys import RunEnd, RunRecord, read_end, read_run, run_prefix, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.events import Event, EventsMissed, JobFinished
 from elastic_aio.rendezvous.event_stream import (
@@ -86,6 +86,7 @@ class JobEvents:
         self._token = token
         self._timeout = timeout
         self._identity: bytes | None = None
+        self._job = ""
         self._order = _ReorderBuffer(run_id, after + 1)
         self._source: _Subscription | None = None
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
@@ -155,6 +156,12 @@ class JobEvents:
         """Connect to a store and take the events that it has."""
         source = await _Subscription.open(self._endpoints, self._run_id, self._token, self._timeout)
         self._source = source
+        if source.record is None:
+            return  # the run has not begun
+        if self._job not in ("", source.record.job):
+            self._order.end()  # another job has followed the one that was read
+            return
+        self._job = source.record.job
         count = await self._count(source)
         if count is None:
             return  # lost again: the next call connects again
@@ -166,6 +173,8 @@ class JobEvents:
         self._identity = identity
         self._order.take(present)
         self._order.skip_dropped(count)
+        if source.end is not None and not count:
+            self._order.end(source.end)
 
     async def _read(self, source: _Subscription) -> None:
         """Wait for a change of the stream, and take it."""
@@ -178,6 +187,9 @@ class JobEvents:
             return
         except StoreLost:
             await self._drop(source)
+            return
+        if source.record is None:
+            await self._drop(source)  # the run begins: read its generation
             return
         if change.value is None:
             return  # an old event was deleted
@@ -212,6 +224,8 @@ class _Subscription(msgspec.Struct):
     """A connection to the store, and a watch of the stream there."""
 
     store: Store
+    record: RunRecord | None
+    end: RunEnd | None
     watch: Watch
     stack: contextlib.AsyncExitStack
 
@@ -255,9 +269,16 @@ class _Subscription(msgspec.Struct):
         async with contextlib.AsyncExitStack() as stack:
             # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
             client = connect(endpoint, timeout=turn, reconnect_for=0, token=token)
-            store = (await stack.enter_async_context(client)).prefixed(run_prefix(run_id))
+            root: Store = await stack.enter_async_context(client)
+            beginning = await stack.enter_async_context(root.watch(f"{run_prefix(run_id)}/run"))
+            record = await read_run(root, run_id)
+            if record is None:
+                return cls(root, None, None, beginning, stack.pop_all())
+            store = run_store(root, run_id, record)
+            # The end first: events that are deleted between the two are those before it.
+            end = await read_end(store)
             watch = await stack.enter_async_context(store.watch(EVENTS, is_prefix=True))
-            return cls(store, watch, stack.pop_all())
+            return cls(store, record, end, watch, stack.pop_all())
 
 
 class _ReorderBuffer:
@@ -285,6 +306,27 @@ class _ReorderBuffer:
             self.is_over = True
             self._ready.clear()
         return event
+
+    def end(self, end: RunEnd | None = None) -> None:
+        """End the stream: its events have been deleted, and only its end is known."""
+        self._pending.clear()
+        self._miss(0)
+        if end is None:
+            self.is_over = True
+            return
+        finished = JobFinished(
+            attempt=0,
+            state=end.state,
+            why=end.why,
+            exit_code=end.exit_code,
+            duration=0.0,
+            restarts=end.restarts,
+        )
+        self._ready.append(
+            msgspec.structs.replace(
+                finished, seq=self.next - 1, time=end.ended_at, run_id=self._run_id
+            )
+        )
 
     def restart(self) -> None:
         """Begin another stream, at 0."""

@@ -1,6 +1,6 @@
 """The event stream of a job of several nodes: its keys in the store, and its writer.
 
-Under the prefix `elastic_aio/<run id>`::
+Under the prefix of the run's generation::
 
     events#             how many numbers have been allocated
     events/@            identity of the stream: random, set by the first writer
@@ -47,7 +47,7 @@ class EventStreamWriter:
     """Appends events to the job's stream; any number of nodes may write at once."""
 
     def __init__(self, store: Store) -> None:
-        """Write into `store`, with the prefix `elastic_aio/<run id>`; the caller closes it."""
+        """Write into `store`, with the prefix of a generation; the caller closes it."""
         self._store = store
 
     async def write(self, events: Sequence[Event]) -> None:
@@ -80,6 +80,17 @@ class EventStreamWriter:
         with contextlib.suppress(StoreError):  # the new events are written
             old = (number - KEPT for number in numbers if number >= KEPT)
             await asyncio.gather(*(self._store.delete(_key(number)) for number in old))
+
+
+async def delete_events(store: Store) -> None:
+    """Delete the stream of an ended job.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    count = parse_seq((await store.peek(COUNT) or b"").decode("ascii", "replace"))
+    keys = [COUNT, IDENTITY, *map(_key, range(max(0, count - KEPT), count))]
+    await asyncio.gather(*map(store.delete, keys))
 
 
 def _key(number: int) -> str:

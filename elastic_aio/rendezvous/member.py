@@ -59,6 +59,8 @@ class Member:
     def __init__(self, status: MemberStatus) -> None:
         """Begin with a first status."""
         self.status = status
+        self.job = ""
+        """Which job it takes part in; empty before it does."""
         self._instance = b""
         self._term = 0
         self._acked = (0, 0)
@@ -87,15 +89,25 @@ class Member:
         if port != self.status.port:
             self._update(port=port)
 
-    def attend(self, instance: bytes) -> None:
-        """Take part at the store `instance`, which may not have the status.
+    def attend(self, instance: bytes, job: str = "") -> None:
+        """Take part in a `job` at the store `instance`, which may not have the status.
 
         Each store counts its own terms.  So the orders of one store are not compared with
         those of another; at the same store, after a reconnection, they are.
         """
         if instance != self._instance:
             self._instance, self._term, self._acked, self._order = instance, 0, (0, 0), None
+        self.job = job
         self._update()
+
+    def on_end(self, outcome: JobOutcome) -> list[MemberEffect]:
+        """Take the recorded end of the job, in which this member may have no part."""
+        if self.has_ended:
+            return []
+        self.has_ended = True
+        if self.status.placement is None:
+            outcome = dataclasses.replace(outcome, why=f"the run has ended: {outcome.why}")
+        return [EndJob(outcome)]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
         """Take the name of the coordinator; a term that is not newer changes nothing."""

@@ -1,6 +1,6 @@
 """A member's session at one store: its lease, its status, its orders, and the election.
 
-Keys, under the prefix of the run:
+Keys, under the prefix of the run's generation (see `elastic_aio.discovery.keys`):
 
 * `t/<member>`: the member's status, under its lease;
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
@@ -19,7 +19,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import monotonic_clock, wall_clock
-from elastic_aio.discovery.keys import run_prefix
+from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_store
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import RoundWaiting
@@ -47,6 +47,7 @@ class StoreSession:
         *,
         name: str,
         run_id: str,
+        reuse: bool,
         member: Member,
         ttl: float,
         perform: Callable[[Iterable[MemberEffect]], None],
@@ -55,14 +56,17 @@ class StoreSession:
         """Prepare.
 
         `locator` finds the active run at other endpoints, and `runner` coordinates while
-        this member is the leader.  The member counts as lost after `ttl` seconds without
-        a message.  `on_joined` is called when its first status has been written.
+        this member is the leader.  `reuse` begins the run again after its end.  The member
+        counts as lost after `ttl` seconds without a message.  `on_joined` is called when its
+        first status has been written.
         """
         self._located = located
         self._locator = locator
         self._runner = runner
         self._name = name
-        self._store: Store = located.store.prefixed(run_prefix(run_id))
+        self._run_id = run_id
+        self._reuse = reuse
+        self._store: Store = located.store
         self._member = member
         self._ttl = ttl
         self._perform = perform
@@ -72,9 +76,7 @@ class StoreSession:
         self._is_written = asyncio.Event()
         self._is_over = False
         self._is_draining = False
-        self._election = Election(
-            self._store, located, runner, member, name=name, perform=perform, migrate=self._migrate
-        )
+        self._election: Election | None = None
 
     def __repr__(self) -> str:
         return f"<StoreSession at {self._located.endpoint}>"
@@ -98,15 +100,27 @@ class StoreSession:
         async with AsyncExitStack() as stack:
             try:
                 enter = stack.enter_async_context
+                if not await self._enter_run():
+                    return "the run has ended"
                 lease = await enter(self._store.lease(self._ttl, linger=LEASE_LINGER))
                 orders = await enter(self._store.watch(f"o/{self._name}"))
                 records = await enter(self._store.watch("coordinator"))
-                self._member.attend(self._located.instance)
+                ends = await enter(self._store.watch("end"))
+                self._election = Election(
+                    self._store,
+                    self._located,
+                    self._runner,
+                    self._member,
+                    name=self._name,
+                    perform=self._perform,
+                    migrate=self._migrate,
+                )
                 work = [
                     self._write_statuses(lease),
                     self._follow_orders(orders),
                     self._election.run(records, lease),
                     self._watch_lease(lease),
+                    self._follow_end(ends),
                 ]
                 if self._located.is_host:
                     work.append(self._wait_superseded())
@@ -114,6 +128,26 @@ class StoreSession:
             except StoreError as error:
                 # The part after the semicolon is for callers of store operations.
                 return str(error).partition("; ")[0]
+
+    async def _enter_run(self) -> bool:
+        """Find the generation to take part in; return False if the job is over."""
+        store, member = self._located.store, self._member
+        record, end = await enter_run(store, self._run_id, job=member.job, reuse=self._reuse)
+        if end is not None:
+            self._perform(member.on_end(end.outcome))
+            return False
+        self._store = run_store(store, self._run_id, record)
+        member.attend(self._located.instance + b"%d" % record.generation, record.job)
+        return True
+
+    async def _follow_end(self, ends: Watch) -> Never:
+        """Take the recorded end, which reaches members without an order too."""
+        while True:
+            if ends.present or (await anext(ends)).value is not None:
+                end = await read_end(self._store)
+                if end is not None:
+                    self._perform(self._member.on_end(end.outcome))
+                await asyncio.get_running_loop().create_future()
 
     async def wait_status_written(self) -> None:
         """Wait until the present status has been written, or the session is over."""
@@ -127,7 +161,7 @@ class StoreSession:
         Raises:
             StoreError: the store is lost.
         """
-        if self._election.is_leader:
+        if self._election is not None and self._election.is_leader:
             await self._delete_status()
             await self._election.resign()
 
@@ -167,7 +201,8 @@ class StoreSession:
         Raises:
             StoreError: the store is lost.
         """
-        if not (self._election.is_leader or self._located.is_host):
+        is_leader = self._election is not None and self._election.is_leader
+        if not (is_leader or self._located.is_host):
             return
         await self._delete_status()
         async with self._store.watch("t/", is_prefix=True) as statuses:
@@ -179,6 +214,9 @@ class StoreSession:
                     left.discard(change.key)
                 elif change.key in members:
                     left.add(change.key)
+        if is_leader and not self._located.is_host:
+            await self._runner.delete_keys(self._store)
+            await release_claim(self._located.store, self._run_id)
 
     # ------------------------------------------------------------------ its tasks
 

@@ -91,6 +91,12 @@ class RendezvousSpec:
 
     Otherwise they are restarted once.
     """
+    reuse: bool = False
+    """Whether a run id whose job has ended begins again, as a new job.
+
+    Otherwise a node that comes after the end gets the recorded outcome, while the store
+    lives, and runs nothing.
+    """
     overlap: bool = False
     """Whether a new round may begin on one node while another node still stops its workers.
 
@@ -122,7 +128,7 @@ class RendezvousSpec:
         check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
         if self.store_grace is not None:
             check_number("rendezvous.store_grace", self.store_grace, at_least=0)
-        for name in ("keep_workers", "overlap"):
+        for name in ("keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
         if not isinstance(self.token, (str, type(None))):  # without showing it

@@ -83,7 +83,8 @@ class SimStore(Client):
 
     def on_change(self, tag: Any, change: RawChange) -> None:
         """Take a change of a key."""
-        key = change.key[len(_PREFIX) :].decode()
+        # Without its generation; a simulated job has one at each store.
+        key = change.key[len(_PREFIX) :].decode().partition("/")[2]
         kind, _, member = key.partition("/")
         is_set = change.kind == CHANGE_SET
         value: object = None

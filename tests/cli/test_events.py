@@ -12,6 +12,7 @@ import pytest
 
 from elastic_aio import Event, JobFinished, JobState, WorkerStarted
 from elastic_aio.cli import main
+from elastic_aio.discovery.keys import enter_run, run_store
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.store import StoreServer, connect
 
@@ -35,7 +36,8 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 async def write(server: StoreServer, *events: Event, token: str | None = None) -> None:
     async with connect(server.endpoint, token=token) as store:
-        await EventStreamWriter(store.prefixed("elastic_aio/mine")).write(events)
+        record, _ = await enter_run(store, "mine", job="j", reuse=False)
+        await EventStreamWriter(run_store(store, "mine", record)).write(events)
 
 
 async def read_line(stream: asyncio.StreamReader | None) -> str:

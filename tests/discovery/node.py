@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.spec.rendezvous import RendezvousSpec
 
@@ -43,7 +44,8 @@ async def stay(
     async with contextlib.AsyncExitStack() as stack:
         if coordinates:
             lease = await stack.enter_async_context(located.store.lease(2.0, linger=0.2))
-            await lease.set(f"elastic_aio/{run_id}/coordinator", "me")
+            await enter_run(located.store, run_id, job="", reuse=False)
+            await lease.set(f"elastic_aio/{run_id}/0/coordinator", "me")
             emit(coordinates=True)
         ends = [asyncio.ensure_future(located.store.wait_lost())]
         if located.is_host:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_aio.discovery import monitor
+from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
@@ -263,7 +264,8 @@ async def test_the_active_run_is_preferred(make_locator: MakeLocator) -> None:
     async with StoreServer("127.0.0.1", ports[0]), StoreServer("127.0.0.1", ports[1]) as later:
         assert (await make_locator(endpoints).locate(is_first=True)).index == 0
         async with connect(later.endpoint, timeout=5) as store, store.lease(2) as lease:
-            await lease.set(f"elastic_aio/{RUN}/coordinator", "x")
+            await enter_run(store, RUN, job="", reuse=False)
+            await lease.set(f"elastic_aio/{RUN}/0/coordinator", "x")
             assert (await make_locator(endpoints).locate(is_first=True)).index == 1
             other = await make_locator(endpoints, run_id="other").locate(is_first=True)
             assert other.index == 0
@@ -314,7 +316,8 @@ async def test_a_later_host_yields_to_an_earlier_one(
             async with asyncio.timeout(2.5):  # longer than it takes to look there
                 await asyncio.shield(waiting)
         async with connect(earlier.endpoint, timeout=5) as store, store.lease(2) as lease:
-            await lease.set(f"elastic_aio/{RUN}/coordinator", "x")
+            await enter_run(store, RUN, job="", reuse=False)
+            await lease.set(f"elastic_aio/{RUN}/0/coordinator", "x")
             async with asyncio.timeout(20):
                 assert await waiting == f"127.0.0.1:{port}"
             located = await locator.locate(is_first=False)
@@ -330,7 +333,8 @@ async def test_a_host_does_not_yield_to_itself(
     locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", heartbeat_timeout=2.0)
     located = await locator.locate(is_first=False)
     assert locator._server is not None
-    await located.store.set(f"elastic_aio/{RUN}/coordinator", "we")
+    await enter_run(located.store, RUN, job="", reuse=False)
+    await located.store.set(f"elastic_aio/{RUN}/0/coordinator", "we")
     alias = StoreLocator(RendezvousSpec(endpoint=f"127.0.0.2:{port},127.0.0.2:{port}"), RUN)
     alias._server = locator._server
     assert not await alias._has_active_run(alias._endpoints[0])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from tests.discovery.conftest import RUN, MakeLocator, Node, StartNode
 from tests.support.netns import Network
@@ -68,7 +69,8 @@ async def test_a_suspended_host_is_replaced_and_follows(
     assert (again.index, again.is_host) == (1, True)
     assert when - begin < 8
     async with again.store.lease(2.0) as lease:
-        await lease.set(f"elastic_aio/{RUN}/coordinator", "we")
+        await enter_run(again.store, RUN, job="", reuse=False)
+        await lease.set(f"elastic_aio/{RUN}/0/coordinator", "we")
         host.send(signal.SIGCONT)
         # Its own store may seem well to it, but the run is elsewhere.
         said = await host.wait_printed("endpoint")

@@ -12,6 +12,8 @@ import pytest
 
 from elastic_aio.events import (
     CoordinatorChanged,
+    EventsMissed,
+    JobFinished,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -25,6 +27,7 @@ from elastic_aio.events import (
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import make_static
+from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.store import KeyspaceLimits, ServerLimits, StoreServer, connect
 from tests.support.chaos import ChaosProxy
@@ -329,10 +332,53 @@ async def test_a_failure_restarts_nodes_that_have_succeeded() -> None:
             assert (outcome.state, outcome.exit_code) == (JobState.SUCCEEDED, 0)
 
 
+async def test_a_late_node_is_given_the_recorded_end() -> None:
+    """It runs nothing; of the ended job no other key is left."""
+    async with StoreServer("127.0.0.1", 0) as server, connect(server.endpoint) as store:
+        spec = job_spec(server.endpoint, "2", is_host=False)
+        async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            a.fail(code=7)
+            await b.wait_ended()
+            await a.wait_ended()
+            await asyncio.gather(*(one.rendezvous.leave("over") for one in (a, b)))
+        assert sorted(await store.list_keys()) == ["elastic_aio/run/0/end", "elastic_aio/run/run"]
+        async with present(FakeAgent("late", spec)) as (late,):
+            outcome = await late.wait_ended()
+            assert (outcome.state, outcome.exit_code) == (JobState.FAILED, 7)
+            assert outcome.why.startswith("the run has ended: ")
+            assert not late.started
+        async with follow_job(server.endpoint, "run") as events:
+            (missed, finished) = [event async for event in events]
+        assert isinstance(missed, EventsMissed)
+        assert isinstance(finished, JobFinished)
+        assert finished.exit_code == 7
+
+
+async def test_events_of_a_run_id_that_is_used_again() -> None:
+    """A reader that begins during the second job sees that job, and not the first one's end."""
+    async with StoreServer("127.0.0.1", 0) as server:
+        spec = job_spec(server.endpoint, "1", is_host=False, reuse=True)
+        for turn in range(2):
+            async with present(FakeAgent("a", spec)) as (a,):
+                await a.wait_formed(1)
+                async with follow_job(server.endpoint, "run") as events:
+                    seen = [await anext(events)]
+                    assert isinstance(seen[0], NodeJoined), turn
+                    a.succeed()
+                    await a.wait_ended()
+                    seen += [event async for event in events]
+                assert isinstance(seen[-1], JobFinished)
+                assert sum(isinstance(event, JobFinished) for event in seen) == 1
+                assert [event.seq for event in seen] == list(range(len(seen)))
+                await a.rendezvous.leave("over")
+
+
 async def test_a_run_id_can_be_used_again() -> None:
     """At a store that outlives the job, the next one begins at round 0."""
     async with StoreServer("127.0.0.1", 0) as server:
-        spec = job_spec(f"127.0.0.1:{server.port}", "2")
+        spec = job_spec(f"127.0.0.1:{server.port}", "2", reuse=True)
         for _ in range(3):
             async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
                 await a.wait_formed(2)
@@ -436,7 +482,7 @@ async def test_garbage_in_the_store_stops_no_worker() -> None:
         (a,) = members
         await a.wait_event(CoordinatorChanged)
         async with connect(endpoint) as store:
-            ours = store.prefixed("elastic_aio/run")
+            ours = store.prefixed("elastic_aio/run/0")
             for text in (b"", b"\x00\xff", b"{}", b"[" * 100_000, b'{"serial":"x"}'):
                 await ours.set("t/stranger", text)
                 await ours.set(f"o/{a.rendezvous._name}", text)  # type: ignore[attr-defined]
@@ -453,7 +499,7 @@ async def test_an_unreadable_leader_record_is_replaced() -> None:
     async with StoreServer("127.0.0.1", 0) as server:
         endpoint = f"127.0.0.1:{server.port}"
         async with connect(endpoint) as store:
-            await store.set("elastic_aio/run/coordinator", b"\xff garbage")
+            await store.set("elastic_aio/run/0/coordinator", b"\xff garbage")
         spec = job_spec(endpoint, "2")
         async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
             await a.wait_formed(2)

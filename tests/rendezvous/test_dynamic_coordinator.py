@@ -64,8 +64,8 @@ async def test_a_deposed_leader_stops_coordinating() -> None:
             await a.wait_formed(2)
             await b.wait_formed(2)
             for _ in range(5):
-                await store.delete("elastic_aio/run/coordinator")
-                await store.get("elastic_aio/run/coordinator", timeout=10)
+                await store.delete("elastic_aio/run/0/coordinator")
+                await store.get("elastic_aio/run/0/coordinator", timeout=10)
                 await asyncio.sleep(0.1)  # room for more elections
             a.succeed()
             b.succeed()
@@ -151,7 +151,7 @@ async def test_a_failed_write_does_not_end_the_event_stream(
         b.succeed()
         await a.wait_ended()
         async with connect(spec.rendezvous.endpoint) as store:
-            assert await store.get(f"elastic_aio/run/{EVENTS}{0:012d}", timeout=10)
+            assert await store.get(f"elastic_aio/run/0/{EVENTS}{0:012d}", timeout=10)
 
 
 async def test_an_invalid_probe_address_is_not_reached() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
+from elastic_aio.discovery.keys import enter_run, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
 from elastic_aio.events import AttemptFailed, event_from_json, event_to_json
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
@@ -53,11 +54,17 @@ async def all_of(events: JobEvents) -> list[Event]:
         return [event async for event in events]
 
 
+async def generation_of(store: Store) -> Store:
+    """Return the view of the run `r`, which begins if it has not."""
+    record, _ = await enter_run(store, "r", job="j", reuse=False)
+    return run_store(store, "r", record)
+
+
 @contextlib.asynccontextmanager
 async def serving(port: int = 0) -> AsyncIterator[tuple[StoreServer, Store]]:
     """Serve a store, and give the view of the run `r` in it."""
     async with StoreServer("127.0.0.1", port) as server, connect(server.endpoint) as client:
-        yield server, client.prefixed("elastic_aio/r")
+        yield server, await generation_of(client)
 
 
 @contextlib.contextmanager
@@ -99,7 +106,7 @@ async def test_concurrent_writers() -> None:
 
         async def write(writer: int) -> None:
             async with connect(server.endpoint) as own:
-                stream = EventStreamWriter(own.prefixed("elastic_aio/r"))
+                stream = EventStreamWriter(await generation_of(own))
                 for turn in range(10):
                     first = 100 * writer + 3 * turn
                     await stream.write(started(first, first + 1, first + 2))
