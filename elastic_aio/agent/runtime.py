@@ -57,7 +57,8 @@ from elastic_aio.logs.sink import Console, Sink, open_console
 from elastic_aio.logs.tee import Tee
 from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
-from elastic_aio.process.guardian import Guardian, open_session_list
+from elastic_aio.process.guardian import Guardian
+from elastic_aio.process.guardian_process import GuardedJob, take_early
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.ranks import WorkerRanks
@@ -117,7 +118,7 @@ class LocalRuntime:
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
         self._reserved = 0  # descriptors
-        self._session_list = -1
+        self._job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
 
     def __repr__(self) -> str:
@@ -153,24 +154,22 @@ class LocalRuntime:
             self._streams = StandardStreams()
         except OSError as error:
             raise HostError(f"cannot start a job here: {error}") from error
-        self._session_list = open_session_list()
-        marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-        self._tree = ProcessTree(marker, self.clock, self._session_list)
-        self.directory = RunDirectory.make(self.spec.logs, self.run_id)
+        early = take_early()
+        job = self._job = GuardedJob.create() if early is None else early.job
+        self._tree = ProcessTree(job.marker, self.clock, job.session_list, since=job.since)
         self._guardian = Guardian(
-            marker=marker,
-            since=self._tree.since,
-            session_list=self._session_list,
-            null=self._streams.null,
-            plan=self.spec.stop,
+            job,
+            self.spec.stop,
             on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
             on_lost=lambda why: self.publish(GuardianLost(why=why)),
             python=self.spec.python,
+            early=early,
         )
-        await self._guardian.start()
+        self._guardian.start()
+        self.directory = RunDirectory.make(self.spec.logs, self.run_id)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
-        env = worker_env(self.spec, self.nproc, {marker: "1"})
+        env = worker_env(self.spec, self.nproc, {job.marker: "1"})
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
             await self.program.start(env, streams, self._tree.exclude)
@@ -199,9 +198,9 @@ class LocalRuntime:
             await self._guardian.aclose()
         if self._tree is not None:
             await self._tree.aclose()
-        if self._session_list >= 0:
-            os.close(self._session_list)
-            self._session_list = -1
+        if self._job is not None:
+            self._job.close()
+            self._job = None
         if self._streams is not None:
             self._streams.close()
         if self._reserved:

@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     match arguments:
         case ["run", *rest]:
-            from elastic_aio.cli.run import main_run
-
-            return main_run(rest, owns_process=argv is None)
+            return _run(rest, owns_process=argv is None)
         case ["store", *rest]:
             from elastic_aio.cli.store import main_store
 
@@ -78,6 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)
     problem = "must be 'run', 'events' or 'store'"
     return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
+
+
+def _run(argv: list[str], *, owns_process: bool) -> int:
+    """Run `aio-elastic run`; the guardian starts while the launcher is being imported."""
+    from elastic_aio.cli.options import UsageError, print_error
+    from elastic_aio.cli.torchrun import parse_run
+    from elastic_aio.process.guardian_process import spawned_early
+
+    try:
+        request = parse_run(argv, os.environ)
+    except UsageError as error:
+        return print_error("run", str(error), 2)
+    with spawned_early(request.spec.stop, request.spec.python):
+        from elastic_aio.cli.run import main_run
+
+        return main_run(request, owns_process=owns_process)
 
 
 def _fix_inherited_state() -> None:

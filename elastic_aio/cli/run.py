@@ -6,7 +6,7 @@ import logging
 import os
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
-from elastic_aio.cli.torchrun import RunRequest, as_option_error, parse_run
+from elastic_aio.cli.torchrun import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed, SpecError
 from elastic_aio.events import (
     AttemptFailed,
@@ -37,13 +37,12 @@ _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
 
 
-def main_run(argv: list[str], *, owns_process: bool = False) -> int:
-    """Run `aio-elastic run` with these arguments; return the exit code.
+def main_run(request: RunRequest, *, owns_process: bool) -> int:
+    """Run the job of a command line; return the exit code.
 
     With `owns_process` all children of this process belong to the job.
     """
     try:
-        request = parse_run(argv, os.environ)
         factory = choose_loop(request.loop)
         events = _open_events(request.events_file)
         level = _level(os.environ.get("LOGLEVEL", ""))

@@ -81,17 +81,20 @@ class Survivor(Struct, frozen=True):
 class ProcessTree:
     """The leaders of one job on this host and all their descendants."""
 
-    def __init__(self, marker: str, clock: PausableClock, session_list: int) -> None:
+    def __init__(
+        self, marker: str, clock: PausableClock, session_list: int, *, since: int | None = None
+    ) -> None:
         """Start empty.
 
         Args:
             marker: name of a variable in the environment of every worker.
             clock: measures the grace periods.
-            session_list: its descriptor; the caller closes it, after `close`.
+            session_list: its descriptor; the caller closes it, after `aclose`.
+            since: clock ticks since boot at which the job began; None: now.
         """
         self._marker = marker.encode("ascii")
         # One tick earlier: processes of the present tick may be older or newer.
-        self._since = proc_scan.ticks_now() - 1
+        self._since = proc_scan.ticks_now() - 1 if since is None else since
         self._clock = clock
         self._session_list = session_list
         self._leaders: dict[int, Child] = {}
@@ -114,11 +117,6 @@ class ProcessTree:
     def marker(self) -> str:
         """Name of a variable in the environment of every worker."""
         return self._marker.decode("ascii")
-
-    @property
-    def since(self) -> int:
-        """Clock ticks since boot at which the job began."""
-        return self._since
 
     def add(self, leader: Child) -> None:
         """Add a child that has just been started."""

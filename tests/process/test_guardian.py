@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.errors import HostError
 from elastic_aio.process import guardian
-from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.command import spawn_with_popen
-from elastic_aio.process.guardian import Guardian, open_session_list
-from elastic_aio.process.proc_scan import ticks_now
+from elastic_aio.process.guardian import Guardian
+from elastic_aio.process.guardian_process import (
+    GuardedJob,
+    GuardianProcess,
+    spawned_early,
+    take_early,
+)
 from elastic_aio.spec.stop import StopPlan
 from tests.support.children import until_sync
 from tests.support.leaks import alive
@@ -35,34 +38,30 @@ ROOT = Path(__file__).parent.parent.parent
 class Bench:
     """A guardian without workers; `restarted` gets the pids of its replacements."""
 
-    def __init__(self, *, python: str | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, python: str | None = None) -> None:
         self.restarted: asyncio.Queue[int] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
-        self.sessions = open_session_list()
-        self.null = os.open(os.devnull, os.O_RDWR)
+        self.job = GuardedJob.create()
         self.refusals = 0
+        monkeypatch.setattr(guardian, "GuardianProcess", self.spawn)
         self.guardian = Guardian(
-            marker="ELASTIC_AIO_JOB_GUARDIAN_TEST",
-            since=ticks_now(),
-            session_list=self.sessions,
-            null=self.null,
-            plan=StopPlan(),
+            self.job,
+            StopPlan(),
             on_restarted=self.restarted.put_nowait,
             on_lost=self.lost.put_nowait,
             python=python,
-            _spawner=self.spawn,
         )
 
-    async def spawn(self, plan: ChildSpec) -> Child:
+    def spawn(self, *arguments: Any) -> GuardianProcess:
         if self.refusals:
             self.refusals -= 1
-            raise SpawnError("no processes left", permanent=False, exit_code=1)
-        return await spawn_with_popen(plan)
+            raise HostError("no processes left")
+        return GuardianProcess(*arguments)
 
     async def start(self) -> int:
         """Start the guardian and return its pid when it works."""
         async with asyncio.timeout(GUARD):
-            await self.guardian.start()
+            self.guardian.start()
             await self.guardian.wait_ready()
         pid = self.guardian.pid
         assert pid is not None
@@ -71,14 +70,13 @@ class Bench:
     async def aclose(self) -> None:
         async with asyncio.timeout(GUARD):
             await self.guardian.aclose()
-        os.close(self.sessions)
-        os.close(self.null)
+        self.job.close()
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     """A bench that is closed afterwards."""
-    bench = Bench()
+    bench = Bench(monkeypatch)
     yield bench
     await bench.aclose()
 
@@ -125,8 +123,8 @@ def recording(delays: list[float]) -> Callable[[float], Awaitable[None]]:
 
 async def test_a_guardian_that_cannot_be_spawned_is_an_error(bench: Bench) -> None:
     bench.refusals = 1
-    with pytest.raises(HostError, match=r"^cannot start the guardian process: no processes"):
-        await bench.guardian.start()
+    with pytest.raises(HostError, match=r"^no processes left$"):
+        bench.guardian.start()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ async def test_a_guardian_that_cannot_be_spawned_is_an_error(bench: Bench) -> No
     [
         ("/bin/false", r"/bin/false ended at once \(exit code 1\)"),
         ("/bin/sh", r"/bin/sh ended at once \(exit code \d+, .*sh: .+\)"),
-        ("/no/such/python", r"cannot run /no/such/python: command not found"),
+        ("/no/such/python", r"cannot run /no/such/python: no such file or directory"),
         ("", r"sys.executable is no Python interpreter \(''\); name an interpreter by "),
         (None, r"sys.executable is no Python interpreter \(None\); name an interpreter by "),
     ],
@@ -168,11 +166,11 @@ async def test_a_frozen_application_needs_another_interpreter(
     python = sys.executable
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    bench = Bench()
+    bench = Bench(monkeypatch)
     with pytest.raises(HostError, match=r"sys\.executable is a frozen application \('/bin/false'"):
         await bench.start()
     await bench.aclose()
-    bench = Bench(python=python)
+    bench = Bench(monkeypatch, python=python)
     assert alive(await bench.start())
     await bench.aclose()
 
@@ -192,7 +190,7 @@ async def test_a_guardian_that_does_not_start_again_is_reported_once(
         assert await bench.restarted.get() != previous
     assert bench.refusals == 0
     assert delays == [0.0, 0.01, 0.02, 0.04, 0.05, 0.05]
-    assert bench.lost.get_nowait() == "cannot start the guardian process: no processes left"
+    assert bench.lost.get_nowait() == "no processes left"
     assert bench.lost.empty()
 
 
@@ -206,11 +204,33 @@ async def test_closing_cancels_a_restart(bench: Bench) -> None:
     assert bench.restarted.empty()
 
 
-async def test_closing_before_the_report() -> None:
+async def test_closing_before_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is cancelled leaves no process and no descriptor."""
-    bench = Bench()
-    await bench.guardian.start()
+    bench = Bench(monkeypatch)
+    bench.guardian.start()
     await bench.aclose()
+
+
+async def test_a_process_that_was_spawned_early_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; without a job it ends with the block."""
+    with spawned_early(StopPlan(), None):
+        early = take_early()
+        assert early is not None
+        assert take_early() is None
+        pid = early.process.pid
+        guardian = Guardian(early.job, StopPlan(), on_restarted=print, on_lost=print, early=early)
+        guardian.start()
+        async with asyncio.timeout(GUARD):
+            await guardian.wait_ready()
+        assert guardian.pid == pid
+    assert alive(pid)
+    await guardian.aclose()
+    early.job.close()
+    with spawned_early(StopPlan(), None):
+        pass
+    monkeypatch.setattr(sys, "executable", "")
+    with spawned_early(StopPlan(), None):
+        assert take_early() is None  # the job will report why
 
 
 async def test_common_signals_do_not_end_it(bench: Bench) -> None:
@@ -229,11 +249,11 @@ import asyncio, os, sys
 from elastic_aio.aio import PausableClock
 from elastic_aio.process.base import ChildSpec
 from elastic_aio.process.command import command_spawner
-from elastic_aio.process.guardian import Guardian, open_session_list
+from elastic_aio.process.guardian import Guardian
+from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.stop import StopPlan
 
-MARKER = "ELASTIC_AIO_JOB_" + os.urandom(8).hex()
 DAEMON = '''
 import os
 if os.fork(): os._exit(0)
@@ -252,18 +272,15 @@ def become_another_program():
 
 async def main():
     spawn = command_spawner(asyncio.get_running_loop())
-    sessions = open_session_list()
-    tree = ProcessTree(MARKER, PausableClock(), sessions)
-    guardian = Guardian(
-        marker=MARKER, since=tree.since, session_list=sessions, null=os.open("/dev/null", 2),
-        plan=eval(sys.argv[1]), on_restarted=print, on_lost=print,
-    )
-    await guardian.start()
+    job = GuardedJob.create()
+    tree = ProcessTree(job.marker, PausableClock(), job.session_list, since=job.since)
+    guardian = Guardian(job, eval(sys.argv[1]), on_restarted=print, on_lost=print)
+    guardian.start()
     await guardian.wait_ready()
     print(guardian.pid, flush=True)
     tree.add(await spawn(ChildSpec(
         argv=("bash", "-c", SCRIPT, sys.executable, DAEMON),
-        env={**os.environ, MARKER: "1"}, cwd=None, stdin=0, stdout=1, stderr=2,
+        env={**os.environ, job.marker: "1"}, cwd=None, stdin=0, stdout=1, stderr=2,
     )))
     if sys.argv[2] == "forking" and os.fork() == 0:
         os.execvp("sleep", ["sleep", "99"])  # its descriptors are closed on exec

@@ -20,7 +20,7 @@ from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
-from elastic_aio.process.guardian import open_session_list
+from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.session_list import read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
@@ -38,7 +38,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.marker = f"ELASTIC_AIO_JOB_TREE_{os.urandom(8).hex()}"
-        self.sessions = open_session_list()
+        self.sessions = GuardedJob.create().session_list
         self.clock = PausableClock()
         self.tree = ProcessTree(self.marker, self.clock, self.sessions)
         self.devnull = os.open(os.devnull, os.O_RDWR)

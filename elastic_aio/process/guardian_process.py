@@ -1,0 +1,177 @@
+"""One guardian process: how it is spawned, and what it is to guard.
+
+Its interpreter takes some 8 ms to start, and no worker may start before.  So nothing here
+needs an event loop or asyncio: the command line spawns the guardian before it imports
+the launcher (`spawned_early`), and the runtime of the job takes it over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from msgspec import Struct
+
+from elastic_aio.errors import HostError
+from elastic_aio.process import proc_scan
+from elastic_aio.spec.stop import StopPlan, StopStep
+
+FAILED = "cannot start the guardian process"
+_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
+# Set in the guardian's environment, so that an application that runs itself notices.
+_VARIABLE = "ELASTIC_AIO_GUARDIAN"
+
+
+class GuardedJob(Struct, frozen=True):
+    """What a guardian knows of its job.
+
+    `marker` names the job's environment variable; `since` is when the job began, in clock
+    ticks since boot; `session_list` is the descriptor of a list of that module.
+    """
+
+    marker: str
+    since: int
+    session_list: int
+
+    @classmethod
+    def create(cls) -> GuardedJob:
+        """Begin a job; `close` must follow.
+
+        The session list is locked, which says that this process runs and is still this
+        program.  Closing the descriptor, or another one of this file, unlocks it.
+
+        Raises:
+            HostError: the kernel has no anonymous files or pidfds, or no descriptor is left.
+        """
+        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+            raise HostError("elastic_aio needs Linux 5.3 or newer (pidfd_open, memfd_create)")
+        try:
+            session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
+            try:
+                fcntl.lockf(session_list, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(session_list)
+                raise
+        except OSError as error:
+            raise HostError(f"cannot create an anonymous file: {error.strerror}") from error
+        marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+        # One tick earlier: processes of the present tick may be older or newer.
+        return cls(marker, proc_scan.ticks_now() - 1, session_list)
+
+    def close(self) -> None:
+        """Close the session list, which a guardian takes for the end of this process."""
+        os.close(self.session_list)
+
+
+class GuardianProcess:
+    """A guardian that has been spawned; `close` must follow."""
+
+    def __init__(self, job: GuardedJob, plan: StopPlan, python: str | None) -> None:
+        """Spawn it.
+
+        Args:
+            job: what it guards.
+            plan: its first signal is what the guardian sends first.
+            python: an interpreter, in case this program is not run by one.
+
+        Raises:
+            HostError: there is no interpreter for it, or it cannot be spawned.
+        """
+        self.job = job
+        self.python = _interpreter(python)
+        """Its interpreter."""
+        first = plan.steps[0] if plan.steps else StopStep(signal.SIGKILL, 0)
+        grace = min(first.grace, plan.guardian_grace)
+        with ExitStack() as resources:
+            try:
+                self.errors = os.memfd_create("elastic_aio-guardian", os.MFD_CLOEXEC)
+                """Descriptor of the file that is its stderr."""
+                resources.callback(os.close, self.errors)
+                self.report, writer = os.pipe()
+                """Descriptor of the pipe through which it reports that it works."""
+                resources.callback(os.close, self.report)
+                with open(writer, "wb", buffering=0):
+                    numbers = (writer, job.session_list)
+                    words = (*numbers, job.marker, job.since, first.signal, grace)
+                    self.process = subprocess.Popen(
+                        (self.python, "-I", "-S", _MAIN, *map(str, words)),
+                        env={**os.environ, _VARIABLE: "1"},
+                        cwd="/",  # it must not keep a file system from being unmounted
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=self.errors,
+                        pass_fds=numbers,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise HostError(f"{FAILED}: cannot run {self.python}: {reason}") from error
+            self._resources = resources.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<GuardianProcess {self.process.pid}>"
+
+    def close(self) -> None:
+        """Close the pipe and the file.  Idempotent."""
+        self._resources.close()
+
+
+def _interpreter(fallback: str | None) -> str:
+    """Return the running interpreter, or `fallback` in a program that is not run by one.
+
+    Raises:
+        HostError: there is none, or this program was started in place of one.
+    """
+    if not os.path.isfile(_MAIN):
+        raise HostError(f"{FAILED}: {_MAIN} is not a file; the package must not be in an archive")
+    if _VARIABLE in os.environ:
+        problem = f"this program was started as one: sys.executable is {sys.executable!r}"
+        raise HostError(f"{FAILED}: {problem}, which is no Python interpreter")
+    is_frozen = getattr(sys, "frozen", False)
+    python = fallback if is_frozen or not sys.executable else sys.executable
+    if not python:
+        kind = "a frozen application" if is_frozen else "no Python interpreter"
+        problem = f"sys.executable is {kind} ({sys.executable!r})"
+        raise HostError(f"{FAILED}: {problem}; name an interpreter by LaunchSpec(python=...)")
+    return python
+
+
+_early: list[GuardianProcess] = []
+
+
+@contextmanager
+def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
+    """Spawn the guardian of the next job of this process, and end it if no job takes it.
+
+    Without success the job tries again, and reports the error.
+
+    Args:
+        plan: the stop plan of that job.
+        python: as for a `GuardianProcess`.
+    """
+    try:
+        job = GuardedJob.create()
+        try:
+            _early.append(GuardianProcess(job, plan, python))
+        except HostError:
+            job.close()
+    except HostError:
+        pass
+    try:
+        yield
+    finally:
+        if unused := take_early():
+            unused.process.kill()
+            unused.process.wait()
+            unused.close()
+            unused.job.close()
+
+
+def take_early() -> GuardianProcess | None:
+    """Return the guardian that was spawned early, for the first caller."""
+    return _early.pop() if _early else None
