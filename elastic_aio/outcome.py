@@ -243,7 +243,7 @@ class LaunchResult:
     restarts: int = 0
     """Restarts after failures; membership changes are not counted."""
     attempts: tuple[AttemptResult, ...] = ()
-    """The attempts on this host, in order."""
+    """The attempts on this host, in order: the latest 100."""
     return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     """What the function of each worker of this host returned, by global rank."""
     log_dir: str | None = None

@@ -42,13 +42,16 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import create_task
+from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import Decide, RestartAction
+
+_ATTEMPTS_MAX = 100
+"""Attempts of a result: a job may restart for months."""
 
 
 class Driver:
@@ -77,7 +80,7 @@ class Driver:
         self._machine = machine
         self._event_log = event_log
         self._group: WorkerGroup | None = None
-        self._attempts: list[AttemptResult] = []
+        self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
         self._began = runtime.clock.now()
         self._inputs: deque[Input] = deque()
         self._is_handling = False
@@ -131,12 +134,22 @@ class Driver:
         return pids
 
     async def suspend_while(self, wait: Callable[[], None]) -> None:
-        """Suspend all processes and deadlines of the job while `wait` blocks this process."""
-        await self._runtime.tree.signal_all(SIGSTOP)
-        began = time.monotonic()
-        wait()
-        self._runtime.clock.skip(time.monotonic() - began)
-        await self._runtime.tree.signal_all(SIGCONT)
+        """Suspend all processes and deadlines of the job while `wait` blocks this process.
+
+        Cancellation: the processes continue.
+
+        Raises:
+            OSError: no descriptor is left to find the processes; those found continue.
+            Exception: raised by `wait`; the processes continue.
+        """
+        tree, began = self._runtime.tree, time.monotonic()
+        try:
+            await tree.signal_all(SIGSTOP)
+            began = time.monotonic()
+            wait()
+        finally:
+            self._runtime.clock.skip(time.monotonic() - began)
+            await run_shielded(lambda: tree.signal_all(SIGCONT))
 
     # ---------------------------------------------------------------- inputs
 
@@ -316,7 +329,7 @@ class Driver:
         self._settle()
 
     def _make_result(self, outcome: JobOutcome, duration: float, *, has_logs: bool) -> LaunchResult:
-        attempts = self._attempts
+        attempts = [*self._attempts]
         if outcome.failures:
             # A node that had no failure itself, or no attempt at all, gets the job's.
             last = attempts[-1:] or [AttemptResult(self._machine.attempt, time.time(), 0.0)]

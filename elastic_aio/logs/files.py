@@ -16,6 +16,7 @@ from elastic_aio.logs.paths import (
     run_prefix,
 )
 from elastic_aio.spec.logs import LogSpec
+from elastic_aio.worker.errorfile import is_temporary
 
 
 class RunDirectory:
@@ -28,7 +29,7 @@ class RunDirectory:
         self.path = path
         self._has_logs = has_logs
         self._is_temporary = is_temporary
-        self._created: list[str] = [] if path is None else [path]
+        self._created: list[str] = []  # for the present attempt
 
     def __repr__(self) -> str:
         return f"<RunDirectory {self.path}{', temporary' if self._is_temporary else ''}>"
@@ -72,12 +73,13 @@ class RunDirectory:
         return self.path if self._has_logs else None
 
     def make_attempt(self, attempt: int) -> None:
-        """Create the directory of an attempt.
+        """Create the directory of an attempt, and tidy those of the previous one.
 
         Raises:
             OSError: the directory cannot be created.
         """
         if self.path is not None:
+            self._tidy()
             directory = attempt_directory(self.path, attempt)
             os.mkdir(directory)
             self._created.append(directory)
@@ -113,15 +115,30 @@ class RunDirectory:
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""
-        if not self._is_temporary:
+        self._tidy()
+        if self.path is None or not self._is_temporary:
             return self.path is not None
+        try:
+            os.rmdir(self.path)
+        except OSError:
+            pass  # not empty, or removed by another process
+        return os.path.exists(self.path)
+
+    def _tidy(self) -> None:
+        """Remove what the workers of an attempt have left without a use."""
         for directory in reversed(self._created):
             try:
                 with os.scandir(directory) as entries:
                     for entry in entries:
-                        if entry.is_file(follow_symlinks=False) and not entry.stat().st_size:
+                        if self._is_useless(entry):
                             os.unlink(entry.path)
-                os.rmdir(directory)
+                if self._is_temporary:
+                    os.rmdir(directory)
             except OSError:
                 continue  # not empty, or removed by another process
-        return self.path is not None and os.path.exists(self.path)
+        self._created.clear()
+
+    def _is_useless(self, entry: os.DirEntry[str]) -> bool:
+        if not entry.is_file(follow_symlinks=False):
+            return False
+        return is_temporary(entry.name) or (self._is_temporary and not entry.stat().st_size)

@@ -13,8 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 from elastic_aio.outcome import WorkerError
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file may be left by a worker that was killed in `write_error_file`."""
+    return re.fullmatch(r"error\.json\.[0-9]+", name) is not None
 
 
 def write_error_file(error: WorkerError) -> None:

@@ -61,6 +61,15 @@ async def test_max_restarts(restarts: int) -> None:
     assert whys == [f"restart {n + 1} of {restarts} (max_restarts)" for n in range(restarts)]
 
 
+async def test_the_latest_attempts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that restarts for months does not fill the memory."""
+    monkeypatch.setattr("elastic_aio.agent.driver._ATTEMPTS_MAX", 2)
+    result = await failed(job(7, restarts=4))
+    assert result.restarts == 4
+    assert [attempt.number for attempt in result.attempts] == [3, 4]
+    assert result.failures[0].status.code == 7
+
+
 async def test_back_off_grows_to_its_cap() -> None:
     """Delays grow by the factor up to the cap, and are really waited."""
     events: list[Event] = []

@@ -303,3 +303,17 @@ async def test_stop_during_the_start_of_many_workers(tmp_path: Path) -> None:
     started = [event for event in events if type(event).__name__ == "WorkerStarted"]
     ended = [event for event in events if isinstance(event, WorkerExited)]
     assert len(started) == len(ended) < 64
+
+
+async def test_a_suspension_that_fails_continues_the_workers(tmp_path: Path) -> None:
+    """They are not left in state T."""
+
+    def wait() -> None:
+        raise RuntimeError("not suspended")
+
+    spec = LaunchSpec(noting(), nproc_per_node=2, env={"NOTES": str(tmp_path)})
+    async with Agent(spec) as agent:
+        pids = await until(noted(tmp_path, 2))
+        with pytest.raises(RuntimeError, match="not suspended"):
+            await agent._started_driver.suspend_while(wait)
+        assert all(proc_scan.read_process(pid).state != "T" for pid in pids)  # type: ignore[union-attr]  # they run

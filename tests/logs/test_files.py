@@ -163,3 +163,40 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, devnull: int) -> Non
     os.unlink(str(plan.stdout.path))
     with pytest.raises(FileExistsError), directory.open_streams(no_directory, (1, 2), devnull):
         pass
+
+
+def test_an_attempt_tidies_up_after_the_previous_one(temporary: Path, devnull: int) -> None:
+    """A job of many restarts leaves no empty directories, and keeps what workers wrote."""
+    directory = RunDirectory.make(ALL, "r")
+    assert directory.path is not None
+    for attempt in range(3):
+        directory.make_attempt(attempt)
+        logs = plan_logs(ALL, directory.path, attempt, 0)
+        with directory.open_streams(logs, (1, 2), devnull) as (stdout, _):
+            if attempt == 1:
+                os.write(stdout, b"text")
+    files = [path for path in Path(directory.path).rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(directory.path)) for path in files) == [
+        "attempt_1/0/stdout.log",
+        "attempt_2/0/stderr.log",
+        "attempt_2/0/stdout.log",
+    ]
+    assert directory.remove_empty()
+    assert sorted(os.listdir(directory.path)) == ["attempt_1"]
+
+
+def test_what_a_killed_worker_was_writing_is_removed(tmp_path: Path, devnull: int) -> None:
+    """The temporary file of its error file, in every log directory."""
+    spec = LogSpec(log_dir=str(tmp_path), redirects=StdMap(Std.ALL))
+    directory = RunDirectory.make(spec, "r")
+    assert directory.path is not None
+    directory.make_attempt(0)
+    logs = plan_logs(spec, directory.path, 0, 0)
+    with directory.open_streams(logs, (1, 2), devnull):
+        pass
+    worker = Path(str(logs.directory))
+    for name in ("error.json.4711", "error.json", "error.json.old"):
+        (worker / name).write_text("{")
+    assert directory.remove_empty()
+    left = sorted(path.name for path in worker.iterdir())
+    assert left == ["error.json", "error.json.old", "stderr.log", "stdout.log"]
