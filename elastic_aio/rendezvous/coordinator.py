@@ -228,6 +228,8 @@ class Coordinator:
         state.deadlines.now = now
         for record, why in state.outbox.check(now):
             self.on_gone(record.member, is_lost=True, why=why)
+            if state.phase is not CoordinatorPhase.ENDING:
+                state.outbox.dismiss(record, why)
         for record in self._departed:
             state.visits.observe_departure(record, now)
         self._departed.clear()

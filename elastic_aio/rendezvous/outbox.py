@@ -111,6 +111,11 @@ class Outbox:
         self._sends.pop(record.member, None)
         self._sends[record.member] = record.sent_as, body
 
+    def dismiss(self, record: MemberRecord, why: str) -> None:
+        """Revoke the order of a member that counts as lost to start a round."""
+        if isinstance(record.sent, StartRound):
+            self._number(record, StopRound(record.sent.placement.round, why))
+
     def discard(self, member: str) -> None:
         """Drop the order for a member that has gone."""
         self._sends.pop(member, None)

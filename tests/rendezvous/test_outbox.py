@@ -78,6 +78,21 @@ def test_a_lost_member_that_reports_something_is_a_newcomer() -> None:
     assert harness.ranks == {"a": 0, "b": 1}
 
 
+def test_a_lost_member_does_not_follow_its_last_order_later() -> None:
+    """It reads the present order when it runs again: not to start a round of the past."""
+    harness = CoordinatorHarness(RoundSettings(1, 2))
+    harness.drop_orders("b")
+    harness.join("a", "b")
+    run_to(harness, 30)
+    harness.restore_orders()
+    last = harness.dropped["b"]
+    assert isinstance(last.body, StopRound)
+    harness.perform("b", harness.members["b"].on_order(last))
+    assert harness.done["b"] == []
+    run_to(harness, 31)
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
 def test_a_slow_stop_has_the_time_of_its_stop_plan() -> None:
     """It is acknowledged at once, so the order is not sent again."""
     harness = CoordinatorHarness(RoundSettings(2, 2))
