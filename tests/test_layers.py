@@ -65,7 +65,9 @@ PURE = {
     "store.wire",
     "store.keyspace",
     "store.lease_table",
+    "store.limits",
     "store.replies",
+    "store.wait_table",
     "store.watch_table",
 }
 NOT_PURE = {

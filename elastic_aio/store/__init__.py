@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from elastic_aio.store.handles import Lease as Lease
     from elastic_aio.store.handles import Value as Value
     from elastic_aio.store.handles import Watch as Watch
-    from elastic_aio.store.keyspace import KeyspaceLimits as KeyspaceLimits
+    from elastic_aio.store.limits import Dropped as Dropped
+    from elastic_aio.store.limits import KeyspaceLimits as KeyspaceLimits
+    from elastic_aio.store.limits import ServerLimits as ServerLimits
     from elastic_aio.store.memory import MemoryStore as MemoryStore
     from elastic_aio.store.server import StoreServer as StoreServer
-    from elastic_aio.store.server_connection import Dropped as Dropped
-    from elastic_aio.store.server_connection import ServerLimits as ServerLimits
     from elastic_aio.store.wire import WireLimits as WireLimits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -51,10 +51,9 @@ else:
             "elastic_aio.store.base": "Store",
             "elastic_aio.store.client": "RemoteStore connect",
             "elastic_aio.store.handles": "Change ChangeKind Lease Value Watch",
-            "elastic_aio.store.keyspace": "KeyspaceLimits",
+            "elastic_aio.store.limits": "Dropped KeyspaceLimits ServerLimits",
             "elastic_aio.store.memory": "MemoryStore",
             "elastic_aio.store.server": "StoreServer",
-            "elastic_aio.store.server_connection": "Dropped ServerLimits",
             "elastic_aio.store.wire": "WireLimits",
         },
     )

@@ -3,8 +3,7 @@
 Pure: the server passes in times and lease ids, and receives notifications through
 the hooks of `Client`.  Operations that torch's TCPStore has behave as there:
 
-* A wait records the keys that are missing when it begins, and ends when each of them
-  has been written once, even if a key has been deleted since.
+* A wait ends when each key that was missing has been written once (`wait_table`).
 * A non-empty queue counts as a present key for CHECK and WAIT, but has no value.
 * A counter is decimal text under its key.
 * COMPARE_SET of an absent key with a non-empty expectation stores nothing and
@@ -16,16 +15,15 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_aio.store import wire
 from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
+from elastic_aio.store.limits import ENTRY, TARGET, KeyspaceLimits, Usage
+from elastic_aio.store.limits import OperationRefused as OperationRefused
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, WatchSnapshot
+from elastic_aio.store.wait_table import ITEM, VALUES, WOKEN, Waiter, WaitHolder, WaitTable
 from elastic_aio.store.watch_table import Watcher, WatchTable
-
-# Modes of a waiter: what it is sent when it is done.
-_WOKEN, _VALUES, _ITEM = range(3)
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 _TOP: Final = 1 << 63
@@ -34,65 +32,12 @@ PENDING: Final = object()
 """In place of a result: the client receives it later, through one of its hooks."""
 
 
-class OperationRefused(Exception):
-    """The keyspace refuses an operation and is unchanged; the message gives the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyspaceLimits:
-    """Limits on what all clients together may occupy.
-
-    Args:
-        waits: pairs of a pending wait and a missing key.
-        watches: open watches.
-        leases: leases that have not ended.
-        grown: bytes to which APPEND may extend a value.
-        history: recent changes of watched keys, kept for clients that reconnect.
-        history_size: bytes of keys and values in those changes.
-    """
-
-    waits: int = 1_000_000
-    watches: int = 100_000
-    leases: int = 100_000
-    grown: int = 64 << 20
-    history: int = 65_536
-    history_size: int = 16 << 20
-
-
-class Client(LeaseHolder, Watcher):
+class Client(LeaseHolder, Watcher, WaitHolder):
     """One client of a keyspace: its waits, leases and watches, and its notifications.
 
     Subclasses implement the hooks.  A hook is called in the middle of an operation
     and must not call the keyspace.  `tag` is the client's identifier of the request.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: dict[Any, Waiter] = {}
-
-    def on_woken(self, tag: Any) -> None:
-        """A WAIT or BARRIER is done: all its keys are present."""
-        raise NotImplementedError
-
-    def on_values(self, tag: Any, values: list[bytes]) -> None:
-        """A GET_WHEN_SET is done: all its keys are present, with these values."""
-        raise NotImplementedError
-
-    def on_item(self, tag: Any, item: bytes) -> None:
-        """A POP_WHEN_PUSHED is done and takes `item`."""
-        raise NotImplementedError
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """One pending wait."""
-
-    client: Client
-    tag: Any
-    mode: int
-    requested: Sequence[bytes]
-    keys: Sequence[bytes] = ()
-    missing: int = 0
 
 
 class Keyspace:
@@ -103,13 +48,12 @@ class Keyspace:
         self._limits = limits = limits or KeyspaceLimits()
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        # By missing key: the waiters for it, an ordered set.
-        self._waiters: dict[bytes, dict[Waiter, None]] = {}
-        self.wait_count = 0
-        """The number of pairs of a pending wait and a missing key."""
+        self.usage = Usage(limits.stored)
+        self.waits = WaitTable(limits.waits, self.usage, self._values, self._queues, self._collect)
+        self._waiters = self.waits.by_key
         self.leases = LeaseTable(lambda key: self._remove(key, CHANGE_EXPIRED), limits.leases)
         self._leased = self.leases.lease_of
-        self.watches = WatchTable(limits.watches, limits.history, limits.history_size)
+        self.watches = WatchTable(limits.watches, limits.history, limits.history_size, self.usage)
         self._watched = self.watches.targets
         # Functions of a key and an argument.
         handlers: dict[int, Callable[[bytes, Any], Any]] = {
@@ -145,13 +89,20 @@ class Keyspace:
         self.client_handlers = [client_handlers.get(op) for op in range(256)]
 
     def __repr__(self) -> str:
-        keys, queues, waits = len(self._values), len(self._queues), self.wait_count
+        keys, queues, waits = len(self._values), len(self._queues), self.waits.count
         return f"<Keyspace with {keys} keys, {queues} queues, {waits} waits>"
 
     # Values.
 
     def set(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
+        values, usage = self._values, self.usage
+        old = values.get(key)
+        # As in `_growth` and `_write`, without calls: this is the most frequent operation.
+        more = len(value) + (ENTRY + len(key) if old is None else -len(old))
+        if more > usage.left:
+            usage.refuse()
+        usage.left -= more
+        values[key] = value
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
 
@@ -181,17 +132,19 @@ class Keyspace:
         self.set(key, value)
 
     def multi_get(self, _: bytes, keys: Sequence[bytes]) -> list[bytes]:
-        return [self._values.get(key, b"") for key in keys]
+        return self._checked_reply([self._values.get(key, b"") for key in keys])
 
     def multi_set(self, _: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        # All or nothing; a key may be there twice.
+        self.usage.take(sum(self._growth(key, value) for key, value in dict(pairs).items()))
         for key, value in pairs:
-            self.set(key, value)
+            self._write(key, value)
 
     def num_keys(self, _: bytes = b"", __: None = None) -> int:
         return len(self._values)
 
     def list_keys(self, _: bytes = b"", __: None = None) -> list[bytes]:
-        return list(self._values)
+        return self._checked_reply(list(self._values))
 
     def check(self, _: bytes, keys: Sequence[bytes]) -> int:
         values, queues = self._values, self._queues
@@ -203,21 +156,16 @@ class Keyspace:
     # Queues.
 
     def queue_push(self, key: bytes, item: bytes) -> None:
-        self._queues.setdefault(key, deque()).append(item)
-        self._serve_item(key)
+        self._enqueue(key, item).append(item)
+        self.waits.on_pushed(key, self._dequeue)
 
     def queue_unpop(self, key: bytes, item: bytes) -> None:
-        self._queues.setdefault(key, deque()).appendleft(item)
-        self._serve_item(key)
+        self._enqueue(key, item).appendleft(item)
+        self.waits.on_pushed(key, self._dequeue)
 
     def queue_pop(self, key: bytes, _: None = None) -> tuple[int, bytes]:
         queue = self._queues.get(key)
-        if queue is None:
-            return 0, b""
-        length, item = len(queue), queue.popleft()
-        if not queue:
-            del self._queues[key]
-        return length, item
+        return (0, b"") if queue is None else (len(queue), self._dequeue(key))
 
     def queue_len(self, key: bytes, _: None = None) -> int:
         return len(self._queues.get(key, ()))
@@ -230,7 +178,7 @@ class Keyspace:
         for key in keys:
             if key not in values and key not in queues:
                 missing = [key for key in keys if key not in values and key not in queues]
-                return self._begin_wait(Waiter(client, tag, _WOKEN, keys), missing)
+                return self._begin_wait(Waiter(client, tag, WOKEN), missing)
         # A client has one wait per tag: a new wait replaces the pending one.
         if tag in client.waits:
             self.cancel(client, tag)
@@ -240,100 +188,35 @@ class Keyspace:
         """Return the values if all are present, else PENDING and call `on_values` later."""
         missing = [key for key in keys if key not in self._values]
         if not missing:
-            return [self._values[key] for key in keys]
-        return self._begin_wait(Waiter(client, tag, _VALUES, keys), missing)
+            return self._collect(keys)
+        return self._begin_wait(Waiter(client, tag, VALUES, keys), missing)
 
     def pop_when_pushed(self, client: Client, tag: Any, key: bytes, _: None) -> Any:
         """Return the oldest item if there is one, else PENDING and call `on_item` later."""
         if key in self._queues:
-            return self.queue_pop(key)[1]
-        return self._begin_wait(Waiter(client, tag, _ITEM, (key,)), (key,))
+            return self._dequeue(key)
+        return self._begin_wait(Waiter(client, tag, ITEM), (key,))
 
     def barrier(self, client: Client, tag: Any, key: bytes, size: int) -> Any:
         """Count an arrival; return 0 from the `size`-th on, else PENDING (`on_woken`)."""
         count = self._number(key) + 1
-        self._values[key] = b"%d" % count
+        value = b"%d" % count
+        self.usage.take(self._growth(key, value))
+        self._values[key] = value
         if count >= size:
-            self._on_written(key, self._values[key])
+            self._on_written(key, value)
             return 0
         if self._watched:
-            self.watches.record(CHANGE_SET, key, self._values[key])
-        return self._begin_wait(Waiter(client, tag, _WOKEN, (key,)), (key,))
+            self.watches.record(CHANGE_SET, key, value)
+        return self._begin_wait(Waiter(client, tag, WOKEN), (key,))
 
     def cancel(self, client: Client, tag: Any) -> bool:
         """End the wait or watch `tag`; return whether there was one."""
-        waiter = client.waits.pop(tag, None)
-        if waiter is None:
-            return self.watches.cancel(client, tag)
-        for key in waiter.keys:
-            self._remove_waiter(key, waiter)
-        return True
+        return self.waits.cancel(client, tag) or self.watches.cancel(client, tag)
 
     def _begin_wait(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
-        if waiter.tag in waiter.client.waits:
-            self.cancel(waiter.client, waiter.tag)
-        if self.wait_count + len(missing) > self._limits.waits:
-            raise OperationRefused(f"too many waits: {self.wait_count} keys are being waited for")
-        self._add_waiter(waiter, missing)
+        self.waits.begin(waiter, missing)
         return PENDING
-
-    def _add_waiter(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
-        keys = tuple(dict.fromkeys(missing)) if len(missing) > 1 else tuple(missing)
-        waiter.keys = keys
-        waiter.missing = len(keys)
-        waiter.client.waits[waiter.tag] = waiter
-        self.wait_count += len(keys)
-        for key in keys:
-            self._waiters.setdefault(key, {})[waiter] = None
-
-    def _remove_waiter(self, key: bytes, waiter: Waiter) -> None:
-        """Remove `waiter` from the waiters for `key`; idempotent."""
-        waiters = self._waiters.get(key)
-        if waiters is not None and waiters.pop(waiter, self) is None:
-            self.wait_count -= 1
-            if not waiters:
-                del self._waiters[key]
-
-    def _wake_waiters(self, key: bytes) -> None:
-        """Notify the waiters for `key`, which has been written, oldest first."""
-        for waiter in list(self._waiters[key]):
-            if waiter.mode == _ITEM:
-                continue
-            self._remove_waiter(key, waiter)
-            waiter.missing -= 1
-            if not waiter.missing:
-                self._complete(waiter)
-
-    def _complete(self, waiter: Waiter) -> None:
-        client, tag = waiter.client, waiter.tag
-        del client.waits[tag]
-        if waiter.mode == _WOKEN:
-            client.on_woken(tag)
-            return
-        # A key may have been set and deleted while others were missing: wait for it again.
-        missing = [key for key in waiter.requested if key not in self._values]
-        if missing:
-            self._add_waiter(waiter, missing)
-        else:
-            client.on_values(tag, [self._values[key] for key in waiter.requested])
-
-    def _serve_item(self, key: bytes) -> None:
-        """Notify the waiters for the queue `key`, which has got an item, oldest first."""
-        for waiter in list(self._waiters.get(key, ())):
-            if waiter.mode == _VALUES:
-                continue
-            self._remove_waiter(key, waiter)
-            if waiter.mode == _ITEM:
-                del waiter.client.waits[waiter.tag]
-                waiter.client.on_item(waiter.tag, self.queue_pop(key)[1])
-                if key not in self._queues:
-                    return
-                continue
-            # The item stays: a torch client pops it with another request once woken.
-            waiter.missing -= 1
-            if not waiter.missing:
-                self._complete(waiter)
-                return
 
     # Leases and watches.
 
@@ -376,14 +259,17 @@ class Keyspace:
     ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative."""
         snapshot = self.watches.begin(client, tag, key, is_prefix, last_revision)
-        if snapshot is None:
-            raise OperationRefused("there are too many watches")
         if not snapshot.is_whole:
             return snapshot
         if is_prefix:
             pairs = tuple(pair for pair in self._values.items() if pair[0].startswith(key))
         else:
             pairs = ((key, self._values[key]),) if key in self._values else ()
+        try:
+            self._checked_reply([item for pair in pairs for item in pair])
+        except OperationRefused:
+            self.watches.cancel(client, tag)
+            raise
         return snapshot._replace(pairs=pairs)
 
     def forget(self, client: Client, now: float) -> None:
@@ -410,6 +296,51 @@ class Keyspace:
         self.set(key, desired)
         return desired, True
 
+    def _growth(self, key: bytes, value: bytes) -> int:
+        """Return the bytes that the store grows by when `key` is set to `value`."""
+        old = self._values.get(key)
+        return len(value) + (ENTRY + len(key) if old is None else -len(old))
+
+    def _write(self, key: bytes, value: bytes) -> None:
+        """Set a value whose growth has been accounted for."""
+        self._values[key] = value
+        if self._leased or self._watched or key in self._waiters:
+            self._on_written(key, value)
+
+    def _collect(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the values of keys that all have one."""
+        return self._checked_reply([self._values[key] for key in keys])
+
+    def _checked_reply(self, items: list[bytes]) -> list[bytes]:
+        """Return the items of a reply; refuse what is too large before it is encoded."""
+        if len(items) > 1:
+            size = sum(map(len, items)) + 8 * len(items)
+            if size > self._limits.reply:
+                limit = self._limits.reply
+                raise OperationRefused(f"the reply has {size} bytes: the limit is {limit} bytes")
+        return items
+
+    def _enqueue(self, key: bytes, item: bytes) -> deque[bytes]:
+        """Account for an item; return the queue to put it into."""
+        queue = self._queues.get(key)
+        size = ENTRY + len(item)
+        if queue is not None:
+            self.usage.take(size)
+            return queue
+        self.usage.take(size + TARGET + len(key))
+        queue = self._queues[key] = deque()
+        return queue
+
+    def _dequeue(self, key: bytes) -> bytes:
+        """Take the oldest item of a queue that is not empty."""
+        queue = self._queues[key]
+        item = queue.popleft()
+        self.usage.left += ENTRY + len(item)
+        if not queue:
+            del self._queues[key]
+            self.usage.left += TARGET + len(key)
+        return item
+
     def _number(self, key: bytes) -> int:
         """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything."""
         text = self._values.get(key)
@@ -430,11 +361,13 @@ class Keyspace:
         if self._watched:
             self.watches.record(CHANGE_SET, key, value)
         if key in self._waiters:
-            self._wake_waiters(key)
+            self.waits.on_written(key)
 
     def _remove(self, key: bytes, kind: int) -> int:
-        if self._values.pop(key, None) is None:
+        value = self._values.pop(key, None)
+        if value is None:
             return 0
+        self.usage.left += ENTRY + len(key) + len(value)
         if self._leased:
             self.leases.unbind(key)
         if self._watched:

@@ -17,7 +17,7 @@ from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
 from elastic_aio.store.link import WITH_COUNT, Link, LinkLost, fail_if_pending
-from elastic_aio.store.replies import KIND_OF, ReplyReader
+from elastic_aio.store.replies import KIND_OF, ReplyReader, ReplyTooLarge
 from elastic_aio.store.wire import WireError, encode
 
 PLAIN_PEER: Final = "the peer is a plain TCPStore server: no leases and no watches"
@@ -55,6 +55,10 @@ class PlainLink(Link):
         for result in results:
             future, is_due = self._pending.popleft()
             self._replies_due -= is_due
+            if isinstance(result, ReplyTooLarge):
+                fail_if_pending(future, StoreRefused(f"the store {result}"))
+                self.fail(f"the peer {result}")
+                return
             set_result_if_pending(future, result)
 
     def _fail_all(self, error: LinkLost) -> None:

@@ -12,7 +12,7 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
 from elastic_aio.store.handles import Lease, Watch
 from elastic_aio.store.link import WITH_COUNT, Link, LinkLost, fail_if_pending
-from elastic_aio.store.replies import TaggedReader, WatchSnapshot
+from elastic_aio.store.replies import TaggedReader
 from elastic_aio.store.wire import WireError, encode
 
 _WAITS: Final = frozenset({wire.WAIT, wire.GET_WHEN_SET, wire.POP_WHEN_PUSHED})
@@ -50,8 +50,10 @@ class TaggedLink(Link):
             for tag, status, payload in frames:
                 if status == replies.NOTIFY:
                     self._on_notification(tag, payload)
-                else:
-                    self._on_reply(tag, status, payload)
+                    continue
+                self._on_reply(tag, status, payload)
+                if status == replies.TOO_LARGE:
+                    self.fail(f"the peer {payload.decode()}")
         except WireError as error:
             self.fail(f"the peer {error}")
 
@@ -62,9 +64,11 @@ class TaggedLink(Link):
         op, future = request.op, request.future
         if op not in _WAITS:
             self._replies_due -= 1
-        if status == replies.REFUSED:
+        if status != replies.DONE:
             self._listeners.pop(tag, None)
-            fail_if_pending(future, StoreRefused(payload.decode(errors="replace")))
+            text = payload.decode(errors="replace")
+            text = f"the store {text}" if status == replies.TOO_LARGE else text
+            fail_if_pending(future, StoreRefused(text))
             return
         count = len(request.argument) if op in WITH_COUNT else 0
         result = replies.decode(op, count, payload)
@@ -80,14 +84,15 @@ class TaggedLink(Link):
         if isinstance(listener, Lease):
             del self._listeners[tag]
             listener._end()
-        elif listener is not None:
-            message = replies.decode_notification(payload)
-            listener._feed(message)
-            # The snapshot is also the reply to the request that opened the watch.
-            request = self._pending.pop(tag, None) if isinstance(message, WatchSnapshot) else None
-            if request is not None:
-                self._replies_due -= 1
-                set_result_if_pending(request.future, None)
+            return
+        # The first message is also the reply to the request that opened the watch.
+        request = self._pending.pop(tag, None)
+        if request is not None:
+            self._replies_due -= 1
+        if listener is not None:
+            listener._feed(replies.decode_notification(payload))
+        if request is not None:
+            set_result_if_pending(request.future, None)
 
     def _fail_all(self, error: LinkLost) -> None:
         pending, self._pending = self._pending, {}
@@ -144,7 +149,13 @@ class TaggedLink(Link):
         argument = milliseconds if op == wire.GRANT_LEASE else None
         tag, future = self._request(op, lease.lease_id, argument)
         self._listeners[tag] = lease
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._listeners.pop(tag, None)
+            if op == wire.GRANT_LEASE and not future.cancelled() and not future.exception():
+                self._post(wire.RELEASE_LEASE, future.result(), None)
+            raise
 
     def unlease(self, lease: Lease) -> None:
         """Ignore the end of `lease` from now on."""
@@ -187,8 +198,10 @@ class TaggedLink(Link):
             self._request(op, key, argument)
 
     def _put_back(self, op: int, key: bytes, result: Any) -> None:
-        """Return an item whose taker was cancelled to the front of its queue."""
-        if op == wire.POP_WHEN_PUSHED:
+        """Return an item whose taker was cancelled to the front of its queue; end its lease."""
+        if op == wire.GRANT_LEASE:
+            self._post(wire.RELEASE_LEASE, result, None)
+        elif op == wire.POP_WHEN_PUSHED:
             self._post(wire.QUEUE_UNPOP, key, result)
         elif op == wire.QUEUE_POP and result[0]:
             self._post(wire.QUEUE_UNPOP, key, result[1])

@@ -15,7 +15,8 @@ from elastic_aio.errors import StoreClosed, StoreRefused
 from elastic_aio.store import wire
 from elastic_aio.store.base import Store
 from elastic_aio.store.handles import Lease, Watch
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace, OperationRefused
+from elastic_aio.store.keyspace import PENDING, Client, Keyspace
+from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.link import fail_if_pending
 from elastic_aio.store.replies import RawChange
 
@@ -31,6 +32,9 @@ class _MemoryClient(Client):
 
     def on_item(self, tag: Any, item: bytes) -> None:
         set_result_if_pending(tag, item)
+
+    def on_refused(self, tag: Any, why: str) -> None:
+        fail_if_pending(tag, StoreRefused(why))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
         tag._feed(change)

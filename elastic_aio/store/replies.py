@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from elastic_aio.store import wire
@@ -19,11 +19,28 @@ from elastic_aio.store.wire import I64, U32, U64, WireError, sized
 MAX_REPLY: Final = 256 << 20
 """The largest reply, in bytes, that a client accepts."""
 
+LARGE: Final = 64 << 10
+"""From this size on a value is not copied into its reply: see `Pieces`."""
+
+Pieces = list[bytes]
+"""A reply in parts, which are sent one after the other; made for large values."""
+
 # Status of a tagged reply.
 DONE: Final = 0
 REFUSED: Final = 1
 NOTIFY: Final = 2
 """A snapshot or change of a watch, or the end of a lease; more may follow with this tag."""
+TOO_LARGE: Final = 3
+"""Not on the wire: `TaggedReader` reports a reply above `MAX_REPLY`, the last that it reads."""
+
+
+class ReplyTooLarge(WireError):
+    """A reply is larger than `MAX_REPLY`: the connection cannot be used any more."""
+
+    def __init__(self, size: int) -> None:
+        """Name the size in bytes."""
+        super().__init__(f"has a reply of {size} bytes: the limit is {MAX_REPLY} bytes")
+
 
 # Kinds of replies.
 NONE, BYTE, WORD, NUMBER, VALUE, VALUES, NAMES, POPPED, MAYBE, HELLO_REPLY = range(10)
@@ -97,29 +114,45 @@ _SNAPSHOT_CONTINUED: Final = 3
 _SNAPSHOT_WHOLE: Final = 4
 
 
-def _popped(popped: tuple[int, bytes]) -> bytes:
+_pack_size: Final = U64.pack  # bound once: each GET calls it
+
+
+def _value(value: bytes) -> bytes | Pieces:
+    size = len(value)
+    if size < LARGE:
+        return _pack_size(size) + value
+    return [_pack_size(size), value]
+
+
+def _popped(popped: tuple[int, bytes]) -> bytes | Pieces:
     length, item = popped
-    return I64.pack(length) + sized(item) if length else I64.pack(0)
+    return _after(I64.pack(length), _value(item)) if length else I64.pack(0)
 
 
-def _values(values: Iterable[bytes]) -> bytes:
-    return b"".join(map(sized, values))
+def _values(values: Sequence[bytes]) -> bytes | Pieces:
+    if max(map(len, values), default=0) < LARGE:
+        return b"".join(map(sized, values))
+    return [piece for value in values for piece in (U64.pack(len(value)), value)]
 
 
 def _names(names: Sequence[bytes]) -> bytes:
-    return U64.pack(len(names)) + _values(names)
+    return U64.pack(len(names)) + b"".join(map(sized, names))
 
 
-def _maybe(value: bytes | None) -> bytes:
-    return b"\0" if value is None else b"\1" + sized(value)
+def _maybe(value: bytes | None) -> bytes | Pieces:
+    return b"\0" if value is None else _after(b"\1", _value(value))
 
 
-_ENCODERS: Final[tuple[Callable[[Any], bytes], ...]] = (
+def _after(head: bytes, rest: bytes | Pieces) -> bytes | Pieces:
+    return [head, *rest] if isinstance(rest, list) else head + rest
+
+
+_ENCODERS: Final[tuple[Callable[[Any], bytes | Pieces], ...]] = (
     lambda _: b"",
     (b"\0", b"\1").__getitem__,
     U32.pack,
     I64.pack,
-    sized,
+    _value,
     _values,
     _names,
     _popped,
@@ -128,21 +161,24 @@ _ENCODERS: Final[tuple[Callable[[Any], bytes], ...]] = (
 )
 _FIXED: Final = {BYTE: (struct.Struct("<B"), 1), WORD: (U32, 4), NUMBER: (I64, 8)}
 
-ENCODER_OF: Final[tuple[Callable[[Any], bytes], ...]] = tuple(
+ENCODER_OF: Final[tuple[Callable[[Any], bytes | Pieces], ...]] = tuple(
     _ENCODERS[KIND_OF.get(op, NONE)] for op in range(256)
 )
 """The function that encodes the plain reply, by opcode; empty for requests without a reply."""
 
 
-def tagged(tag: int, status: int, payload: bytes) -> bytes:
+def tagged(tag: int, status: int, payload: bytes | Pieces) -> bytes | Pieces:
     """Return a reply of the tagged dialect."""
-    return _HEAD.pack(tag, status, len(payload)) + payload
+    if isinstance(payload, bytes):
+        return _HEAD.pack(tag, status, len(payload)) + payload
+    return [_HEAD.pack(tag, status, sum(map(len, payload))), *payload]
 
 
-def encode_change(change: RawChange) -> bytes:
+def encode_change(change: RawChange) -> bytes | Pieces:
     """Return the payload of one change."""
     kind, revision, key, value = change
-    return _NOTIFICATION.pack(kind, revision, len(key)) + key + value
+    head = _NOTIFICATION.pack(kind, revision, len(key)) + key
+    return head + value if len(value) < LARGE else [head, value]
 
 
 def encode_snapshot(snapshot: WatchSnapshot) -> bytes:
@@ -233,12 +269,15 @@ def _read_counted(kind: int, data: bytes, position: int) -> tuple[Any, int] | in
 
 def _read_values(data: bytes, position: int, count: int) -> tuple[list[bytes], int] | int:
     start, values = position, []
+    most = position + MAX_REPLY + 8 * count
     for _ in range(count):
         begin = position + 8
         if begin > len(data):
             return begin - start
         size = _checked(U64.unpack_from(data, position)[0])
         position = begin + size
+        if position > most:
+            raise ReplyTooLarge(position - start)
         if position > len(data):
             return position - start
         values.append(data[begin:position])
@@ -247,7 +286,7 @@ def _read_values(data: bytes, position: int, count: int) -> tuple[list[bytes], i
 
 def _checked(size: int) -> int:
     if size > MAX_REPLY:
-        raise WireError(f"announced {size} bytes in one reply")
+        raise ReplyTooLarge(size)
     return size
 
 
@@ -266,6 +305,8 @@ class ReplyReader:
     def read(self, data: bytes) -> list[Any]:
         """Add received bytes; return the replies that are complete now, in request order.
 
+        One that is too large is returned as a `ReplyTooLarge`, after which nothing can be read.
+
         Raises:
             WireError: an unexpected reply or an invalid length.
         """
@@ -278,7 +319,10 @@ class ReplyReader:
         while position < len(data):
             if not self._expected:
                 raise WireError("sent an unexpected reply")
-            reply = _read(*self._expected[0], data, position)
+            try:
+                reply = _read(*self._expected[0], data, position)
+            except ReplyTooLarge as error:
+                return [*results, error]
             if isinstance(reply, int):
                 self._need = reply
                 break
@@ -303,6 +347,8 @@ class TaggedReader:
     def read(self, data: bytes) -> list[tuple[int, int, bytes]]:
         """Add received bytes; return `(tag, status, payload)` of each complete reply.
 
+        After one with the status `TOO_LARGE`, whose payload is a text, nothing can be read.
+
         Raises:
             WireError: an invalid length or an unknown status.
         """
@@ -313,7 +359,7 @@ class TaggedReader:
             data = bytes(self._held)
             self._held = bytearray()
         position, end = 0, len(data)
-        replies = []
+        replies: list[tuple[int, int, bytes]] = []
         need = 0
         while position < end:
             begin = position + 9
@@ -321,8 +367,10 @@ class TaggedReader:
                 need = 9
                 break
             tag, status, size = _HEAD.unpack_from(data, position)
-            if size > MAX_REPLY or status > NOTIFY:
+            if status > NOTIFY:
                 raise WireError(f"sent a reply with status {status} and {size} bytes")
+            if size > MAX_REPLY:
+                return [*replies, (tag, TOO_LARGE, str(ReplyTooLarge(size)).encode())]
             stop = begin + size
             if stop > end:
                 need = stop - position

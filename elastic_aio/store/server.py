@@ -12,16 +12,20 @@ this package that know it: torch's protocol cannot carry a token.
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
+from elastic_aio.errors import HostError
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.store import replies, wire
+from elastic_aio.store.acceptor import Acceptor
 from elastic_aio.store.keyspace import Keyspace
-from elastic_aio.store.server_connection import Connection, Dropped, ServerLimits
+from elastic_aio.store.limits import Dropped, ServerLimits
+from elastic_aio.store.reply_queue import Buffers
+from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.server_link import ServerLink
 from elastic_aio.store.sockets import bind_listeners, format_endpoint
 
 PAUSE_RESOLUTION: Final = 1.0
@@ -81,14 +85,14 @@ class StoreServer:
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
-        self._dirty: list[Connection] = []
-        self._partial = 0
+        self._dirty: list[ServerLink] = []
+        self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered
         self._sockets = list(listening)
-        self._servers: list[asyncio.Server] = []
+        self._acceptor: Acceptor | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._is_late = False
+        self._is_late = self._is_closed = False
         self._all_gone: asyncio.Event | None = None
 
     def __repr__(self) -> str:
@@ -129,27 +133,17 @@ class StoreServer:
             HostError: the host has no address, or the port cannot be bound.
         """
         self.loop = asyncio.get_running_loop()
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_connections = self.limits.connections
-        if descriptors != resource.RLIM_INFINITY:
-            # Some descriptors are left for the rest of the program.
-            self._max_connections = min(self._max_connections, max(1, descriptors - 64))
         if not self._sockets:
             self._sockets = bind_listeners(self._host, self._port, self.limits.peer_timeout)
+        self._acceptor = Acceptor(
+            self._sockets, lambda: Connection(self), lambda: len(self._connections)
+        )
         try:
-            for sock in self._sockets:
-                server = await self.loop.create_server(
-                    lambda: Connection(self),
-                    sock=sock,
-                    backlog=socket.SOMAXCONN,
-                    start_serving=False,
-                )
-                # Listed before the next await, which may be cancelled.
-                self._servers.append(server)
-                await server.start_serving()
-        except BaseException:  # a cancellation too: no listener stays open
+            self._acceptor.start()
+        except OSError as error:
+            where = self.endpoint
             self._stop_listening()
-            raise
+            raise HostError(f"cannot listen on {where}: {error.strerror}") from None
 
     async def aclose(self) -> None:
         """Stop listening, send the pending replies and end all connections.
@@ -163,6 +157,8 @@ class StoreServer:
 
     async def _close(self) -> None:
         self._stop_listening()
+        if self._acceptor is not None:
+            await self._acceptor.wait_opened()
         if self._timer is not None:
             self._timer.cancel()
         if not self._connections:
@@ -179,11 +175,11 @@ class StoreServer:
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
 
     def _stop_listening(self) -> None:
-        for server in self._servers:
-            server.close()
+        self._is_closed = True
+        if self._acceptor is not None:
+            self._acceptor.close()
         for sock in self._sockets:
             sock.close()
-        self._servers.clear()
         self._sockets.clear()
 
     # For the connections: the `ConnectionServer`.
@@ -194,9 +190,17 @@ class StoreServer:
 
     def _admit(self, connection: Connection) -> bool:
         """Register a new connection; return whether it may stay."""
-        is_room = len(self._connections) < self._max_connections
+        is_room = len(self._connections) < self.limits.connections or self._evict_stranger()
         self._connections[connection] = None
-        return is_room and self._all_gone is None
+        return is_room and not self._is_closed
+
+    def _evict_stranger(self) -> bool:
+        """Drop the oldest client that has not sent the token; return whether there was one."""
+        for connection in self._connections:
+            if not connection.is_authenticated and not connection.is_gone:
+                connection.drop("made room for another client before it sent the token")
+                return True
+        return False
 
     def _forget(self, connection: Connection) -> None:
         """Unregister a connection that has ended."""
@@ -206,6 +210,8 @@ class StoreServer:
         self._flush()
         if had_deadlines:
             self._rearm()
+        if self._acceptor is not None:
+            self._acceptor.resume()
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
@@ -217,12 +223,12 @@ class StoreServer:
 
         return hmac.compare_digest(code, wire.token_code(self._token, nonce))
 
-    def _account(self, more: int) -> bool:
-        """Count bytes of unfinished requests; return False if that exceeds the limit."""
-        if more > 0 and self._partial + more > self.limits.partial:
-            return False
-        self._partial += more
-        return True
+    def _check_buffers(self) -> None:
+        """Drop the client that holds the most bytes while all hold too many."""
+        while self.buffers.size > self.limits.buffered:
+            held = {connection: connection.held for connection in self._connections}
+            most = max(held, key=held.__getitem__)
+            most.drop("does not read its replies, or sends parts of requests, and holds the most")
 
     def _flush(self) -> None:
         """Write the notifications that operations have queued on other connections."""

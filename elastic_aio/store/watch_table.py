@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from elastic_aio.store.limits import TARGET, OperationRefused, Usage
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 LINGER: Final = 60.0
@@ -47,9 +48,13 @@ class _Target:
 class WatchTable:
     """All watches of one store, and the recent changes of the watched keys."""
 
-    def __init__(self, limit: int, history: int, history_size: int) -> None:
-        """Allow `limit` watches; keep `history` changes, `history_size` bytes of them."""
+    def __init__(self, limit: int, history: int, history_size: int, usage: Usage) -> None:
+        """Allow `limit` watches; keep `history` changes, `history_size` bytes of them.
+
+        `usage` accounts for the watched keys.
+        """
         self._limit = limit
+        self._usage = usage
         self._history_limit = history
         self._size_limit = history_size
         self.targets: dict[tuple[bytes, bool], _Target] = {}
@@ -68,20 +73,22 @@ class WatchTable:
 
     def begin(
         self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, last_revision: int
-    ) -> WatchSnapshot | None:
+    ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative.
+
+        It replaces a watch of the client with the same tag.
 
         Returns:
             The snapshot, whose `pairs` the caller must fill in if it `is_whole`; after
-            any other the caller must send the changes `since`.  None: too many watches.
+            any other the caller must send the changes `since`.
+
+        Raises:
+            OperationRefused: there are too many watches.
         """
+        self.cancel(watcher, tag)
         if self._count >= self._limit:
-            return None
-        target = self.targets.get((key, is_prefix))
-        if target is None:
-            target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
-            if is_prefix:
-                self._lengths[len(key)] += 1
+            raise OperationRefused("there are too many watches")
+        target = self.targets.get((key, is_prefix)) or self._add(key, is_prefix)
         target.watchers[watcher, tag] = None
         watcher.watches[tag] = target
         self._count += 1
@@ -147,6 +154,16 @@ class WatchTable:
             if not target.watchers:
                 self._drop(target)
 
+    def _add(self, key: bytes, is_prefix: bool) -> _Target:
+        while len(self.targets) >= self._limit:
+            # One of them has no watcher: its reader gets a whole snapshot if it returns.
+            self.expire(next(iter(self._kept_until.values())))
+        self._usage.take(TARGET + len(key))
+        target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
+        if is_prefix:
+            self._lengths[len(key)] += 1
+        return target
+
     def _covering(self, key: bytes) -> Iterator[_Target]:
         if (target := self.targets.get((key, False))) is not None:
             yield target
@@ -161,6 +178,7 @@ class WatchTable:
 
     def _drop(self, target: _Target) -> None:
         del self.targets[target.key, target.is_prefix]
+        self._usage.left += TARGET + len(target.key)
         if target.is_prefix:
             length = len(target.key)
             self._lengths[length] -= 1

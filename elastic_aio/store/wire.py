@@ -184,7 +184,7 @@ class RequestReader:
 
     def __init__(self, limits: WireLimits) -> None:
         """Expect the opening (VALIDATE), then requests of the plain dialect."""
-        self._limits = limits
+        self.limits = limits
         self._held = bytearray()
         self._need = 0
         self._partial: _PartialRequest | None = None
@@ -254,7 +254,7 @@ class RequestReader:
         """
         end = len(data)
         u64 = U64.unpack_from
-        max_key, max_value = self._limits.key, self._limits.value
+        max_key, max_value = self.limits.key, self.limits.value
         shapes = _TAGGED if self._tagged else _PLAIN
         append = requests.append
         tag, at = 0, position
@@ -310,7 +310,7 @@ class RequestReader:
                         position = stop
                         continue
                     size = 1
-                if size > self._limits.count:
+                if size > self.limits.count:
                     raise WireError(f"announced {size} items in one request")
                 pending = _PartialRequest(op, tag, 2 * size if shape == PAIRS else size)
                 self._partial = pending
@@ -364,7 +364,7 @@ class RequestReader:
         self, pending: _PartialRequest, data: bytes, position: int, requests: list[Request]
     ) -> int:
         """Read the remaining items of `pending`; return the position after the last."""
-        limits, items = self._limits, pending.items
+        limits, items = self.limits, pending.items
         is_pairs = pending.op == MULTI_SET
         while len(items) < pending.item_count:
             limit = limits.value if is_pairs and len(items) % 2 else limits.key

@@ -153,7 +153,7 @@ class Network:
             far = SimTransport(self, listener.loop, listener.name)
             near.peer, far.peer = far, near
             far.user_timeout = listener.peer_timeout
-            listener.loop.receive(listener.accept, far)
+            listener.loop.receive(listener.on_connection, far)
         self.time.at(self.arrival(target, loop.host), loop.receive, _finish, connected, error)
 
 
@@ -175,9 +175,10 @@ class Listener:
         self.port = port
         self.name = loop.host.address, port
         self.peer_timeout = peer_timeout
+        self.on_ready: Callable[[], object] | None = None
+        """Called when a connection waits, while the process accepts."""
         self._network = network
-        self._factory: Callable[[], asyncio.BaseProtocol] | None = None
-        self._waiting: list[SimTransport] = []
+        self.waiting: list[SimTransport] = []
         loop.files[self] = None
 
     @property
@@ -189,30 +190,37 @@ class Listener:
         """Return the address."""
         return self.name
 
-    def serve(self, factory: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Accept connections from now on."""
-        self._factory = factory
-        waiting, self._waiting = self._waiting, []
-        for connection in waiting:
-            self.accept(connection)
+    def listen(self, backlog: int) -> None:
+        """Do nothing: it listens already."""
 
-    def accept(self, connection: SimTransport) -> None:
-        """Take a connection."""
+    def on_connection(self, connection: SimTransport) -> None:
+        """Take a connection that has arrived."""
         if not self.is_open:
             connection.abort()
-        elif self._factory is None:
-            self._waiting.append(connection)
-        else:
-            protocol = self._factory()
-            self._network.on_accepted(self, protocol)
-            connection.attach(protocol)
+            return
+        self.waiting.append(connection)
+        if self.on_ready is not None:
+            self.on_ready()
+
+    def accept(self) -> tuple[SimTransport, tuple[str, int]]:
+        """Return the oldest connection that waits, and its other end.
+
+        Raises:
+            BlockingIOError: there is none.
+        """
+        if not self.waiting:
+            raise BlockingIOError
+        connection = self.waiting.pop(0)
+        connection.listener = self
+        assert connection.peer is not None
+        return connection, connection.peer.name
 
     def close(self) -> None:
         """Listen no more.  Idempotent."""
         if self.is_open:
             del self.loop.files[self]
             del self._network.listeners[self.name]
-            for connection in self._waiting:
+            for connection in self.waiting:
                 connection.abort()
 
     def on_killed(self) -> None:
@@ -234,6 +242,8 @@ class SimTransport(asyncio.Transport):
         self.name = name
         self.peer: SimTransport | None = None
         """The other end, once it is connected."""
+        self.listener: Listener | None = None
+        """Where it was accepted."""
         self.user_timeout = 0.0
         """Seconds without an acknowledgement until the connection ends; 0: without limit."""
         self._network = network
@@ -398,6 +408,9 @@ class SimTransport(asyncio.Transport):
     def getsockname(self) -> tuple[str, int]:
         """Return the address of this end."""
         return self.name
+
+    def setblocking(self, flag: bool) -> None:
+        """Do nothing: it never blocks."""
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         """Set TCP_USER_TIMEOUT, in milliseconds; other options have no effect."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.store.sockets import Address
 from elastic_aio.testing.event_loop import SimLoop
-from elastic_aio.testing.network import Listener, Network
+from elastic_aio.testing.network import Network
 from elastic_aio.testing.virtual_time import SimHost
 
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
@@ -45,27 +45,26 @@ class SimProcess(SimLoop):
         transport.attach(protocol)
         return transport, protocol
 
-    async def create_server(  # type: ignore[override]  # fewer arguments
-        self, protocol_factory: ProtocolFactory, *, sock: Any, **_: object
-    ) -> Any:
-        return SimServer(sock, protocol_factory)
+    def add_reader(  # type: ignore[override]  # fewer types
+        self, fd: Any, callback: Callable[..., object], *args: Any
+    ) -> None:
+        """Call `callback` when a connection waits at the listener `fd`."""
+        fd.on_ready = lambda: self.call_soon(callback, *args)
+        if fd.waiting:
+            fd.on_ready()
 
+    def remove_reader(self, fd: Any) -> bool:
+        """Undo `add_reader`."""
+        fd.on_ready = None
+        return True
 
-class SimServer:
-    """What `create_server` returns."""
-
-    def __init__(self, listener: Listener, factory: ProtocolFactory) -> None:
-        """Prepare; connections are accepted after `start_serving`."""
-        self._listener = listener
-        self._factory = factory
-
-    async def start_serving(self) -> None:
-        """Accept connections from now on."""
-        self._listener.serve(self._factory)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._listener.close()
+    async def connect_accepted_socket(  # type: ignore[override]  # fewer arguments
+        self, protocol_factory: ProtocolFactory, sock: Any, **_: object
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        protocol = protocol_factory()
+        self.network.on_accepted(sock.listener, protocol)
+        sock.attach(protocol)
+        return sock, protocol
 
 
 class ProcessNetwork(StoreNetwork):

@@ -16,7 +16,7 @@ from elastic_aio.rendezvous.messages import (
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
 from elastic_aio.store.server import StoreServer
-from elastic_aio.store.server_connection import ConnectionServer
+from elastic_aio.store.server_link import ConnectionServer
 from elastic_aio.testing.network import Listener
 from elastic_aio.testing.node import RUN_ID, SimNode
 from elastic_aio.testing.process import SimProcess

@@ -27,7 +27,7 @@ from elastic_aio.store import (
     connect,
     wire,
 )
-from elastic_aio.store.keyspace import KeyspaceLimits
+from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.wire import OPENING, Request, RequestReader, WireLimits
 from tests.store.conftest import hide_extensions
 from tests.support.chaos import ChaosProxy
@@ -94,7 +94,7 @@ async def test_reads_span_a_broken_connection(
         await tasks[1]
     while server.connection_count > 1:
         await asyncio.sleep(0.001)  # until the server has closed the connection
-    assert server.keyspace.wait_count == 0
+    assert server.keyspace.waits.count == 0
 
 
 async def test_a_change_whose_reply_is_lost(store: RemoteStore, proxy: ChaosProxy) -> None:
@@ -397,7 +397,7 @@ async def test_a_server_of_another_protocol_is_refused() -> None:
             await connect(endpoint, timeout=5).__aenter__()
 
 
-async def test_a_malformed_reply_ends_the_connection() -> None:
+async def test_a_reply_that_is_too_large_ends_the_connection() -> None:
     """A length beyond the limit is refused before memory is allocated for it."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -409,8 +409,9 @@ async def test_a_malformed_reply_ends_the_connection() -> None:
         await reader.read()
 
     async with fake_server(talk) as endpoint, connect(endpoint, reconnect_for=0) as store:
-        with pytest.raises(StoreLost, match="announced 1125899906842624 bytes"):
+        with pytest.raises(StoreRefused, match="has a reply of 1125899906842624 bytes"):
             await store.compare_set("k", b"", b"")
+        assert "has a reply of 1125899906842624 bytes" in await store.wait_lost()
 
 
 async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreServer) -> None:
@@ -456,7 +457,7 @@ async def test_a_broken_wait_on_a_plain_server_is_sent_again(
     async with connect(proxy.endpoint) as plain, asyncio.timeout(20):
         waiting = asyncio.ensure_future(plain.get("k"))
         for _ in range(3):
-            while not server.keyspace.wait_count:
+            while not server.keyspace.waits.count:
                 await asyncio.sleep(0.001)  # until the wait has reached the server
             seen = proxy.connections
             proxy.cut()

@@ -132,8 +132,8 @@ async def test_mutated_requests_over_the_network(
     gc.collect()
     assert failures == []
     assert dropped
-    assert server._partial == 0
-    assert server.keyspace.wait_count == 0
+    assert server.buffers.size == 0
+    assert server.keyspace.waits.count == 0
     # Values that the requests have stored remain; their size is bounded.
     assert memory() - (first or memory()) < 40 << 20
 

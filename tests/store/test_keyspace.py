@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace, KeyspaceLimits, OperationRefused
+from elastic_aio.store.keyspace import PENDING, Client, Keyspace
+from elastic_aio.store.limits import KeyspaceLimits, OperationRefused
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, RawChange
 from elastic_aio.store.watch_table import LINGER
+from tests.support.usage import counted, occupied
 
 
 class RecordingClient(Client):
@@ -34,6 +37,9 @@ class RecordingClient(Client):
 
     def on_item(self, tag: Any, item: bytes) -> None:
         self.notified.append((tag, item))
+
+    def on_refused(self, tag: Any, why: str) -> None:
+        self.notified.append((tag, why))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
         self.notified.append((tag, change))
@@ -205,10 +211,11 @@ class KeyspaceModel(RuleBasedStateMachine):
         keyspace = self.keyspace
         assert {key: keyspace.get(key) for key in keyspace.list_keys()} == self.values
         assert keyspace.num_keys() == len(self.values)
-        assert keyspace.wait_count == sum(len(wait[4]) for wait in self.waits)
+        assert keyspace.waits.count == sum(len(wait[4]) for wait in self.waits)
         for key in KEYS:
             assert keyspace.check(b"", (key,)) == (0 if self.is_there(key) else 1)
             assert keyspace.peek(key) == self.values.get(key)
+        assert occupied(keyspace) == counted(keyspace)
 
 
 KeyspaceModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -264,7 +271,7 @@ def test_a_new_wait_replaces_the_pending_one() -> None:
     assert client.take() == [(None, "woken")]
     assert keyspace.wait(client, None, b"", (b"c",)) is PENDING
     assert keyspace.wait(client, None, b"", (b"a",)) == 0
-    assert keyspace.wait_count == 0
+    assert keyspace.waits.count == 0
 
 
 def test_limits() -> None:
@@ -283,6 +290,107 @@ def test_limits() -> None:
     keyspace.grant_lease(client, 5, b"lease", (2000, 0), 0.0)
     with pytest.raises(OperationRefused, match="too many leases"):
         keyspace.grant_lease(client, 6, b"other", (2000, 0), 0.0)
+
+
+def test_the_stored_bytes_are_limited() -> None:
+    """What would exceed the limit is refused and changes nothing; what frees bytes never is."""
+    keyspace, client = Keyspace(KeyspaceLimits(stored=10_000)), RecordingClient()
+    keyspace.set(b"k", bytes(8000))
+    keyspace.queue_push(b"q", b"item")
+    full = occupied(keyspace)
+    operations: list[Callable[[], object]] = [
+        lambda: keyspace.set(b"l", bytes(2000)),
+        lambda: keyspace.append(b"k", bytes(2000)),
+        lambda: keyspace.compare_set(b"l", [b"", bytes(2000)]),
+        lambda: keyspace.multi_set(b"", [(b"a", b"1"), (b"l", bytes(2000))]),
+        lambda: keyspace.queue_push(b"q", bytes(2000)),
+        lambda: keyspace.queue_unpop(b"q", bytes(2000)),
+        lambda: keyspace.wait(client, 1, b"", (b"w" * 2000,)),
+        lambda: keyspace.get_when_set(client, 1, b"", (b"k",) * 50 + (b"l",)),
+        lambda: keyspace.pop_when_pushed(client, 1, b"w" * 2000, None),
+        lambda: keyspace.watch(client, 1, b"w" * 2000, -1, is_prefix=True),
+    ]
+    for operation in operations:
+        with pytest.raises(OperationRefused, match="the store is full: its limit is 10000 bytes"):
+            operation()
+    assert occupied(keyspace) == counted(keyspace) == full
+    assert keyspace.list_keys() == [b"k"]
+    # A key may be there twice, and another one may shrink.
+    keyspace.multi_set(b"", [(b"k", bytes(8900)), (b"k", bytes(100)), (b"l", bytes(8000))])
+    assert keyspace.queue_pop(b"q") == (1, b"item")
+    assert [keyspace.delete(key) for key in (b"k", b"l")] == [1, 1]
+    assert occupied(keyspace) == counted(keyspace) == 0
+
+
+def test_waits_and_watches_that_end_free_their_bytes() -> None:
+    """However they end."""
+    keyspace, client = Keyspace(), RecordingClient()
+    for tag in range(8):
+        keyspace.get_when_set(client, tag, b"", (b"a%d" % tag, b"b", b"a%d" % tag))
+        keyspace.wait(client, f"w{tag}", b"", (b"a%d" % tag, b"c"))
+        keyspace.watch(client, f"s{tag}", b"t%d" % tag, -1, is_prefix=False)
+    assert occupied(keyspace) == counted(keyspace) > 0
+    keyspace.set(b"a0", b"")
+    keyspace.set(b"b", b"")
+    keyspace.delete(b"a0")
+    keyspace.cancel(client, 1)
+    assert occupied(keyspace) == counted(keyspace)
+    keyspace.forget(client, 0.0)
+    keyspace.expire(LINGER)
+    keyspace.delete(b"b")
+    assert occupied(keyspace) == counted(keyspace) == 0
+
+
+def test_replies_are_limited() -> None:
+    """Those with several keys or values, before they are built."""
+    keyspace, client = Keyspace(KeyspaceLimits(reply=1000)), RecordingClient()
+    keyspace.set(b"k", bytes(400))
+    operations: list[Callable[[], object]] = [
+        lambda: keyspace.multi_get(b"", (b"k",) * 3),
+        lambda: keyspace.get_when_set(client, 1, b"", (b"k",) * 3),
+    ]
+    for operation in operations:
+        with pytest.raises(OperationRefused, match="the reply has 1224 bytes: the limit is 1000"):
+            operation()
+    assert keyspace.get_when_set(client, 1, b"", (b"k", b"k", b"k", b"l")) is PENDING
+    keyspace.set(b"l", b"")
+    assert client.take() == [(1, "the reply has 1232 bytes: the limit is 1000 bytes")]
+    keyspace.multi_set(b"", [(b"key/%d" % number, bytes(10)) for number in range(100)])
+    with pytest.raises(OperationRefused, match="the limit is 1000 bytes"):
+        keyspace.list_keys()
+    with pytest.raises(OperationRefused, match="the limit is 1000 bytes"):
+        keyspace.watch(client, 1, b"key/", -1, is_prefix=True)
+    assert not keyspace.watches.targets
+    assert keyspace.get(b"k") == bytes(400)
+    keyspace.append(b"k", bytes(2000))
+    assert len(keyspace.get(b"k")) == 2400, "a single value has limits of its own"
+
+
+def test_a_watch_replaces_one_of_the_same_tag() -> None:
+    """It leaves nothing of the former."""
+    keyspace, client = Keyspace(), RecordingClient()
+    for number in range(100):
+        keyspace.watch(client, 1, b"k%d" % number, -1, is_prefix=False)
+    assert len(keyspace.watches.targets) == 1
+    keyspace.forget(client, 0.0)
+    keyspace.expire(LINGER)
+    assert not keyspace.watches.targets
+    assert occupied(keyspace) == 0
+
+
+def test_watches_of_ended_connections_are_limited() -> None:
+    """A new one takes the place of the oldest, whose reader then gets a whole snapshot."""
+    keyspace = Keyspace(KeyspaceLimits(watches=10))
+    keyspace.watch(stays := RecordingClient(), 1, b"stays", -1, is_prefix=False)
+    for number in range(50):
+        client = RecordingClient()
+        keyspace.watch(client, 1, b"k%d" % number, -1, is_prefix=False)
+        keyspace.forget(client, float(number))
+    assert len(keyspace.watches.targets) == 10
+    keyspace.set(b"stays", b"")
+    assert len(stays.take()) == 1
+    assert not keyspace.watch(client, 1, b"k49", 0, is_prefix=False).is_whole
+    assert keyspace.watch(client, 2, b"k0", 0, is_prefix=False).is_whole
 
 
 def test_a_lease_expires() -> None:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from elastic_aio.store import replies, wire
 from elastic_aio.store.replies import (
     ENCODER_OF,
+    LARGE,
     HelloReply,
     RawChange,
     ReplyReader,
+    ReplyTooLarge,
     TaggedReader,
     WatchSnapshot,
     decode,
@@ -62,6 +64,10 @@ def count_of(op: int, result: Any) -> int:
     return len(result) if replies.KIND_OF[op] == replies.VALUES else 0
 
 
+def whole(reply: bytes | replies.Pieces) -> bytes:
+    return reply if isinstance(reply, bytes) else b"".join(reply)
+
+
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
     return [data[a:b] for a, b in itertools.pairwise(edges)] or [b""]
@@ -73,7 +79,7 @@ def test_plain_replies_round_trip(sent: list[tuple[int, Any]], places: list[int]
     reader = ReplyReader()
     for op, result in sent:
         reader.expect(op, count_of(op, result))
-    data = b"".join(ENCODER_OF[op](result) for op, result in sent)
+    data = b"".join(whole(ENCODER_OF[op](result)) for op, result in sent)
     found = [result for chunk in cut(data, places) for result in reader.read(chunk)]
     assert found == [result for _, result in sent]
     with pytest.raises(WireError, match="sent an unexpected reply"):
@@ -84,7 +90,8 @@ def test_plain_replies_round_trip(sent: list[tuple[int, Any]], places: list[int]
 def test_tagged_replies_round_trip(sent: list[tuple[int, Any]], places: list[int]) -> None:
     """Each reply has its tag and status."""
     data = b"".join(
-        tagged(tag, replies.DONE, ENCODER_OF[op](result)) for tag, (op, result) in enumerate(sent)
+        whole(tagged(tag, replies.DONE, ENCODER_OF[op](result)))
+        for tag, (op, result) in enumerate(sent)
     )
     reader = TaggedReader()
     found = [reply for chunk in cut(data, places) for reply in reader.read(chunk)]
@@ -98,8 +105,9 @@ def test_tagged_replies_round_trip(sent: list[tuple[int, Any]], places: list[int
 def test_malformed_payloads_are_refused(sent: tuple[int, Any], garbage: bytes) -> None:
     """Trailing garbage is a WireError; a payload of garbage is one or a result."""
     op, result = sent
+    encoded = whole(ENCODER_OF[op](result))
     with pytest.raises(WireError, match="malformed reply"):
-        decode(op, count_of(op, result), ENCODER_OF[op](result) + garbage + b"x" * (not garbage))
+        decode(op, count_of(op, result), encoded + garbage + b"x" * (not garbage))
     try:
         decode(op, 2, garbage)
         decode_notification(garbage)
@@ -139,28 +147,59 @@ def test_recorded_replies_round_trip() -> None:
 def test_notifications_round_trip(message: RawChange | WatchSnapshot) -> None:
     """Changes and snapshots."""
     payload = encode_change(message) if isinstance(message, RawChange) else encode_snapshot(message)
-    assert decode_notification(payload) == message
+    assert decode_notification(whole(payload)) == message
+
+
+def test_an_invalid_tagged_reply_is_refused() -> None:
+    """An unknown status."""
+    with pytest.raises(WireError, match="sent a reply with status"):
+        TaggedReader().read(struct.pack("<IBI", 1, 7, 0))
+
+
+def test_a_tagged_reply_that_is_too_large_is_reported() -> None:
+    """Before its bytes arrive, and after the replies before it."""
+    reply = whole(tagged(1, replies.DONE, b"\0"))
+    found = TaggedReader().read(reply + struct.pack("<IBI", 2, 0, (256 << 20) + 1))
+    assert found[0] == (1, replies.DONE, b"\0")
+    assert found[1][:2] == (2, replies.TOO_LARGE)
+    assert b"a reply of 268435457 bytes" in found[1][2]
+
+
+def test_a_plain_reply_that_is_too_large_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its bytes arrive, and after the replies before it, even if only the sum is."""
+    reader = ReplyReader()
+    reader.expect(wire.CHECK)
+    reader.expect(wire.GET)
+    ready, too_large = reader.read(b"\0" + struct.pack("<Q", 1 << 40))
+    assert ready == 0
+    assert isinstance(too_large, ReplyTooLarge)
+    assert "a reply of 1099511627776 bytes" in str(too_large)
+    monkeypatch.setattr(replies, "MAX_REPLY", 1000)
+    reader = ReplyReader()
+    reader.expect(wire.MULTI_GET, 2)
+    value = bytes(600)
+    assert reader.read(struct.pack("<Q", len(value))) == []
+    assert reader.read(value) == []
+    [too_large] = reader.read(struct.pack("<Q", len(value)))
+    assert isinstance(too_large, ReplyTooLarge)
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        struct.pack("<IBI", 1, 0, (256 << 20) + 1),
-        struct.pack("<IBI", 1, 7, 0),
-    ],
+    "result", [b"v" * LARGE, (2, b"v" * LARGE), [b"v" * LARGE, b""], [b"a", b"b" * LARGE]]
 )
-def test_invalid_tagged_replies_are_refused(data: bytes) -> None:
-    """A length beyond the limit, or an unknown status."""
-    with pytest.raises(WireError, match="sent a reply with status"):
-        TaggedReader().read(data)
-
-
-def test_invalid_plain_replies_are_refused() -> None:
-    """A length beyond the limit is refused before its bytes arrive."""
-    reader = ReplyReader()
-    reader.expect(wire.GET)
-    with pytest.raises(WireError, match="announced 1099511627776 bytes"):
-        reader.read(struct.pack("<Q", 1 << 40))
+def test_large_values_are_not_copied(result: Any) -> None:
+    """The reply is the same bytes in pieces, one of which is the value itself."""
+    op = {"bytes": wire.PEEK, "tuple": wire.QUEUE_POP, "list": wire.MULTI_GET}[
+        type(result).__name__
+    ]
+    reply = ENCODER_OF[op](result)
+    large = max(result, key=len) if isinstance(result, list) else result
+    large = large[1] if isinstance(large, tuple) else large
+    assert any(piece is large for piece in reply)
+    assert decode(op, count_of(op, result), whole(reply)) == result
+    framed = tagged(7, replies.DONE, reply)
+    assert any(piece is large for piece in framed)
+    assert TaggedReader().read(whole(framed)) == [(7, replies.DONE, whole(reply))]
 
 
 @pytest.mark.parametrize(

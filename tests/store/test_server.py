@@ -14,7 +14,7 @@ import pytest
 
 from elastic_aio.errors import HostError, SpecError, StoreLost
 from elastic_aio.store import Dropped, RemoteStore, ServerLimits, StoreServer, connect, wire
-from elastic_aio.store.keyspace import KeyspaceLimits
+from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, WireLimits, encode
 
@@ -151,22 +151,22 @@ async def test_an_unfinished_request_has_a_timeout(dropped: list[Dropped]) -> No
 
 async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) -> None:
     """Each is below its own limit."""
-    async with limited(dropped, partial=3_000_000) as server, contextlib.AsyncExitStack() as stack:
+    async with limited(dropped, buffered=3_000_000) as server, contextlib.AsyncExitStack() as stack:
         frame = encode(wire.SET, b"/k", bytes(1_000_000))[:-1]
         peers = []
         for _ in range(4):
             peers.append(await stack.enter_async_context(connected(server)))
             await peers[-1].settled()
             peers[-1].send(frame)
-            while server._partial < len(frame) * min(len(peers), 2) and not dropped:
+            while server.buffers.size < len(frame) * min(len(peers), 2) and not dropped:
                 await asyncio.sleep(0.001)  # nothing tells that bytes have arrived
         while not dropped:
             await asyncio.sleep(0.001)
-        assert all("too much is unfinished" in drop.reason for drop in dropped)
+        assert all("holds the most" in drop.reason for drop in dropped)
         await stack.aclose()
         while server.connection_count:
             await asyncio.sleep(0.001)
-        assert server._partial == 0
+        assert server.buffers.size == 0
 
 
 async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Dropped]) -> None:
@@ -266,10 +266,10 @@ async def test_a_wait_ends_with_its_connection(server: StoreServer) -> None:
     async with connected(server) as peer:
         peer.send(encode(wire.WAIT, b"", (b"/a", b"/b")))
         await peer.settled()
-        assert server.keyspace.wait_count == 2
+        assert server.keyspace.waits.count == 2
     while server.connection_count:
         await asyncio.sleep(0.001)  # until the server has closed the connection
-    assert server.keyspace.wait_count == 0
+    assert server.keyspace.waits.count == 0
 
 
 async def test_dropped_connections_leak_nothing(
@@ -284,12 +284,12 @@ async def test_dropped_connections_leak_nothing(
         await peer.ended()
     while server.connection_count:
         await asyncio.sleep(0.001)
-    assert server._partial == 0
+    assert server.buffers.size == 0
     assert len(dropped) == 1
     await asyncio.sleep(0)  # the transport releases its protocol after connection_lost
     gc.collect()
     connections = [thing for thing in gc.get_objects() if type(thing) is Connection]
-    assert [connection for connection in connections if connection._server is server] == []
+    assert [one for one in connections if one._server.instance == server.instance] == []
 
 
 async def test_the_port_is_bound_on_entering_and_closed_on_leaving() -> None:

@@ -242,7 +242,7 @@ result = [first, connect().get("text").decode()]
 
 
 async def closing_frees_waiters(torch: Torch, server: StoreServer) -> None:
-    before = server.keyspace.wait_count
+    before = server.keyspace.waits.count
     running = asyncio.ensure_future(
         torch.run("""
 store = connect()
@@ -253,7 +253,7 @@ except dist.DistNetworkError:
     result = "lost"
 """)
     )
-    while server.keyspace.wait_count == before:
+    while server.keyspace.waits.count == before:
         await asyncio.sleep(0.01)  # a poll: the child is another process
     await server.aclose()
     assert await running == ["lost"]

@@ -1,0 +1,110 @@
+"""Limits on what the clients of a store may occupy, and the account of what they do.
+
+Sizes are estimates from above: each entry counts for more than its bytes (`ENTRY` and the
+like), because a million small keys occupy far more memory than their text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+from elastic_aio.store.wire import WireLimits
+
+ENTRY: Final = 160
+"""Bytes that a key or an item occupies beside its text."""
+
+WAIT: Final = 400
+"""The same for a pending wait, and for each key that it waits for."""
+
+TARGET: Final = 700
+"""The same for a watched key and for an empty queue."""
+
+
+class OperationRefused(Exception):
+    """The keyspace refuses an operation and is unchanged; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyspaceLimits:
+    """Limits on what all clients together may occupy, and on one reply.
+
+    Args:
+        stored: bytes of all keys, values, queues, waits and watches.
+        reply: bytes of a reply with several keys or values.
+        waits: pairs of a pending wait and a missing key.
+        watches: open watches.
+        leases: leases that have not ended.
+        grown: bytes to which APPEND may extend a value.
+        history: recent changes of watched keys, kept for clients that reconnect.
+        history_size: bytes of keys and values in those changes.
+    """
+
+    stored: int = 1 << 30
+    reply: int = 64 << 20
+    waits: int = 1_000_000
+    watches: int = 100_000
+    leases: int = 100_000
+    grown: int = 64 << 20
+    history: int = 65_536
+    history_size: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Limits on the clients of a server; a client that exceeds one is disconnected.
+
+    Args:
+        wire: sizes in one request.
+        keyspace: what all clients together may occupy.
+        connections: open connections; never more than the process may open files.
+        handshake_timeout: seconds to send the opening, and the token if there is one.
+        stall_timeout: seconds to complete a request once begun, and to read replies.
+        peer_timeout: seconds without a packet of the client's kernel.
+        unsent: bytes of notifications for a client that does not read.
+        buffered: bytes of unfinished requests and unsent replies of all clients together;
+            above it, the client that holds the most is disconnected.
+    """
+
+    wire: WireLimits = field(default_factory=WireLimits)
+    keyspace: KeyspaceLimits = field(default_factory=KeyspaceLimits)
+    connections: int = 16_384
+    handshake_timeout: float = 10.0
+    stall_timeout: float = 60.0
+    peer_timeout: float = 60.0
+    unsent: int = 16 << 20
+    buffered: int = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The server closed the connection from `peer`; `reason` says what the peer did."""
+
+    peer: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"dropped {self.peer}: it {self.reason}"
+
+
+class Usage:
+    """The bytes that a keyspace occupies, and may still occupy."""
+
+    def __init__(self, limit: int) -> None:
+        """Begin with nothing of `limit` bytes."""
+        self.limit = limit
+        self.left = limit
+
+    def take(self, size: int) -> None:
+        """Occupy `size` bytes more; a negative size frees some.
+
+        Raises:
+            OperationRefused: there are not so many left.
+        """
+        if size > self.left:
+            self.refuse()
+        self.left -= size
+
+    def refuse(self) -> NoReturn:
+        """Refuse an operation for which no bytes are left."""
+        raise OperationRefused(f"the store is full: its limit is {self.limit} bytes")

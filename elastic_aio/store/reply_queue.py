@@ -1,0 +1,106 @@
+"""Replies for a peer that does not read as fast as it asks.
+
+A large value is queued by reference and handed to the transport in slices, so that one
+value for a thousand slow peers occupies memory once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from elastic_aio.store.replies import LARGE
+
+_SLICE: Final = 256 << 10
+"""Bytes that a transport may copy at once."""
+
+
+class Buffers:
+    """The account of the bytes that a server holds for all its peers.
+
+    They are unfinished requests and unsent replies.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.size = 0
+        self._references: Counter[int] = Counter()
+
+    def hold(self, piece: bytes) -> None:
+        """Account for a piece; for a large one only once, however many queues have it."""
+        if len(piece) >= LARGE:
+            self._references[id(piece)] += 1
+            if self._references[id(piece)] > 1:
+                return
+        self.size += len(piece)
+
+    def weight(self, piece: bytes) -> float:
+        """Return the share of one queue in a piece that it holds."""
+        return len(piece) / max(self._references[id(piece)], 1)
+
+    def release(self, piece: bytes) -> None:
+        """Undo one `hold`."""
+        if len(piece) >= LARGE:
+            self._references[id(piece)] -= 1
+            if self._references[id(piece)]:
+                return
+            del self._references[id(piece)]
+        self.size -= len(piece)
+
+
+class ReplyQueue:
+    """Replies of one connection that its transport has not taken yet."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        """Begin empty; `buffers` is the account of the server."""
+        self._buffers = buffers
+        self._pieces: deque[bytes] = deque()
+        self._sent = 0
+        self.size = 0
+        """Bytes in the queue."""
+
+    def extend(self, pieces: Iterable[bytes]) -> None:
+        """Append pieces of replies."""
+        for piece in pieces:
+            self._pieces.append(piece)
+            self._buffers.hold(piece)
+            self.size += len(piece)
+
+    def write_to(self, transport: asyncio.Transport, is_paused: Callable[[], bool]) -> None:
+        """Write until the queue is empty, or the transport has paused the writer or failed."""
+        while self._pieces and not is_paused() and not transport.is_closing():
+            if len(self._pieces[0]) < LARGE:
+                transport.write(self._take_small())
+                continue
+            # Not a slice of bytes, which would be a copy.
+            part = memoryview(self._pieces[0])[self._sent : self._sent + _SLICE]
+            transport.write(part)
+            self._sent += len(part)
+            if self._sent == len(self._pieces[0]):
+                self._sent = 0
+                self._pop()
+
+    def weight(self) -> float:
+        """Return the bytes that the queue occupies, shared ones divided."""
+        return sum(map(self._buffers.weight, self._pieces))
+
+    def clear(self) -> None:
+        """Drop all replies."""
+        while self._pieces:
+            self._pop()
+
+    def _take_small(self) -> bytes:
+        """Take the pieces before the next large one, up to a slice."""
+        taken, size = [], 0
+        while self._pieces and len(self._pieces[0]) < LARGE and size < _SLICE:
+            taken.append(self._pop())
+            size += len(taken[-1])
+        return b"".join(taken)
+
+    def _pop(self) -> bytes:
+        piece = self._pieces.popleft()
+        self._buffers.release(piece)
+        self.size -= len(piece)
+        return piece

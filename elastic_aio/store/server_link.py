@@ -1,0 +1,203 @@
+"""One connection of the store's server: its replies, deadlines and end.
+
+The counterpart of the client's `link`.  A reply is queued by `_append` and sent by
+`flush`, once for many requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from elastic_aio.store.keyspace import Keyspace
+from elastic_aio.store.limits import Dropped, ServerLimits
+from elastic_aio.store.replies import Pieces
+from elastic_aio.store.reply_queue import Buffers, ReplyQueue
+from elastic_aio.store.sockets import format_endpoint
+from elastic_aio.store.wire import Request
+
+FLUSH_SIZE: Final = 1 << 20
+"""Bytes of replies that are written before the next request is served."""
+
+
+class ConnectionServer(Protocol):
+    """The interface of the server to its connections."""
+
+    loop: asyncio.AbstractEventLoop
+    limits: ServerLimits
+    keyspace: Keyspace
+    instance: bytes
+    buffers: Buffers
+    _token: str | None
+    _handlers: list[Callable[[bytes, Any], Any] | None]
+    _dirty: list[ServerLink]
+    _on_drop: Callable[[Dropped], None] | None
+
+    def _now(self) -> float: ...
+    def _admit(self, connection: Any) -> bool: ...
+    def _forget(self, connection: Any) -> None: ...
+    def _accepts(self, code: bytes, nonce: bytes | None) -> bool: ...
+    def _check_buffers(self) -> None: ...
+    def _flush(self) -> None: ...
+    def _rearm(self) -> None: ...
+
+
+class ServerLink(asyncio.Protocol):
+    """Base of a server's connection; subclasses read and serve requests."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, server: ConnectionServer) -> None:
+        super().__init__()
+        self._server = server
+        self._out: list[bytes] = []
+        self._out_size = 0
+        self._uses_queue = False
+        self._queue = ReplyQueue(server.buffers)
+        # Requests that were received before reading was paused.
+        self._backlog: list[Request] = []
+        self._is_in_handshake = True
+        self._is_paused = False
+        self.is_gone = False
+        self._batches_served = 0
+        self._accounted = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        self._is_paused = self._uses_queue = True
+        if not self.is_gone and not self._transport.is_closing():
+            self._transport.pause_reading()
+            if not self._is_in_handshake:  # which has a deadline of its own
+                self._cancel_deadline()
+                self._set_deadline(self._server.limits.stall_timeout, "does not read its replies")
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        if not self.is_gone:
+            if not self._is_in_handshake:
+                self._cancel_deadline()
+            # Not now: the transport may be in the middle of a write.
+            self._server.loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        raise NotImplementedError
+
+    def _is_blocked(self) -> bool:
+        return self._is_paused or self.is_gone or self._transport.is_closing()
+
+    def _append(self, reply: bytes | Pieces) -> int:
+        """Queue a reply, which is sent at the next flush; return its size."""
+        if isinstance(reply, bytes):
+            self._out.append(reply)
+            return len(reply)
+        self._out += reply
+        self._uses_queue = True
+        return sum(map(len, reply))
+
+    def _push(self, reply: bytes | Pieces) -> None:
+        """Queue a notification, which is sent at the end of the present operation."""
+        if not self.is_gone:
+            self._out_size += self._append(reply)
+            if self._out_size < FLUSH_SIZE:
+                self._server._dirty.append(self)
+            else:
+                self.flush()
+
+    def flush(self) -> bool:
+        """Write the queued replies; return whether the peer accepts more."""
+        out = self._out
+        if self._transport.is_closing():
+            # uvloop raises RuntimeError where asyncio discards the data.
+            out.clear()
+        elif self._uses_queue:
+            self._flush_queue()
+        elif out:
+            data = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
+            self._transport.write(data)
+        self._out_size = 0
+        return not (self._is_paused or self.is_gone or self._transport.is_closing())
+
+    def _flush_queue(self) -> None:
+        """Write through the queue: the peer does not read, or a large value is sent."""
+        queue = self._queue
+        has_unread = queue.size > self._server.limits.unsent
+        queue.extend(self._out)
+        self._out.clear()
+        if has_unread and self._out_size:
+            self.drop("does not read its notifications")
+            return
+        queue.write_to(self._transport, lambda: self._is_paused)
+        self._uses_queue = self._is_paused or queue.size > 0
+        if queue.size:
+            self._server._check_buffers()
+
+    @property
+    def held(self) -> float:
+        """The bytes that the server holds for this connection."""
+        return self._accounted + self._queue.weight()
+
+    def _account_partial(self, size: int) -> None:
+        """Account for the bytes of an unfinished request."""
+        self._server.buffers.size += size - self._accounted
+        self._accounted = size
+        if size:
+            self._server._check_buffers()
+
+    def _set_deadline(self, seconds: float, reason: str) -> None:
+        served = self._batches_served
+        self._timer = self._server.loop.call_later(
+            seconds, self._on_deadline, seconds, reason, served
+        )
+
+    def _cancel_deadline(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_deadline(self, seconds: float, reason: str, served: int) -> None:
+        if self._batches_served != served and not self._is_paused and not self._is_in_handshake:
+            # The unfinished request is a later one than when the deadline was set.
+            self._set_deadline(seconds, reason)
+        else:
+            self.drop(reason)
+
+    def drop(self, reason: str, *, is_graceful: bool = False) -> None:
+        """Close this connection and report it; idempotent.
+
+        Args:
+            reason: what the peer did, for `Dropped`.
+            is_graceful: send the pending replies first.
+        """
+        if self.is_gone:
+            return
+        if is_graceful and not self.flush() and self._transport.is_closing():
+            return  # the flush has dropped it
+        self._discard()
+        peer = format_endpoint(self._transport.get_extra_info("peername"))
+        if is_graceful:
+            self._transport.close()
+        else:
+            self._transport.abort()
+        if self._server._on_drop is not None:
+            self._server._on_drop(Dropped(peer, reason))
+
+    def _discard(self) -> None:
+        """Serve this connection no more; free what is held for it."""
+        self.is_gone = True
+        self._cancel_deadline()
+        self._account_partial(0)
+        self._out.clear()
+        self._queue.clear()
+        self._backlog.clear()
+
+    def close(self) -> None:
+        """Send the pending replies and close the connection."""
+        self.is_gone = True
+        self._cancel_deadline()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        self._transport.abort()

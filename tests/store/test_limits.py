@@ -1,0 +1,286 @@
+"""A server under clients that take, send or keep too much: what each of them costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.errors import StoreRefused
+from elastic_aio.store import (
+    Dropped,
+    KeyspaceLimits,
+    RemoteStore,
+    StoreServer,
+    connect,
+    replies,
+    wire,
+)
+from elastic_aio.store.wire import OPENING, encode
+from tests.store.test_server import Peer, connected, limited
+from tests.support.children import until
+from tests.support.cli import environment
+from tests.support.usage import occupied
+
+pytestmark = pytest.mark.both_loops
+
+MIB = 1 << 20
+
+
+def pause(peer: Peer) -> None:
+    """Read nothing more from the server."""
+    peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
+
+
+async def test_a_reply_is_limited_before_it_is_built(
+    server: StoreServer, store: RemoteStore, dropped: list[Dropped]
+) -> None:
+    """300 times a value of 8 MiB: refused in the tagged dialect, a closed connection in torch's."""
+    await store.set("k", bytes(8 * MIB))
+    refused = r"the reply has 2516584800 bytes: the limit is 67108864 bytes"
+    with pytest.raises(StoreRefused, match=refused):
+        await store.multi_get(["k"] * 300)
+    assert await store.multi_get(["k"] * 2) == [bytes(8 * MIB)] * 2
+    async with connected(server) as peer:
+        peer.send(encode(wire.PING, b"", 7) + encode(wire.MULTI_GET, b"", (b"/k",) * 300))
+        assert await peer.ended() == struct.pack("<I", 7), "the replies before it are sent"
+    assert [drop.reason for drop in dropped] == [
+        "sent a request that is refused: the reply has 2516584800 bytes:"
+        " the limit is 67108864 bytes"
+    ]
+
+
+async def test_a_full_store_refuses(dropped: list[Dropped]) -> None:
+    """With a reason in the tagged dialect, by closing the connection in torch's."""
+    full = r"the store is full: its limit is 100000 bytes"
+    async with limited(dropped, keyspace=KeyspaceLimits(stored=100_000)) as server:
+        async with connect(server.endpoint, reconnect_for=0) as store:
+            await store.set("k", bytes(90_000))
+            with pytest.raises(StoreRefused, match=full):
+                await store.set("l", bytes(20_000))
+            async with connected(server) as peer:
+                peer.send(encode(wire.SET, b"/l", bytes(20_000)))
+                assert await peer.ended() == b""
+            assert [drop.reason for drop in dropped] == [f"sent a request that is refused: {full}"]
+            assert await store.delete("k")
+            await store.set("l", bytes(20_000))
+            assert await store.delete("l")
+        assert occupied(server.keyspace) == 0
+
+
+async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Dropped]) -> None:
+    """Eight times 20 MiB with a limit of 24 MiB; each peer gets the value when it reads."""
+    value = os.urandom(20 * MIB)
+    async with (
+        limited(dropped, buffered=24 * MIB) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        server.keyspace.set(b"/k", value)
+        peers = [await stack.enter_async_context(connected(server)) for _ in range(8)]
+        for peer in peers:
+            pause(peer)
+            peer.send(encode(wire.GET, b"/k", None))
+        await until(lambda: sum(one._is_paused for one in server._connections) == 8)
+        assert 0 < server.buffers.size < 21 * MIB
+        for peer in peers:
+            peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert await peer.receive(8 + len(value)) == struct.pack("<Q", len(value)) + value
+        assert server.buffers.size == 0
+        assert dropped == []
+
+
+async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) -> None:
+    """Each its own value; the peers that hold the most are closed, others are served."""
+    async with (
+        limited(dropped, buffered=24 * MIB) as server,
+        connected(server) as small,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for _ in range(5):
+            peer = await stack.enter_async_context(connected(server))
+            await peer.settled()
+            pause(peer)
+            server.keyspace.set(b"/k", os.urandom(20 * MIB))
+            peer.send(encode(wire.GET, b"/k", None))
+            served = list(server._connections)[-1]
+            await until(lambda: served._is_paused or served.is_gone)  # noqa: B023
+        assert server.buffers.size <= 24 * MIB
+        assert dropped
+        assert {drop.reason for drop in dropped} == {
+            "does not read its replies, or sends parts of requests, and holds the most"
+        }
+        await small.settled()
+        await stack.aclose()
+        await until(lambda: server.connection_count == 1)
+        assert server.buffers.size == 0
+
+
+async def test_notifications_of_one_operation_are_limited(dropped: list[Dropped]) -> None:
+    """Ten thousand waits of one peer for a value of 30 kB, of which it reads nothing."""
+    async with limited(dropped, unsent=4 * MIB) as server, connected(server) as peer:
+        peer.send(encode(wire.HELLO, b"", wire.VERSION))
+        await peer.receive(33)
+        waits = [encode(wire.GET_WHEN_SET, b"", (b"/k",), tag) for tag in range(10_000)]
+        peer.send(b"".join(waits))
+        await until(lambda: server.keyspace.waits.count == 10_000)
+        pause(peer)
+        async with connect(server.endpoint) as store:
+            await store.set("k", bytes(30_000))
+        assert [drop.reason for drop in dropped] == ["does not read its notifications"]
+        assert server.buffers.size == 0
+        assert server.keyspace.waits.count == 0
+
+
+async def test_snapshots_of_one_burst_are_limited(dropped: list[Dropped]) -> None:
+    """A hundred watches of 1 MiB each are begun one by one, as fast as the peer reads."""
+    async with limited(dropped) as server, connected(server) as peer:
+        for number in range(32):
+            server.keyspace.set(b"/n/%d" % number, bytes(32 << 10))
+        peer.send(encode(wire.HELLO, b"", wire.VERSION))
+        await peer.receive(33)
+        pause(peer)
+        peer.send(b"".join(encode(wire.WATCH_PREFIX, b"/n/", -1, tag) for tag in range(100)))
+        await until(lambda: any(one._is_paused for one in server._connections))
+        assert server.buffers.size < 4 * MIB
+        peer.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a read transport
+        for tag in range(100):
+            head = struct.Struct("<IBI")
+            reply_tag, status, size = head.unpack(await peer.receive(head.size))
+            assert (reply_tag, status) == (tag, replies.NOTIFY)
+            await peer.receive(size)
+        assert dropped == []
+
+
+async def test_a_reply_above_the_limit_of_the_client_is_an_error(
+    server: StoreServer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and once: it is not requested again."""
+    monkeypatch.setattr(replies, "MAX_REPLY", 1000)
+    await store.set("k", bytes(2000))
+    served: list[int] = []
+    handler = server.keyspace.handlers[wire.PEEK]
+    assert handler is not None
+
+    def peek(key: bytes, argument: object) -> object:
+        served.append(1)
+        return handler(key, argument)
+
+    server.keyspace.handlers[wire.PEEK] = peek
+    with pytest.raises(StoreRefused, match="has a reply of 2009 bytes: the limit is 1000 bytes"):
+        await store.peek("k")
+    assert served == [1]
+    assert await store.num_keys() == 1, "the store is still usable"
+
+
+async def test_a_cancelled_grant_leaves_no_lease(server: StoreServer, store: RemoteStore) -> None:
+    """The reply to the request finds no holder, so the client releases the lease."""
+    for turns in range(6):
+        task = asyncio.ensure_future(store.lease(1000.0).__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            break
+        task.cancel()
+        await asyncio.wait([task])
+        await store.num_keys()  # the reply to the grant is read before this one
+        await store.num_keys()  # the release is served before this one
+        assert not server.keyspace.leases.has_any
+    assert store._link is not None
+    assert store._link._replies_due == 0
+
+
+async def test_a_cancelled_watch_owes_no_reply(server: StoreServer, store: RemoteStore) -> None:
+    """Otherwise the client would break off an idle connection after its reply timeout."""
+    for turns in range(6):
+        task = asyncio.ensure_future(store.watch("w").__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    await store.num_keys()
+    assert store._link is not None
+    assert store._link._replies_due == 0
+    assert store._link._pending == {}
+
+
+_FEW_DESCRIPTORS = """
+import asyncio, os, resource, sys
+from elastic_aio.store import StoreServer
+async def main():
+    async with StoreServer("127.0.0.1") as server:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        free = [fd for fd in range(200) if not os.path.exists(f"/proc/self/fd/{fd}")]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[6], hard))
+        print(server.port, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+if sys.argv[1] == "uvloop":
+    import uvloop
+    factory = uvloop.new_event_loop
+else:
+    factory = asyncio.SelectorEventLoop
+with asyncio.Runner(loop_factory=factory) as runner:
+    runner.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def server_with_few_descriptors() -> AsyncIterator[tuple[int, int]]:
+    """Run a server that can accept some connections on the loop of this test."""
+    loop = "uvloop" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "asyncio"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        _FEW_DESCRIPTORS,
+        loop,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.pid, int(await process.stdout.readline())
+    finally:
+        process.stdin.close()
+        await process.communicate()
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_accepting_pauses_without_descriptors() -> None:
+    """It costs no processor time, and clients that wait are served when others have left."""
+    async with server_with_few_descriptors() as (pid, port), contextlib.AsyncExitStack() as stack:
+        served: list[tuple[asyncio.Task[bytes], asyncio.StreamWriter]] = []
+        waiting: list[tuple[asyncio.Task[bytes], asyncio.StreamWriter]] = []
+        for _ in range(12):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(OPENING + encode(wire.PING, b"", 7))
+            answer = asyncio.create_task(reader.readexactly(4))
+            await asyncio.wait([answer], timeout=0.1)
+            (served if answer.done() else waiting).append((answer, writer))
+        assert served
+        assert waiting
+        began, used = time.monotonic(), processor_seconds(pid)
+        await asyncio.wait([answer for answer, _ in waiting], timeout=1.2)  # the time to observe
+        assert processor_seconds(pid) - used < 0.3 * (time.monotonic() - began)
+        for _, writer in served:
+            writer.close()
+        async with asyncio.timeout(20):
+            await asyncio.wait([answer for answer, _ in waiting[: len(served)]])
+        for answer, writer in waiting:
+            answer.cancel()
+            writer.close()
+        await asyncio.wait([answer for answer, _ in waiting])
