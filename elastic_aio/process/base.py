@@ -62,6 +62,9 @@ class Child(Protocol):
     def send_signal(self, number: int) -> bool:
         """Send a signal to the process itself; return whether it still existed."""
 
+    def release(self) -> None:
+        """Let it run its program if it waits for that (see `fork`); it is on the session list."""
+
 
 class Spawner(Protocol):
     """Starts children."""

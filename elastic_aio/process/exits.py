@@ -149,6 +149,9 @@ class PidfdChild:
             return self._is_reaped_here and _kill(self.pid, number)
         return True
 
+    def release(self) -> None:
+        """Do nothing: it does not wait."""
+
 
 def _kill(pid: int, number: int) -> bool:
     """Send a signal where a seccomp filter of an older container runtime refuses pidfds."""

@@ -119,7 +119,7 @@ class ProcessTree:
         return self._marker.decode("ascii")
 
     def add(self, leader: Child) -> None:
-        """Add a child that has just been started."""
+        """Add a child that has just been started, and let it run its program."""
         pid = _shown_pid(leader)
         entry = _read_process(pid)
         # Not readable: it has started now, give or take a tick.
@@ -128,6 +128,7 @@ class ProcessTree:
         self._leaders[pid] = leader
         self._sessions[pid] = session
         self._write_session(session)
+        leader.release()
         if leader.exited.done():
             self._close(session)
         else:

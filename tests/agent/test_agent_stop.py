@@ -247,6 +247,9 @@ class Unkillable:
     def send_signal(self, number: int) -> bool:
         return True
 
+    def release(self) -> None:
+        self.real.release()
+
 
 @asynccontextmanager
 async def unkillable_spawner() -> AsyncIterator[tuple[Spawner, list[Unkillable]]]:

@@ -80,7 +80,9 @@ class StartMethod:
         return ChildSpec(**{**settings, **changes})
 
     async def start(self, function: Callable[..., Any], *args: Any, **changes: Any) -> Child:
-        return await self.spawn(self.spec(function, *args, **changes))
+        child = await self.spawn(self.spec(function, *args, **changes))
+        child.release()
+        return child
 
 
 @pytest.fixture(params=["spawn", "fork", "forkserver"])
@@ -238,7 +240,9 @@ async def test_a_lack_of_descriptors_is_no_permanent_failure(method: StartMethod
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not caught.value.permanent
-    assert (await end_of(await method.spawn(spec))).status.is_success
+    child = await method.spawn(spec)
+    child.release()
+    assert (await end_of(child)).status.is_success
 
 
 async def test_a_forked_child_reaped_by_other_code_has_an_unknown_status(devnull: int) -> None:
