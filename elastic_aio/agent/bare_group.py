@@ -15,7 +15,7 @@ from elastic_aio.agent.preflight import check_main_guard, check_sigchld, hostnam
 from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import Notifier, create_task, run_shielded, wait_shielded
+from elastic_aio.aio import Notifier, run_shielded
 from elastic_aio.outcome import Failure
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult
@@ -61,7 +61,7 @@ class BareGroup:
     async def start(self) -> None:
         """Start every worker.
 
-        Cancellation: the worker that is being started still comes; then all are stopped.
+        Cancellation: all are stopped, also the one that is being started.
 
         Raises:
             SpecError: a setting does not fit, or something cannot be pickled.
@@ -90,16 +90,13 @@ class BareGroup:
             on_exit=lambda local_rank, ended: self._changed.notify_all(),
         )
         try:
-            starting = create_task(self._group.start(), name=f"start {self.name}")
-            await wait_shielded(starting)
-            starting.result()
+            await self._group.start()
         except BaseException:  # a cancellation too: started workers must not stay
             await run_shielded(self._abort)
             raise
 
     async def _abort(self) -> None:
-        if self.records:
-            await self.stop(StopPlan())
+        await self._started_group.stop_processes(StopPlan())
         await self.close()
 
     # --------------------------------------------------------------- questions

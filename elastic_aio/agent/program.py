@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import worker_argv
-from elastic_aio.process.base import Spawner
+from elastic_aio.process.base import Child, Spawner
 from elastic_aio.process.calls import CallResult, close_results, read_call_result
 from elastic_aio.spec.job import Command, Function, LaunchSpec
 
@@ -76,6 +76,11 @@ class Program:
         return self._server is not None
 
     @property
+    def is_importing(self) -> bool:
+        """Whether a worker that is being started waits for the imports of the fork server."""
+        return self._server is not None and self._server.is_importing
+
+    @property
     def descriptors_each(self) -> int:
         """How many descriptors of this process one worker takes."""
         # Asyncio's pidfd and ours, two logs; a function's call and result.
@@ -118,14 +123,14 @@ class Program:
         self,
         env: Mapping[str, str],
         streams: tuple[int, int, int],
-        on_started: Callable[[int], None],
+        on_started: Callable[[Child], None],
     ) -> None:
         """Start the fork server, if the job uses one.
 
         Args:
             env: its environment, with the job's marker.
             streams: its standard streams.
-            on_started: called with the server's pid.
+            on_started: called with each server when it runs.
 
         Raises:
             SpawnError: it could not be started.

@@ -16,8 +16,9 @@ no step may release what a later step, or the guardian in place of this process,
    neither the fork server nor a survivor behind.
 3. The tee is closed, which ends the tasks that write to the console.
 4. The console is closed: those tasks were its only users.
-5. The program is closed: the fork server exits, and the memory files with the calls and
-   results of functions are closed.  The group has read the results by now.
+5. The fork server is killed, and what its modules have started is stopped; while it still
+   imports, it is stopped by the plan too.  The program is closed: the memory files with the
+   calls and results of functions.  The group has read the results by now.
 6. The guardian exits.  It has to outlive the fork server, which it would otherwise not
    kill if this process were killed between the two steps.
 7. The tree is closed: a survivor that exits later must not write to the session list.
@@ -49,6 +50,9 @@ from elastic_aio.events import (
     GuardianLost,
     GuardianRestarted,
     OutputLost,
+    StopEscalated,
+    StopRequested,
+    WorkerAbandoned,
 )
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.lines import PrefixFields, make_prefix
@@ -60,9 +64,10 @@ from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early
 from elastic_aio.process.streams import StandardStreams
-from elastic_aio.process.tree import ProcessTree
+from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import StopPlan
 from elastic_aio.worker.context import ERROR_FILE, WorkerContext
 
 # Seconds without any progress after which a blocked console is given up, once the
@@ -193,6 +198,7 @@ class LocalRuntime:
         if self._console is not None:
             self._console.close()
             self._console = None
+        await self._close_fork_server()
         await self.program.aclose()
         if self._guardian is not None:
             await self._guardian.aclose()
@@ -209,6 +215,33 @@ class LocalRuntime:
         has_logs = self.directory.remove_empty()
         self.attempt = -1
         return has_logs
+
+    async def _close_fork_server(self) -> None:
+        """Stop the fork server, and the processes that its modules have started."""
+        if self._tree is None or not self.program.uses_forkserver:
+            return
+        await self._tree.include()
+        if not self.program.is_importing:
+            await self.program.aclose()
+        if not await self._tree.forget_if_empty():
+            why, plan = "the fork server has left processes behind", self.spec.stop
+            self.publish(StopRequested(attempt=self.attempt, reason=why, plan=str(plan)))
+            await self.stop_processes(plan)
+
+    async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
+        """Stop every process; return those that survive SIGKILL.
+
+        Safe to call again after cancellation.
+        """
+        survivors = await self.tree.stop(plan, self._on_escalated)
+        for survivor in survivors:
+            self.publish(
+                WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
+            )
+        return survivors
+
+    def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
+        self.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
 
     # ------------------------------------------------------------ an attempt
 

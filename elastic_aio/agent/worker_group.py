@@ -13,9 +13,7 @@ from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import create_task
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
-    StopEscalated,
     StopRequested,
-    WorkerAbandoned,
     WorkerExited,
     WorkerStarted,
 )
@@ -26,6 +24,10 @@ from elastic_aio.process.calls import CallResult
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.stop import StopPlan
+
+# Seconds for which a stop waits for the worker that is being spawned: the fork server may be
+# suspended.  Its imports are not waited for.
+_SPAWN_S = 5.0
 
 
 class WorkerGroup:
@@ -94,7 +96,9 @@ class WorkerGroup:
             check_runnable(self._runtime.spec)
             # In a task of its own: a stop can wait for the child that is being spawned.
             self._starting = create_task(self._spawn_all(), name=f"start {self.attempt}")
-            await asyncio.shield(self._starting)
+            await asyncio.wait([self._starting])
+            if not (self._is_abandoned and self._starting.cancelled()):
+                self._starting.result()
         except (SpawnError, HostError) as error:
             self._start_error = error
             raise
@@ -175,10 +179,6 @@ class WorkerGroup:
             if leftovers_only:
                 self.announce_stop(plan, "the workers have left processes behind")
             survivors = await self.stop_processes(plan)
-        for survivor in survivors:
-            self._runtime.publish(
-                WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
-            )
         await self.close()
         return survivors
 
@@ -189,11 +189,11 @@ class WorkerGroup:
         """
         self._is_abandoned = True
         if self._starting is not None:
+            if not self._runtime.program.is_importing:
+                await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
+            self._starting.cancel()
             await asyncio.wait([self._starting])
-        return await self._runtime.tree.stop(plan, self._on_escalated)
-
-    def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
-        self._runtime.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
+        return await self._runtime.stop_processes(plan)
 
     async def close(self) -> None:
         """Finish the logs; no worker runs any more.

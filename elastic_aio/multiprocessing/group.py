@@ -107,6 +107,7 @@ class GroupContext:
         self._result = running_loop().create_future()
         await self._group.start()
         self._watching = create_task(self._watch(), name=f"watch {self.name}")
+        self._watching.add_done_callback(self._on_watched)
         return self
 
     async def __aexit__(
@@ -169,6 +170,15 @@ class GroupContext:
         )
         if not self._started.done():
             self._started.set_result(result)
+
+    def _on_watched(self, watching: asyncio.Task[None]) -> None:
+        """Let `wait` end too if the watch has failed, or its loop is shutting down."""
+        if self._started.done():
+            return
+        if watching.cancelled() or (error := watching.exception()) is None:
+            self._started.cancel()
+        else:
+            self._started.set_exception(error)
 
     async def _leave(self) -> None:
         if self._watching is not None and not self._watching.done():

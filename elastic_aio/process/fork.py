@@ -40,7 +40,6 @@ async def spawn_by_fork(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
-    assert spec.call is not None, "a forked child needs a call"
     check_directory(spec)
     forked.flush_streams()  # or the child would write it again
     with ExitStack() as opened:
@@ -60,7 +59,7 @@ async def spawn_by_fork(spec: ChildSpec) -> Child:
 
 
 def _fork(spec: ChildSpec, detach: Callable[[], None]) -> int:
-    assert spec.call is not None
+    assert spec.call is not None, "a forked child needs a call"
     # Blocked until `_detach` has restored the default actions: the parent's handlers would
     # take a signal to the child for one to themselves.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -65,7 +65,7 @@ class ForkServer:
         env: Mapping[str, str],
         cwd: str | None,
         streams: tuple[int, int, int],
-        on_started: Callable[[int], None],
+        on_started: Callable[[Child], None],
     ) -> None:
         """Configure; nothing is started yet.
 
@@ -76,7 +76,7 @@ class ForkServer:
             preload: modules that it imports.
             env: its environment, with the job's marker.
             streams: its standard streams; the caller closes them.
-            on_started: called with the server's pid when it runs.
+            on_started: called with each server when it runs.
         """
         self._spawner = spawner
         self._python = python
@@ -97,6 +97,11 @@ class ForkServer:
 
     def __repr__(self) -> str:
         return f"<ForkServer {self._channel}>"
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether the server runs and cannot fork yet."""
+        return self._channel is not None and not self._channel.ready.done()
 
     async def start(self) -> None:
         """Start the server; it goes on importing after that.
@@ -130,7 +135,7 @@ class ForkServer:
             if settings >= 0:
                 os.close(settings)
         self._channel = _Channel(server, own_end)
-        self._on_started(server.pid)
+        self._on_started(server)
 
     async def __call__(self, spec: ChildSpec, /) -> Child:
         """Let the server fork one worker.
@@ -170,7 +175,8 @@ class _Channel:
         self._workers: dict[int, _ForkedChild] = {}
         self._problem = "the fork server has ended"
         sock.setblocking(False)
-        self._loop.add_reader(sock, self._on_readable)
+        self._loop.add_reader(sock, self._receive)
+        server.exited.add_done_callback(lambda _: self._on_exit())
 
     def __repr__(self) -> str:
         return f"<channel to {self._server}, {len(self._workers)} workers>"
@@ -213,18 +219,25 @@ class _Channel:
             await asyncio.wait([self._server.exited], timeout=_KILL_S)
         self._on_lost()
 
-    def _on_readable(self) -> None:
+    def _on_exit(self) -> None:
+        """Read what the server has sent, and no end of file: its forks may hold the socket."""
+        while not self.is_lost and self._receive():
+            pass
+        self._on_lost()
+
+    def _receive(self) -> bool:
+        """Handle one message; return False if there is none yet."""
         try:
             content, descriptors, _, _ = socket.recv_fds(
                 self._socket, _MESSAGE_MAX, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return
+            return False
         except OSError:
             content, descriptors = b"", []
         if not content:
             self._on_lost()
-            return
+            return True
         match pickle.loads(content):
             case ("ready",):
                 self.ready.set_result(None)
@@ -243,6 +256,7 @@ class _Channel:
                     request.set_exception(OSError(number, os.strerror(number)))
             case ("exited", int(pid), int(status), rusage):
                 self._workers.pop(pid).on_reaped(status, resource.struct_rusage(rusage))
+        return True
 
     def _on_lost(self) -> None:
         if self.is_lost:

@@ -101,7 +101,8 @@ class ProcessTree:
         self._sessions: dict[int, WorkerSession] = {}
         self._signalled: set[int] = set()
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
-        self._excluded: tuple[int, int] | None = None
+        self._server: Child | None = None
+        self._excluded: WorkerSession | None = None
         self._cache = proc_scan.ScanCache()
         self._is_foreign = proc_scan.is_foreign()
         self._reserve: list[int] = []
@@ -120,27 +121,39 @@ class ProcessTree:
 
     def add(self, leader: Child) -> None:
         """Add a child that has just been started, and let it run its program."""
+        self._leaders[self._list(leader).number] = leader
+
+    def _list(self, leader: Child) -> WorkerSession:
         pid = _shown_pid(leader)
         entry = _read_process(pid)
         # Not readable: it has started now, give or take a tick.
         opened = proc_scan.ticks_now() if entry is None else entry.start
-        session = WorkerSession(pid, opened)
-        self._leaders[pid] = leader
-        self._sessions[pid] = session
+        session = self._sessions[pid] = WorkerSession(pid, opened)
         self._write_session(session)
         leader.release()
         if leader.exited.done():
             self._close(session)
         else:
             leader.exited.add_done_callback(lambda _: self._close(session))
+        return session
 
-    def exclude(self, pid: int) -> None:
-        """Do not stop a process nor the session that it leads: it serves all attempts.
+    def exclude(self, server: Child) -> None:
+        """Do not stop a child nor the session that it leads: it serves all attempts.
 
-        It has the job's marker, so that the guardian ends it with the job.
+        It is on the session list, so that the guardian ends it with the job.
         """
-        entry = _read_process(pid)
-        self._excluded = None if entry is None else entry.identity
+        self._excluded = self._list(server)
+        self._server = server
+
+    async def include(self) -> None:
+        """Stop all processes from now on, also those that were excluded.
+
+        Idempotent.
+        """
+        if self._excluded is not None and self._server is not None:
+            self._leaders[self._excluded.number] = self._server
+            self._excluded = self._server = None
+            await self._record_descendants()
 
     def escalate_to_kill(self) -> None:
         """Skip to SIGKILL in the present stop and in all later ones."""
@@ -194,13 +207,12 @@ class ProcessTree:
             await yielder.maybe_yield()
 
     def _is_excluded(self, process: proc_scan.ProcEntry) -> bool:
-        if self._excluded is None:
-            return False
-        pid, start = self._excluded
-        # Its pid is not used again while it lives, and a member of its session is no
-        # worker: those lead sessions of their own.
-        return process.identity == self._excluded or (
-            process.session == pid and process.start >= start
+        # A member of its session is no worker: those lead sessions of their own.
+        session = self._excluded
+        return (
+            session is not None
+            and process.session == session.number
+            and session.is_certain(process.pid, process.start)
         )
 
     async def forget_if_empty(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import LogSpec, SpawnError, SpecError
+from elastic_aio.agent.bare_group import BareGroup
 from elastic_aio.multiprocessing import ProcessFailure, RunProcsResult, spawn, start_processes
 from tests.support import functions
 from tests.support.children import file_console, shell
@@ -178,3 +179,15 @@ async def test_wrong_arguments_are_refused() -> None:
         await spawn(functions.give, args=text)
     with pytest.raises(SpecError, match=r"^nprocs: must be a whole number of at least 0"):
         await spawn(functions.give, nprocs=-1)
+
+
+async def test_an_error_of_the_watch_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of ours must not let the program wait for ever."""
+
+    async def fail(group: BareGroup) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(BareGroup, "results", fail)
+    async with start_processes("g", ["true"], {0: ()}, {0: {}}) as group:
+        with pytest.raises(RuntimeError, match="a defect"):
+            await group.wait()

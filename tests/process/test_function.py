@@ -110,7 +110,7 @@ def server_of(devnull: int, preload: tuple[str, ...] = ()) -> ForkServer:
         env=ENV,
         cwd=None,
         streams=(devnull, devnull, devnull),
-        on_started=lambda pid: None,
+        on_started=lambda server: None,
     )
 
 
@@ -255,7 +255,7 @@ async def test_a_forked_child_reaped_by_other_code_has_an_unknown_status(devnull
 
 async def test_a_lost_server_is_replaced(devnull: int) -> None:
     """Its children's exit status is unknown; the next spawn starts another server."""
-    started: list[int] = []
+    started: list[Child] = []
     server = ForkServer(
         spawn_with_popen,
         python=sys.executable,
@@ -269,7 +269,7 @@ async def test_a_lost_server_is_replaced(devnull: int) -> None:
     method = StartMethod("forkserver", server, devnull)
     with method.opened:
         child = await method.start(functions.sleep)
-        os.kill(started[0], signal.SIGKILL)
+        started[0].send_signal(signal.SIGKILL)
         await until(lambda: "0 workers" in repr(server))
         assert not child.has_ended()
         assert child.send_signal(signal.SIGKILL)
