@@ -67,6 +67,12 @@ class _Subreaper:
         if not self._users:
             _set_subreaper(self._was_subreaper)
 
+    def forget(self) -> None:
+        """Forget everything in a process that was just forked: it has no jobs and no children."""
+        self.owns_process = self._was_subreaper = False
+        self.jobs = self._users = self._spawning = 0
+        self.own.clear()
+
     @contextmanager
     def spawning(self) -> Iterator[None]:
         """Regard no child as adopted while one is started that is not in `own` yet."""
@@ -92,6 +98,7 @@ class _Subreaper:
 
 
 subreaper = _Subreaper()
+os.register_at_fork(after_in_child=subreaper.forget)
 
 
 def _is_subreaper() -> bool:

@@ -114,6 +114,15 @@ async def test_nothing_is_adopted_without_a_request(tmp_path: Path) -> None:
     await job.aclose()
 
 
+async def test_a_fork_of_the_program_has_no_jobs(adopting: Orphans) -> None:
+    """A forked worker can run jobs of its own."""
+    assert subreaper.jobs == 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(subreaper.jobs + orphans._is_subreaper())
+    assert os.waitpid(pid, 0) == (pid, 0)  # it exits at once
+
+
 async def test_a_host_that_forbids_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans, "_PR_SET_CHILD_SUBREAPER", 9999)
     job = Orphans()
