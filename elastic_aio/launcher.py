@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,8 +160,22 @@ def run_coroutine(
         pass  # no loop is running, as required
     else:
         raise RuntimeError("an event loop is running in this thread: use `await launch(spec)`")
+    _check_descriptors()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(make())
+
+
+def _check_descriptors() -> None:
+    """Open and close as many files as a new event loop does.
+
+    asyncio prints a traceback for a loop that it could make only in part.
+
+    Raises:
+        OSError: too few descriptors are left.
+    """
+    with select.epoll():
+        for end in socket.socketpair():
+            end.close()
 
 
 @contextmanager
