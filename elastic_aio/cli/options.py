@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import MAX_NUMBER
+from elastic_aio.spec.checks import MAX_NUMBER, TOKEN_MIN
 from elastic_aio.text import one_line
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def read_token(option: str, path: str) -> str:
     Tokens come from files because every user of the host can read a command line.
 
     Raises:
-        UsageError: the file cannot be read, is not UTF-8, or is empty; names `option`.
+        UsageError: the file cannot be read, is not UTF-8, or is too short; names `option`.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -255,6 +255,9 @@ def read_token(option: str, path: str) -> str:
         raise invalid_value(option, f"must be a file that can be read: {reason}", path) from None
     if not token:
         raise invalid_value(option, "must not be an empty file", path)
+    if len(token) < TOKEN_MIN:
+        problem = f"must be a file with at least {TOKEN_MIN} characters"
+        raise invalid_value(option, problem, f"{len(token)} in {path}")
     return token
 
 

@@ -18,6 +18,9 @@ Part = TypeVar("Part")
 MAX_NUMBER: Final = 999_999_999
 """The largest number that a setting accepts: 31 years, in seconds."""
 
+TOKEN_MIN: Final = 16
+"""Characters of a token.  Its proofs can be compared with guesses, so it must not be guessed."""
+
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
 
 
@@ -70,10 +73,16 @@ def checked_console(value: object) -> tuple[int, int] | None:
     )
 
 
-def checked_token(value: object) -> str | None:
+def checked_token(value: object, name: str = "token") -> str | None:
     """Return the token of a store; the message does not show a wrong one."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise SpecError("token", type(value).__name__, "must be text that is not empty, or None")
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise SpecError(name, type(value).__name__, "must be text or None")
+    if len(value) < TOKEN_MIN:
+        raise SpecError(
+            name, f"{len(value)} characters", f"must have at least {TOKEN_MIN} characters"
+        )
     return value
 
 

@@ -14,6 +14,7 @@ from elastic_aio.spec.checks import (
     checked_part,
     checked_text,
     checked_texts,
+    checked_token,
     format_host_port,
     parse_host_port,
     set_fields,
@@ -106,7 +107,7 @@ class RendezvousSpec:
     """
     # Not in the repr: a spec may be logged.
     token: str | None = field(default=None, repr=False)
-    """Secret that the store requires; None for none."""
+    """Secret that the store requires, of at least 16 characters; None for none."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
 
@@ -131,10 +132,7 @@ class RendezvousSpec:
         for name in ("keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
-        if not isinstance(self.token, (str, type(None))):  # without showing it
-            raise SpecError("rendezvous.token", type(self.token).__name__, "must be text")
-        if self.token == "":
-            raise SpecError("rendezvous.token", self.token, "must not be empty")
+        checked_token(self.token, "rendezvous.token")
         set_fields(self, conf=checked_texts("rendezvous.conf", self.conf))
 
     @property

@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
+from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
 from elastic_aio.store.link import LinkLost
@@ -107,8 +108,18 @@ async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | 
     if options.token is not None and not hello.needs_token:
         raise StoreRefused("token: the store has none (remove --token-file)")
     if options.token is not None:
-        await tagged.call(wire.AUTH, wire.token_code(options.token, hello.nonce), None)
+        await _authenticate(tagged, options.token, hello)
     return tagged
+
+
+async def _authenticate(link: TaggedLink, token: str, hello: replies.HelloReply) -> None:
+    """Prove knowledge of the token, and let the server prove its own."""
+    nonce = random_bytes(wire.NONCE_SIZE)
+    transcript = hello.instance + hello.nonce + nonce
+    message = nonce + wire.token_proof(token, wire.CLIENT, transcript)
+    proof: bytes = await link.call(wire.AUTH, message, None)
+    if not wire.is_proof(proof, token, wire.SERVER, transcript):
+        raise StoreRefused("token: the server does not know it")
 
 
 def _check_pong(nonce: Any) -> None:

@@ -47,13 +47,13 @@ NONE, BYTE, WORD, NUMBER, VALUE, VALUES, NAMES, POPPED, MAYBE, HELLO_REPLY = ran
 
 _OPCODES_OF_KIND: Final = (
     (NONE, (wire.SET, wire.APPEND, wire.MULTI_SET, wire.QUEUE_PUSH, wire.QUEUE_UNPOP)),
-    (NONE, (wire.AUTH, wire.LEASED_SET)),
+    (NONE, (wire.LEASED_SET,)),
     (BYTE, (wire.CHECK, wire.WAIT, wire.CANCEL_WAIT, wire.BARRIER, wire.CANCEL)),
     (BYTE, (wire.RESUME_LEASE, wire.RELEASE_LEASE)),
     (WORD, (wire.PING,)),
     (NUMBER, (wire.ADD, wire.NUM_KEYS, wire.DELETE_KEY, wire.QUEUE_LEN)),
     (VALUE, (wire.COMPARE_SET, wire.GET, wire.POP_WHEN_PUSHED)),
-    (VALUE, (wire.GRANT_LEASE, wire.LEASED_COMPARE_SET)),
+    (VALUE, (wire.AUTH, wire.GRANT_LEASE, wire.LEASED_COMPARE_SET)),
     (VALUES, (wire.MULTI_GET, wire.GET_WHEN_SET)),
     (NAMES, (wire.LIST_KEYS,)),
     (POPPED, (wire.QUEUE_POP,)),
@@ -77,7 +77,8 @@ class HelloReply(NamedTuple):
     """The reply to HELLO.
 
     `instance` identifies the running server: a restarted server has a new one.  If
-    `needs_token`, the client must send an AUTH computed from `nonce`.
+    `needs_token`, the client must send an AUTH computed from `nonce`; the reply is the
+    server's own proof.
     """
 
     instance: bytes

@@ -48,7 +48,8 @@ class StoreServer:
         host: a name or address, all of whose addresses are served; None: all
             interfaces, IPv4 and IPv6.
         port: the port; 0: a free one, known as `port` once started.
-        token: serve only clients of this package that have the same token.
+        token: serve only clients of this package that have the same token, of at least
+            16 characters; each side proves to the other that it knows the token.
         limits: limits on clients; None: the defaults.
         on_drop: called with each connection that the server closes for a fault.
         listening: bound sockets to use instead of `host` and `port`; the server
@@ -215,13 +216,18 @@ class StoreServer:
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
-    def _accepts(self, code: bytes, nonce: bytes | None) -> bool:
-        """Return, in constant time, whether `code` proves knowledge of the token."""
-        if self._token is None or nonce is None:
-            return False
-        import hmac  # tokens are rare, and it takes a millisecond
+    def _answer_proof(self, message: bytes, nonce: bytes | None) -> bytes | None:
+        """Return this server's proof; None if `message` does not prove knowledge of the token.
 
-        return hmac.compare_digest(code, wire.token_code(self._token, nonce))
+        `message` is the client's nonce and its proof; `nonce` is this server's.
+        """
+        if self._token is None or nonce is None:
+            return None
+        transcript = self.instance + nonce + message[: wire.NONCE_SIZE]
+        proof = message[wire.NONCE_SIZE :]
+        if not wire.is_proof(proof, self._token, wire.CLIENT, transcript):
+            return None
+        return wire.token_proof(self._token, wire.SERVER, transcript)
 
     def _check_buffers(self) -> None:
         """Drop the client that holds the most bytes while all hold too many."""

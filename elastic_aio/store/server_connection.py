@@ -202,14 +202,15 @@ class Connection(ServerLink, Client):
             elif op == wire.HELLO:
                 self._reply_hello(argument)
             elif op == wire.AUTH:
-                if not self._server._accepts(key, self._nonce):
+                proof = self._server._answer_proof(key, self._nonce)
+                if proof is None:
                     self._append(tagged(tag, replies.REFUSED, b"the token is wrong"))
                     self.drop("sent a wrong token", is_graceful=True)
                     return
                 self.is_authenticated = True
                 self._reader.limits = self._server.limits.wire
                 self._end_handshake()
-                self._append(tagged(tag, replies.DONE, b""))
+                self._append(tagged(tag, replies.DONE, ENCODER_OF[op](proof)))
                 self._serve_tagged(requests)
                 return
             else:
@@ -257,7 +258,7 @@ class Connection(ServerLink, Client):
         if self._is_tagged or version != wire.VERSION:
             raise WireError(f"sent a HELLO of version {version}")
         self._is_tagged = True
-        self._nonce = random_bytes(16)
+        self._nonce = random_bytes(wire.NONCE_SIZE)
         reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
         self._append(ENCODER_OF[wire.HELLO](reply))
 

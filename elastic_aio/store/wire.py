@@ -25,7 +25,10 @@ from typing import Any, Final
 Request = tuple[int, bytes, Any, int]
 
 MAGIC: Final = 0x3C85F7CE
-VERSION: Final = 1
+VERSION: Final = 2
+NONCE_SIZE: Final = 16
+CLIENT: Final = b"client"
+SERVER: Final = b"server"
 RESERVED_KEY: Final = b"\0elastic_aio"
 """No torch client can set it: torch's keys begin with `/`, or are `init/`."""
 
@@ -74,7 +77,7 @@ UNKNOWN, KEY, KEY_1, KEY_2, KEY_3, KEY_NUMBER, KEYS, PAIRS, NOTHING, WORD, WORDS
 # The comment on each row is the `argument` of its requests.
 _OPCODES_OF_SHAPE: Final = (
     (KEY, (GET, DELETE_KEY, QUEUE_POP, QUEUE_LEN, PEEK, POP_WHEN_PUSHED)),  # None
-    (KEY, (AUTH, RESUME_LEASE, RELEASE_LEASE)),  # None; the key is the code or the lease's id
+    (KEY, (AUTH, RESUME_LEASE, RELEASE_LEASE)),  # None; the key is nonce and proof, or a lease's id
     (KEY_1, (SET, APPEND, QUEUE_PUSH, QUEUE_UNPOP)),  # bytes: the value
     (KEY_2, (COMPARE_SET,)),  # [expected, desired]
     (KEY_2, (LEASED_SET,)),  # [value, lease id]
@@ -154,11 +157,28 @@ def sized(data: bytes) -> bytes:
     return U64.pack(len(data)) + data
 
 
-def token_code(token: str, nonce: bytes) -> bytes:
-    """Return the proof of knowing `token`: an HMAC-SHA256 of the connection's `nonce`."""
+def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
+    """Return the proof that one side knows `token`, without the token: HKDF-SHA256 (RFC 5869).
+
+    Each side makes one, the client first: a stranger who connects to a server learns no
+    proof that it could compare with guessed tokens.
+
+    Args:
+        token: the secret.
+        role: `CLIENT` or `SERVER`, so that neither proof can be sent back.
+        transcript: the id of the server and the nonces of both sides.
+    """
     import hmac  # tokens are rare, and it takes a millisecond
 
-    return hmac.digest(token.encode(), nonce, "sha256")
+    secret = hmac.digest(b"elastic_aio store", token.encode(), "sha256")
+    return hmac.digest(secret, role + transcript + b"\1", "sha256")
+
+
+def is_proof(proof: bytes, token: str, role: bytes, transcript: bytes) -> bool:
+    """Return, in constant time, whether `proof` is that of `token_proof`."""
+    import hmac
+
+    return hmac.compare_digest(proof, token_proof(token, role, transcript))
 
 
 @dataclass(slots=True)

@@ -63,9 +63,9 @@ async def test_events_are_printed_to_the_end_of_the_job() -> None:
 async def test_lines_of_json_from_a_cursor(tmp_path: Path) -> None:
     """`--json --after 0` starts at the second event; the token comes from a file."""
     token = tmp_path / "token"
-    token.write_text("secret\n")
-    async with StoreServer("127.0.0.1", token="secret") as server:
-        await write(server, WORKER, WORKER, DONE, token="secret")
+    token.write_text("secret-of-this-test\n")
+    async with StoreServer("127.0.0.1", token="secret-of-this-test") as server:
+        await write(server, WORKER, WORKER, DONE, token="secret-of-this-test")
         run = ["--rdzv-endpoint", server.endpoint, "--rdzv-id", "mine"]
         process = await start(*run, "--token-file", str(token), "--json", "--after", "0")
         out, err = await process.communicate()

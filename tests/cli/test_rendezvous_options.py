@@ -189,8 +189,8 @@ def test_likely_mistakes_give_a_warning(line: str, words: list[str]) -> None:
 def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
     """Surrounding space is removed; a file that cannot be read is an error."""
     path = tmp_path / "token"
-    path.write_text("secret\n")
-    assert rendezvous(f"{DYNAMIC} --rdzv-conf token_file={path}").token == "secret"
+    path.write_text("secret-of-this-test\n")
+    assert rendezvous(f"{DYNAMIC} --rdzv-conf token_file={path}").token == "secret-of-this-test"
     assert "secret" not in repr(read(f"{DYNAMIC} --rdzv-conf token_file={path}"))
     with pytest.raises(
         UsageError, match=r"^--rdzv-conf: token_file: must be a file that can be read.*/nowhere"

@@ -35,13 +35,13 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 async def test_serves_until_a_signal(tmp_path: Path, number: int) -> None:
     """It prints its endpoint, serves clients, and exits with code 0."""
     token = tmp_path / "token"
-    token.write_text("secret\n")
+    token.write_text("secret-of-this-test\n")
     process = await start("--host", "127.0.0.1", "--port", "0", "--token-file", str(token))
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     assert line.endswith("(with a token)\n")
     endpoint = line.split()[3]
-    async with connect(endpoint, token="secret", reconnect_for=0) as store:
+    async with connect(endpoint, token="secret-of-this-test", reconnect_for=0) as store:
         assert await store.add("n") == 1
         probe = await start("ping", endpoint, "--token-file", str(token))
         out, err = await probe.communicate()

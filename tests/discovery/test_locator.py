@@ -190,14 +190,19 @@ async def test_a_port_of_another_program(make_locator: MakeLocator, answer: byte
 
 async def test_tokens_must_agree(make_locator: MakeLocator) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    await make_locator(endpoint, token="right").locate(is_first=True)
-    joined = await make_locator(endpoint, token="right").locate(is_first=True)
+    await make_locator(endpoint, token="right-token-of-a-test").locate(is_first=True)
+    joined = await make_locator(endpoint, token="right-token-of-a-test").locate(is_first=True)
     assert not joined.is_host
-    for token, why in (("wrong", "the token is wrong"), (None, "the store asks for a token")):
+    for token, why in (
+        ("wrong-token-of-a-test", "the token is wrong"),
+        (None, "the store asks for a token"),
+    ):
         with pytest.raises(DiscoveryError, match=why):
             await make_locator(endpoint, token=token, read_timeout=0.5).locate(is_first=True)
     with pytest.raises(DiscoveryError, match="which this job cannot use: the token is wrong"):
-        await make_locator(endpoint, token="wrong", is_host=True).locate(is_first=True)
+        await make_locator(endpoint, token="wrong-token-of-a-test", is_host=True).locate(
+            is_first=True
+        )
 
 
 async def test_an_endpoint_that_does_not_answer_is_passed_over(make_locator: MakeLocator) -> None:

@@ -297,11 +297,11 @@ async def test_a_store_that_does_not_return() -> None:
 
 
 async def test_the_token_is_required() -> None:
-    async with StoreServer("127.0.0.1", token="secret") as server:
-        for wrong in (None, "guess"):
+    async with StoreServer("127.0.0.1", token="secret-of-this-test") as server:
+        for wrong in (None, "guess-of-this-test"):
             with pytest.raises(StoreRefused):
                 await follow_job(server.endpoint, "r", token=wrong).__aenter__()
-        async with follow_job(server.endpoint, "r", token="secret") as events:
+        async with follow_job(server.endpoint, "r", token="secret-of-this-test") as events:
             assert not events.has_begun
 
 

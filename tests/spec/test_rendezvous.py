@@ -108,8 +108,8 @@ ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without
         ),
         ({"store_grace": -1}, "rendezvous.store_grace: must be a number of at least 0 (got -1)"),
         ({"keep_workers": None}, "rendezvous.keep_workers: must be a bool (got None)"),
-        ({"token": ""}, "rendezvous.token: must not be empty"),
-        ({"token": b"secret"}, "rendezvous.token: must be text (got 'bytes')"),
+        ({"token": "15 characters.."}, "rendezvous.token: must have at least 16 characters"),
+        ({"token": b"secret"}, "rendezvous.token: must be text or None (got 'bytes')"),
         ({"conf": [("a", "b")]}, "rendezvous.conf: must be a mapping of names to texts"),
         ({"conf": {1: "b"}}, "rendezvous.conf: must be text without NUL (got 1)"),
         ({"conf": {"a": 1}}, "rendezvous.conf['a']: must be text without NUL (got 1)"),
@@ -141,7 +141,7 @@ def test_the_lowest_accepted_values() -> None:
 def test_a_spec_is_frozen_and_hides_its_token() -> None:
     """Changing the mapping passed as `conf` has no effect; the repr may be logged."""
     conf = {"a": "b"}
-    spec = RendezvousSpec(conf=conf, token="secret")
+    spec = RendezvousSpec(conf=conf, token="secret-of-this-test")
     conf["a"] = "c"
     assert spec.conf == {"a": "b"}
     assert "secret" not in repr(LaunchSpec("x", rendezvous=spec))

@@ -484,11 +484,13 @@ async def test_both_ends_enable_keepalive(server: StoreServer, store: RemoteStor
 
 async def test_tokens(dropped: list[Dropped]) -> None:
     """A client with the token is served, others are refused with a reason or closed."""
-    async with StoreServer("127.0.0.1", token="secret", on_drop=dropped.append) as server:
-        async with connect(server.endpoint, token="secret") as store:
+    async with StoreServer(
+        "127.0.0.1", token="secret-of-this-test", on_drop=dropped.append
+    ) as server:
+        async with connect(server.endpoint, token="secret-of-this-test") as store:
             assert await store.add("n") == 1
         with pytest.raises(StoreRefused, match="the token is wrong"):
-            await connect(server.endpoint, token="guess", timeout=5).__aenter__()
+            await connect(server.endpoint, token="guess-of-this-test", timeout=5).__aenter__()
         with pytest.raises(StoreRefused, match="asks for a token"):
             await connect(server.endpoint, timeout=5).__aenter__()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -502,7 +504,41 @@ async def test_tokens(dropped: list[Dropped]) -> None:
     ]
     async with StoreServer("127.0.0.1") as server:
         with pytest.raises(StoreRefused, match=r"^token: the store has none"):
-            await connect(server.endpoint, token="secret").__aenter__()
+            await connect(server.endpoint, token="secret-of-this-test").__aenter__()
+
+
+@pytest.mark.parametrize("is_reflected", [False, True])
+async def test_a_server_proves_that_it_knows_the_token(
+    monkeypatch: pytest.MonkeyPatch, is_reflected: bool
+) -> None:
+    """One that does not gets no request, even if it sends the client's proof back."""
+    token = "secret-of-this-test"
+
+    def answer(self: StoreServer, message: bytes, nonce: bytes) -> bytes:
+        return message[wire.NONCE_SIZE :] if is_reflected else bytes(32)
+
+    monkeypatch.setattr(StoreServer, "_answer_proof", answer)
+    async with StoreServer("127.0.0.1", token=token) as server, ChaosProxy(server.port) as proxy:
+        with pytest.raises(StoreRefused, match=r"^token: the server does not know it"):
+            await connect(proxy.endpoint, token=token, timeout=5).__aenter__()
+        reader = wire.RequestReader(wire.WireLimits())
+        requests = [request for data in proxy.sent for request in reader.read(data)]
+        assert [op for op, *_ in requests] == [wire.PING, wire.CHECK, wire.HELLO, wire.AUTH]
+        assert token.encode() not in b"".join(proxy.sent)
+
+
+def test_proofs_depend_on_all_that_was_said() -> None:
+    """On the token, the side, the server and both nonces; each is tied to one connection."""
+    said = [
+        (token, role, text)
+        for token in "ab"
+        for role in (b"client", b"server")
+        for text in (b"x" * 48, b"y" * 48)
+    ]
+    assert len({wire.token_proof(*one) for one in said}) == 8
+    for token, role, text in said:
+        assert wire.is_proof(wire.token_proof(token, role, text), token, role, text)
+        assert not wire.is_proof(b"", token, role, text)
 
 
 async def test_a_cancelled_connect_leaks_nothing(server: StoreServer, proxy: ChaosProxy) -> None:

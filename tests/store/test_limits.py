@@ -19,6 +19,7 @@ from elastic_aio.store import (
     Dropped,
     KeyspaceLimits,
     RemoteStore,
+    ServerLimits,
     StoreServer,
     connect,
     replies,
@@ -284,3 +285,65 @@ async def test_accepting_pauses_without_descriptors() -> None:
             answer.cancel()
             writer.close()
         await asyncio.wait([answer for answer, _ in waiting])
+
+
+TOKEN = "token-of-this-test"
+
+
+def guarded(dropped: list[Dropped], **limits: int) -> StoreServer:
+    """Return a server with a token."""
+    return StoreServer(
+        "127.0.0.1",
+        token=TOKEN,
+        limits=ServerLimits(**limits),  # type: ignore[arg-type]  # whole numbers only
+        on_drop=dropped.append,
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encode(wire.PING, b"", 7) * 20_000, "sent too much without the token"),
+        (encode(wire.SET, b"/k", bytes(1 << 20))[:-1], "sent too much without the token"),
+        (encode(wire.SET, b"/k", bytes(4000))[:100], "announced a value of 4000 bytes"),
+        (encode(wire.GET, b"/" * 100, None)[:20], "announced a key of 100 bytes"),
+        (encode(wire.MULTI_GET, b"", (b"/k",) * 9)[:12], "announced 9 items in one request"),
+    ],
+)
+async def test_a_client_without_the_token_occupies_next_to_nothing(
+    dropped: list[Dropped], data: bytes, reason: str
+) -> None:
+    """It is closed as soon as it sends more than a handshake."""
+    async with guarded(dropped) as server, connected(server) as stranger:
+        stranger.send(data)
+        await stranger.ended()
+        await until(lambda: dropped)
+        assert [drop.reason for drop in dropped] == [reason]
+        assert server.buffers.size == 0
+
+
+async def test_a_client_without_the_token_makes_room(dropped: list[Dropped]) -> None:
+    """The oldest of them is closed for one with the token, which is never closed for them."""
+    async with guarded(dropped, connections=3) as server, contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(connect(server.endpoint, token=TOKEN))
+        strangers = [await stack.enter_async_context(connected(server)) for _ in range(5)]
+        await until(lambda: len(dropped) == 3)
+        other = await stack.enter_async_context(connect(server.endpoint, token=TOKEN))
+        assert await store.add("n") == 1
+        assert await other.add("n") == 2
+        assert {drop.reason for drop in dropped} == {
+            "made room for another client before it sent the token"
+        }
+        assert store.is_connected
+        assert strangers
+
+
+async def test_a_client_that_does_not_read_completes_the_handshake_in_time(
+    dropped: list[Dropped],
+) -> None:
+    """Neither the deadline of its unread replies nor that of a request replaces the handshake's."""
+    async with guarded(dropped, handshake_timeout=1) as server, connected(server) as stranger:
+        pause(stranger)
+        stranger.send(encode(wire.PING, b"", 7) * 500)
+        await until(lambda: dropped)
+        assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"]

@@ -305,7 +305,7 @@ async def test_connecting_over_a_socket(server: StoreServer) -> None:
     await store.aclose()
     assert await store.wait_lost() == "the store was closed"
     assert store.instance == b""
-    refused = connect(server.endpoint, token="secret")
+    refused = connect(server.endpoint, token="secret-of-this-test")
     with pytest.raises(StoreRefused):
         await refused.connect_over(await _connected_socket(server.port))
     assert await refused.wait_lost() == "the store is not connected"

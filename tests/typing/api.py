@@ -246,5 +246,5 @@ def meetings() -> list[RendezvousSpec]:
     return [
         RendezvousSpec(),
         RendezvousSpec(backend="static", node_rank=0, endpoint="node0"),
-        RendezvousSpec(join_timeout=5, is_host=False, conf={"a": "b"}, token="secret"),
+        RendezvousSpec(join_timeout=5, is_host=False, conf={"a": "b"}, token="secret-of-this-test"),
     ]
