@@ -216,6 +216,7 @@ class StoreLocator:
             match search.choice():
                 case UseStore(index):
                     handshake = await search.monitors[index].take()
+                    self._store = handshake.store  # closed if the claim is cancelled or fails
                     if self._options.only_of:
                         await self._claim(search.monitors[index], handshake.store)
                     return self._located(search.monitors[index], handshake)
@@ -284,7 +285,6 @@ class StoreLocator:
         except StoreError:
             return  # the loss of the store is noticed by its user
         if why := self._options.objection(owner):
-            await store.aclose()
             raise DiscoveryError(f"cannot use the store at {monitor.endpoint.text}: {why}")
 
     async def _dial_own(

@@ -72,6 +72,7 @@ class CoordinatorRunner:
         self._run_id = run_id
         self._wakeup = asyncio.Event()
         self._changes: list[Change] = []
+        self._departed: list[str] = []
         self._unwritten: list[Event] = []
         self._has_unwritten = asyncio.Event()
         self._is_written = asyncio.Event()
@@ -98,6 +99,7 @@ class CoordinatorRunner:
             StoreError: the store is lost, or the lease has ended.
         """
         self._changes.clear()
+        self._departed.clear()
         coordinator = Coordinator(
             self._settings,
             self.budget,
@@ -154,7 +156,9 @@ class CoordinatorRunner:
                 self._is_own_status_gone = self._is_own_status_gone or gone
                 # After a gap in the watch the reason is unknown: assume the worse.
                 is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync
-                coordinator.on_gone(_member_of(change.key), is_lost=is_lost)
+                member = _member_of(change.key)
+                coordinator.on_gone(member, is_lost=is_lost)
+                self._departed.append(member)
 
     async def _on_status(
         self, coordinator: Coordinator, lease: Lease, key: str, text: bytes
@@ -188,10 +192,13 @@ class CoordinatorRunner:
             # Once a round: an order may be sent again.
             await _delete_worker_keys(self._root)
             self._cleared = begun
-        if orders:
-            # All at once: the connection pipelines them.
+        departed, self._departed = self._departed, []
+        if orders or departed:
+            # All at once: the connection pipelines them.  A member that has left may be back,
+            # so its last order is deleted first.
+            deletes = [store.delete(f"o/{name}") for name in departed]
             sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
-            await asyncio.gather(*sets)
+            await asyncio.gather(*deletes, *sets)
         if coordinator.outcome is not None and not self._is_end_recorded:
             # The store has accepted the orders, so no other leader has ended the job.
             self._is_end_recorded = True
