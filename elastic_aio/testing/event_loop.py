@@ -68,6 +68,11 @@ class SimLoop(asyncio.AbstractEventLoop):
     def __repr__(self) -> str:
         return f"<SimLoop of {self.host.name}>"
 
+    @property
+    def virtual_now(self) -> float:
+        """The present virtual time."""
+        return self._time.now
+
     # ---------------------------------------------------------------- running
 
     def run(self, call: Callable[..., object], *args: Any) -> None:

@@ -7,28 +7,59 @@ with its workers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from elastic_aio.events import Event, RoundForming
-from elastic_aio.outcome import JobOutcome
-from elastic_aio.rendezvous.base import (
-    EndJob,
-    Placement,
-    RestartPending,
-    StartRound,
-    StopRound,
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.messages import (
+    LeaderRecord,
+    MemberStatus,
+    Order,
+    OrderBody,
+    Reject,
+    StandBy,
+    WaitForNodes,
 )
-from elastic_aio.rendezvous.messages import LeaderRecord, Order, OrderBody
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.rounds import RoundChecker, brief
 from elastic_aio.testing.store import SimStore
 
-RoundName = tuple[int, str]
+OBEY_S: Final = 6.0
+"""Seconds without a fault within which a member acknowledges an order and stops workers.
+
+The coordinator sends it again after 4 s.
+"""
+
+_ROUNDS_PER_FAULT: Final = 4
+"""How many rounds a fault may lead to at most, on average."""
+
+_KEYS_PER_MEMBER: Final = 3
+_KEYS_OF_RUN: Final = 8
+_EVENTS_KEPT: Final = 1_000
 
 
 class InvariantViolated(AssertionError):
     """An invariant of the job does not hold; the message ends with the trace."""
+
+
+@dataclass(slots=True, eq=False)
+class _Obligation:
+    """What a member must do: an order, the first time that it was written."""
+
+    body: OrderBody
+    position: tuple[int, int]
+    since: float
+
+    def is_obeyed(self, status: MemberStatus) -> bool:
+        """Return whether a status acknowledges the order, and the workers have stopped."""
+        body = self.body
+        is_stopped = not isinstance(body, StopRound) or status.round > body.round
+        return status.acked >= self.position and (is_stopped or not status.is_busy)
 
 
 class InvariantChecker:
@@ -38,12 +69,11 @@ class InvariantChecker:
         trace: what has happened, one line each.
         failure: the first violation.
         stores: all stores that there were, by instance; ordered.
-        rounds: one placement of each round, by number and coordinator.
+        rounds: the checks of rounds.
         outcomes: how the job has ended, by the name of each node on which it has.
-        faults: how many faults were injected.
-        disturbed_at: when the last fault began or ended.
+        faults: how many faults there were; new nodes and failing workers count.
         event_hook: called with each event of each node.
-        order_hook: called with each order: the host of the store, the member's node.
+        order_hook: called with the store, the member and the body of each order.
     """
 
     def __init__(self, network: Network, spec: LaunchSpec, seed: int) -> None:
@@ -51,25 +81,31 @@ class InvariantChecker:
         self.trace: list[str] = []
         self.failure: InvariantViolated | None = None
         self.stores: dict[bytes, SimStore] = {}
-        self.rounds: dict[RoundName, Placement] = {}
+        self.rounds = RoundChecker(spec, self.fail)
         self.outcomes: dict[str, JobOutcome] = {}
         self.faults = 0
         self.was_partitioned = False
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
+        self._network = network
         self._time = network.time
-        self._spec = spec
         self._seed = seed
-        self._nodes: dict[str, SimNode] = {}
-        self._last: dict[str, Placement] = {}
-        self._attempts: dict[tuple[str, int], int] = {}
-        self._ordered: dict[RoundName, dict[str, Placement]] = {}
-        self._former: dict[str, dict[str, int]] = {}
+        self._calm_since = 0.0
+        self._terms: dict[tuple[bytes, int], str] = {}
+        self._obligations: dict[tuple[bytes, str], _Obligation] = {}
+        self._has_ended: set[bytes] = set()
+        """The stores in which a coordinator has ordered the end of the job."""
         network.on_accepted = self._on_accepted
 
     def note(self, name: str, text: str) -> None:
         """Add a line to the trace."""
         self.trace.append(f"{self._time.now:9.3f} {name}: {text}")
+
+    def on_fault(self, name: str, text: str) -> None:
+        """Add a line to the trace, and count a fault, or its end."""
+        self.note(name, text)
+        self.faults += 1
+        self._calm_since = self._time.now
 
     def fail(self, text: str) -> None:
         """Report a violation, which the simulation raises; the first one counts."""
@@ -88,6 +124,15 @@ class InvariantChecker:
         """The stores that are served now; several in a partition."""
         return [store for store in self.stores.values() if store.is_open]
 
+    def is_tidy(self) -> bool:
+        """Return whether a job occupies in its stores what its present members need."""
+        for store in self.open_stores:
+            members = len(store.statuses)
+            keys_max = _KEYS_PER_MEMBER * members + _KEYS_OF_RUN + _EVENTS_KEPT
+            if len(store.orders) > members or store.server.keyspace.num_keys() > keys_max:
+                return False
+        return True
+
     def _on_accepted(self, listener: Listener, protocol: object) -> None:
         if isinstance(protocol, Connection):
             server = protocol._server
@@ -95,92 +140,85 @@ class InvariantChecker:
                 self.stores[server.instance] = SimStore(listener, server, self._on_change)
 
     def _on_change(self, store: SimStore, key: str, value: object) -> None:
-        member = key.partition("/")[2]
         match value:
-            case LeaderRecord():
-                self.note(store.host.name, f"{value.name} leads in term {value.term}")
+            case LeaderRecord(term, member, name) if term:
+                self.note(store.host.name, f"{name} leads in term {term}")
+                former = self._terms.setdefault((store.instance, term), member)
+                if former is not member:
+                    self.fail(f"term {term} of one store was given to {former} and {member}")
             case Order():
-                self._on_order(store, member, value)
+                member = key.partition("/")[2]
+                self._oblige(store, member, value)
+                self._on_order(store, member, value.body)
 
-    def _on_order(self, store: SimStore, member: str, order: Order) -> None:
+    def _on_order(self, store: SimStore, member: str, body: OrderBody) -> None:
         name = store.statuses[member].node.name if member in store.statuses else member
-        body = order.body
+        text = type(body).__name__
         match body:
             case StartRound(placement):
-                rank = placement.span.group_rank
-                self.note(store.host.name, f"order for {name}: start {_brief(placement)} as {rank}")
-                self._check_formed(member, placement)
-            case StopRound() | EndJob() | RestartPending():
-                self.note(store.host.name, f"order for {name}: {type(body).__name__}")
+                text = f"start {brief(placement)} as {placement.span.group_rank}"
+                self.rounds.on_written(store, member, placement, self._time.now)
+                rounds = len(self.rounds.rounds)
+                if rounds > _ROUNDS_PER_FAULT * (self.faults + 1):
+                    self.fail(f"{rounds} rounds after {self.faults} faults")
+            case EndJob():
+                self._has_ended.add(store.instance)
+        if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
+            self.note(store.host.name, f"order for {name}: {text}")
         if self.order_hook is not None:
             self.order_hook(store, member, body)
 
-    def _check_formed(self, member: str, placement: Placement) -> None:
-        """Check that the ranks of a round are given once, and kept from round to round."""
-        size = placement.span.group_world_size
-        minimum, maximum = self._spec.nnodes.minimum, self._spec.nnodes.maximum
-        if not minimum <= size <= maximum:
-            self.fail(f"a round of {size} nodes, of {self._spec.nnodes}")
-        ordered = self._ordered.setdefault((placement.round, placement.formed_by), {})
-        ordered[member] = placement
-        if len(ordered) < size:
+    def _oblige(self, store: SimStore, member: str, order: Order) -> None:
+        """Check later that a member obeys its order."""
+        key, now = (store.instance, member), self._time.now
+        former = self._obligations.get(key)
+        if former is None or former.body != order.body:
+            position = order.term, order.serial
+            obligation = self._obligations[key] = _Obligation(order.body, position, now)
+            if not isinstance(order.body, WaitForNodes | StandBy | Reject):
+                self._time.at(now + OBEY_S, self._check_obeyed, store, member, obligation)
+
+    def _check_obeyed(self, store: SimStore, member: str, obligation: _Obligation) -> None:
+        is_newest = self._obligations[store.instance, member] is obligation
+        status = store.statuses.get(member)
+        if not is_newest or not store.is_open or member not in store.orders or status is None:
             return
-        by_member = {name: one.span.group_rank for name, one in ordered.items()}
-        ranks = sorted(by_member.values())
-        if ranks != list(range(size)):
-            self.fail(f"group ranks {ranks} in a round of {size}")
-        former = self._former.get(placement.formed_by, {})
-        for name, rank in by_member.items():
-            previous = former.get(name)
-            if previous is not None and previous < size and rank != previous:
-                self.fail(f"{name} had group rank {previous} and has {rank}")
-        self._former[placement.formed_by] = by_member
+        if obligation.is_obeyed(status):
+            return
+        now = self._time.now
+        calm_since = max(obligation.since, self._calm_since) if self._network.is_calm else now
+        if now < calm_since + OBEY_S:
+            self._time.at(calm_since + OBEY_S, self._check_obeyed, store, member, obligation)
+        else:
+            self.fail(f"{member} has not obeyed {obligation} within {OBEY_S:g} s: {status}")
 
     # --------------------------------------------------------------- the nodes
 
     def on_round_ordered(self, node: SimNode, order: StartRound) -> None:
-        """Check an order: the round is newer, and all its members agree about it."""
-        placement = order.placement
-        last = self._last.get(node.name)
-        self._last[node.name] = placement
-        if last is not None:
-            is_newer = placement.round > last.round and placement.attempt > last.attempt
-            # The sides of a partition count separately, and continue from the maximum.
-            has_split = self.was_partitioned or len(self.stores) > 1
-            is_restart = not has_split and order.cause is not None and order.cause.root is not None
-            is_counted = placement.restarts >= last.restarts + is_restart
-            if not (is_newer and is_counted and placement.changes >= last.changes):
-                self.fail(f"{node.name} was in {_brief(last)} and is sent {_brief(placement)}")
-        if placement.restarts > self._spec.max_restarts:
-            self.fail(f"{placement.restarts} restarts")
-        key = placement.round, placement.formed_by
-        same = self.rounds.setdefault(key, placement)
-        if _common(same) != _common(placement):
-            self.fail(f"two rounds of one name: {_brief(same)} and {_brief(placement)}")
-        attempt = placement.formed_by, placement.attempt
-        round = self._attempts.setdefault(attempt, placement.round)
-        if round != placement.round:
-            rounds = f"{round} and {placement.round}"
-            self.fail(f"attempt {placement.attempt} belongs to rounds {rounds}")
+        """Check a round that a node is sent."""
+        has_split = self.was_partitioned or len(self.stores) > 1
+        self.rounds.on_ordered(node, order, has_split=has_split)
 
     def on_end_ordered(self, node: SimNode, outcome: JobOutcome) -> None:
-        """Check the end that a node is sent."""
+        """Check an end: it is true, and the node took part in the job, or came too late."""
+        if outcome.is_rendezvous:
+            return
+        rounds = self.rounds.rounds.values()
+        if outcome.state is JobState.SUCCEEDED and not any(one.is_complete for one in rounds):
+            self.fail(f"{node.name} is sent a success, and no round has succeeded everywhere")
+        # A node that is late reads the recorded end, at the store where the job has ended.
+        stores = [store.instance for store in self.open_stores]
+        if node.placement is None and not self._has_ended.intersection(stores):
+            self.fail(f"{node.name} is sent the end of a job in which it took no part")
 
     def on_workers_started(self, node: SimNode, placement: Placement) -> None:
-        """Check a start: no other workers have these ranks, and no newer order came."""
-        self.note(node.name, f"runs {_brief(placement)} as group rank {placement.span.group_rank}")
-        if placement is not node.placement:
-            self.fail(f"{node.name} starts {placement.round}, and was ordered {node.placement}")
-        self._nodes[node.name] = node
-        for name, other in list(self._nodes.items()):
-            running = other.running
-            if running is None:
-                del self._nodes[name]
-            elif other is not node and _ranks_of(running) == _ranks_of(placement):
-                self.fail(f"{node.name} and {name} have the same rank in {_brief(placement)}")
+        """Check a start of workers."""
+        self.note(node.name, f"runs {brief(placement)} as group rank {placement.span.group_rank}")
+        self.rounds.on_started(node, placement)
 
     def on_succeeded(self, node: SimNode) -> None:
         """Take that all workers of a node have succeeded."""
+        self.rounds.on_succeeded(node)
 
     def on_event(self, node: SimNode, event: Event) -> None:
         """Record an event, and call the hook."""
@@ -198,28 +236,3 @@ class InvariantChecker:
         self.outcomes[node.name] = outcome
         if node.process.files or node.running is not None:
             self.fail(f"{node.name} has left {list(node.process.files)}, {node.running}")
-
-
-def _ranks_of(placement: Placement) -> tuple[int, str, int]:
-    return placement.round, placement.formed_by, placement.span.group_rank
-
-
-def _common(placement: Placement) -> tuple[object, ...]:
-    """Return the values that all members of a round share."""
-    span = placement.span
-    return (
-        placement.attempt,
-        placement.restarts,
-        placement.changes,
-        span.group_world_size,
-        span.world_size,
-        placement.master_addr,
-        placement.master_port,
-    )
-
-
-def _brief(placement: Placement) -> str:
-    return (
-        f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
-        f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
-    )

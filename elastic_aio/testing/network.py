@@ -1,10 +1,8 @@
 """A network in virtual time: delays, partitions and broken connections, as TCP shows them.
 
-A direction that is blocked holds data back until it is open again, as TCP sends it again;
-its order is kept.  A connection of which the other kernel acknowledges nothing ends by
-TCP_USER_TIMEOUT, tcp(7).  The kernel of a suspended host accepts connections and
-acknowledges data; that of a host without power does not, and has forgotten everything when
-it is back.
+A blocked direction holds data back, in order, until it is open again.  A connection of
+which the other kernel acknowledges nothing ends by TCP_USER_TIMEOUT, tcp(7).  The kernel of
+a suspended host answers; one without power does not, and has forgotten all when it is back.
 """
 
 from __future__ import annotations
@@ -68,6 +66,13 @@ class Network:
     def is_open_both_ways(self, one: SimHost, other: SimHost) -> bool:
         """Return whether packets pass in both directions now."""
         return self.is_open(one, other) and self.is_open(other, one)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all packets pass, no host is suspended, and none is slow."""
+        return not self._blocked and not any(
+            host.is_suspended or host.delay for host in self.hosts.values()
+        )
 
     def block(self, senders: Iterable[str], receivers: Iterable[str]) -> None:
         """Drop all packets in this direction from now on; hosts by name."""
@@ -223,9 +228,7 @@ class Listener:
             for connection in self.waiting:
                 connection.abort()
 
-    def on_killed(self) -> None:
-        """Close it, as the process has ended."""
-        self.close()
+    on_killed = close
 
     async def aclose(self) -> None:
         """Close it, in place of the store of a round's workers."""
@@ -332,9 +335,7 @@ class SimTransport(asyncio.Transport):
     def on_killed(self) -> None:
         """Close the connection, as the process has ended."""
         if not self._is_closing:
-            self._is_closing = True
-            self._send(None)
-            self._end(None)
+            self._hang_up(None)
         self._forget()
 
     def _forget(self) -> None:

@@ -48,6 +48,9 @@ class Observer(Protocol):
     def note(self, name: str, text: str) -> None:
         """Add a line to the trace."""
 
+    def on_fault(self, name: str, text: str) -> None:
+        """Add a line to the trace, about something that may change the round."""
+
     def on_round_ordered(self, node: SimNode, order: StartRound) -> None:
         """Take that a node's rendezvous has ordered a round."""
 
@@ -101,7 +104,7 @@ class SimNode:
         self._group: SimGroup | None = None
         self._driver: SimDriver | None = None
         self._main: asyncio.Task[None] | None = None
-        self.note("is started")
+        self.observer.on_fault(self.name, "is started")
         process.run(self._begin, spec)
 
     def __repr__(self) -> str:
@@ -145,6 +148,7 @@ class SimNode:
     def leave(self) -> None:
         """Stop the job on this node, as a user does."""
         assert self._driver is not None
+        self.observer.on_fault(self.name, "is stopped")
         self.process.receive(self._driver.request_stop, "it was stopped")
 
     def end_workers(self, exit_code: int) -> None:
@@ -315,7 +319,7 @@ class SimGroup(WorkerGroup):
             return
         status = ExitStatus(code=exit_code)
         if exit_code:
-            node.note(f"a worker fails with exit code {exit_code}")
+            node.observer.on_fault(node.name, f"a worker fails with exit code {exit_code}")
             failure = Failure(
                 rank=placement.span.first_rank,
                 local_rank=0,

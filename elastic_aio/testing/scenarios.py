@@ -10,6 +10,7 @@ from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.testing.invariants import OBEY_S
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.settings import WorkerBehavior
 from elastic_aio.testing.simulation import Simulation
@@ -134,6 +135,7 @@ class Scenario:
             for name in self._names:
                 self._add_or_restart(name)
         sim.run_until(self._is_together, self._settle_s)
+        sim.run_until(sim.checker.is_tidy, OBEY_S)
 
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome."""

@@ -200,12 +200,12 @@ class Simulation:
 
     def kill(self, node: SimNode) -> None:
         """Kill a node's process and workers; its host closes the connections."""
-        self._fault(node.name, "is killed")
+        self.checker.on_fault(node.name, "is killed")
         node.kill()
 
     def switch_off(self, node: SimNode) -> None:
         """Cut the power of a node's host; the other hosts notice only its silence."""
-        self._fault(node.name, "has no power")
+        self.checker.on_fault(node.name, "has no power")
         self.network.switch_off(node.host)
         node.kill()
 
@@ -213,7 +213,7 @@ class Simulation:
         """Suspend a host for a while, and with it the store that it serves."""
         host = self._host(name)
         if host.is_up and not host.is_suspended:
-            self._fault(name, f"is suspended for {seconds:.3f} s")
+            self.checker.on_fault(name, f"is suspended for {seconds:.3f} s")
             host.is_suspended = True
             self.time.at(self.now + seconds, self.resume, name)
 
@@ -221,7 +221,7 @@ class Simulation:
         """Resume a suspended host."""
         host = self._host(name)
         if host.is_suspended:
-            self._fault(name, "is resumed")
+            self.checker.on_fault(name, "is resumed")
             host.is_suspended = False
             timers_first = self.random.random() < 0.5
             for process in self._processes:
@@ -238,7 +238,7 @@ class Simulation:
 
     def step_clock(self, node: SimNode, seconds: float) -> None:
         """Set the wall clock of a node's host forward; back if `seconds` are negative."""
-        self._fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
+        self.checker.on_fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
         node.host.offset += seconds
 
     def leave(self, node: SimNode) -> None:
@@ -259,13 +259,13 @@ class Simulation:
 
     def break_connection(self, node: SimNode) -> None:
         """Break all connections of a node's process."""
-        self._fault(node.name, "its connections break")
+        self.checker.on_fault(node.name, "its connections break")
         for connection in [one for one in self.network.connections if one.loop is node.process]:
             connection.reset()
 
     def slow_down(self, name: str, seconds: float) -> None:
         """Let each message from and to a host take so much longer; 0: no longer."""
-        self._fault(name, f"is slow by {seconds:.3f} s")
+        self.checker.on_fault(name, f"is slow by {seconds:.3f} s")
         self._host(name).delay = seconds
 
     def partition(
@@ -274,7 +274,7 @@ class Simulation:
         """Block messages from `some` hosts to `others`, and back unless `one_way`."""
         some, others = list(some), list(others)
         arrow = "->" if one_way else "<->"
-        self._fault("network", f"blocked: {some} {arrow} {others}")
+        self.checker.on_fault("network", f"blocked: {some} {arrow} {others}")
         self.checker.was_partitioned = True
         self.network.block(some, others)
         if not one_way:
@@ -282,26 +282,22 @@ class Simulation:
 
     def heal(self) -> None:
         """Unblock all messages."""
-        self._fault("network", "unblocked")
+        self.checker.on_fault("network", "unblocked")
         self.network.heal()
 
     def start_store(self, name: str) -> None:
         """Serve a store on a host without a node."""
-        self._fault(name, "a store is started")
+        self.checker.on_fault(name, "a store is started")
         with self._own_randomness():
             process = self._new_process(self._host(name))
             process.run(lambda: process.create_task(serve_store(process)))
 
     def stop_store(self, name: str) -> None:
         """Stop the store of a host without a node; its content is lost."""
-        self._fault(name, "the store is stopped")
+        self.checker.on_fault(name, "the store is stopped")
         for process in self._processes:
             if process.host.name == name:
                 process.kill()
-
-    def _fault(self, name: str, text: str) -> None:
-        self.checker.note(name, text)
-        self.checker.faults += 1
 
     # --------------------------------------------------------------------- time
 

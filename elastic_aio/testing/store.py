@@ -49,12 +49,18 @@ class SimStore(Client):
         self.leader: LeaderRecord | None = None
         self.statuses: dict[str, MemberStatus] = {}
         self.orders: dict[str, Order] = {}
+        self._joined_at: dict[str, float] = {}
         self._on_change = on_change
         view = server.keyspace.watch(self, None, _PREFIX, -1, is_prefix=True)
         assert not view.pairs, "a store is watched before its first request"
 
     def __repr__(self) -> str:
         return f"<SimStore at {self.host.name}, {len(self.statuses)} members>"
+
+    @property
+    def instance(self) -> bytes:
+        """The id of the server."""
+        return self.server.instance
 
     @property
     def host(self) -> Any:
@@ -73,8 +79,15 @@ class SimStore(Client):
 
     def has_status(self, node: SimNode) -> bool:
         """Return whether a node is present as a member."""
+        return self.joined_at(node) is not None
+
+    def joined_at(self, node: SimNode) -> float | None:
+        """Return since when a node is present as a member, in virtual time; None if it is not."""
         name = node.host.name, node.number
-        return any((one.node.name, one.node.pid) == name for one in self.statuses.values())
+        for member, status in self.statuses.items():
+            if (status.node.name, status.node.pid) == name:
+                return self._joined_at[member]
+        return None
 
     def is_led_by(self, node: SimNode) -> bool:
         """Return whether a node is the coordinator."""
@@ -92,10 +105,12 @@ class SimStore(Client):
             value = self.leader = LeaderRecord.decode(change.value) if is_set else None
         elif kind == "t" and is_set:
             value = self.statuses[member] = decode_status(change.value)
+            self._joined_at.setdefault(member, self.listener.loop.virtual_now)
         elif kind == "o" and is_set:
             value = self.orders[member] = decode_order(change.value)
         elif kind == "t":
             self.statuses.pop(member, None)
+            self._joined_at.pop(member, None)
         elif kind == "o":
             self.orders.pop(member, None)
         else:

@@ -224,6 +224,7 @@ def test_standby_nodes_come_and_go_without_changing_the_round() -> None:
         sim.run(2.5)
     assert sim.is_settled(3)
     assert {one.running.round for one in (a, b, c) if one.running} == {0}
+    sim.run_until(sim.checker.is_tidy, 10)
 
 
 def test_an_unreachable_joiner_does_not_change_the_round() -> None:

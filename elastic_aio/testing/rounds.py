@@ -1,0 +1,144 @@
+"""Invariants of rounds: ranks, numbers, and workers that must not run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_aio.rendezvous.base import Placement, StartRound
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.store import SimStore
+
+RoundName = tuple[int, str]
+"""Number and coordinator: the sides of a partition use numbers of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class SimRound:
+    """A round: when and where it was ordered, for which members, and which have succeeded."""
+
+    store: SimStore
+    formed_at: float
+    placement: Placement
+    members: dict[str, int] = field(default_factory=dict)
+    succeeded: set[int] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the workers of all ranks have succeeded."""
+        return len(self.succeeded) == self.placement.span.group_world_size
+
+
+class RoundChecker:
+    """Checks the rounds of a simulation; `fail` is called with the first violation.
+
+    Attributes:
+        rounds: all rounds that were ordered.
+    """
+
+    def __init__(self, spec: LaunchSpec, fail: Callable[[str], None]) -> None:
+        """Begin without rounds."""
+        self.rounds: dict[RoundName, SimRound] = {}
+        self._spec = spec
+        self._fail = fail
+        self._ranks: dict[str, dict[str, int]] = {}
+        self._attempts: dict[tuple[str, int], int] = {}
+        self._last: dict[str, Placement] = {}
+        self._running: dict[str, SimNode] = {}
+
+    def on_written(self, store: SimStore, member: str, placement: Placement, now: float) -> None:
+        """Check an order in a store: ranks are given once, and kept from round to round."""
+        name, size = _name_of(placement), placement.span.group_world_size
+        nnodes = self._spec.nnodes
+        if not nnodes.minimum <= size <= nnodes.maximum:
+            self._fail(f"a round of {size} nodes, of {nnodes}")
+        round = self.rounds.setdefault(name, SimRound(store, now, placement))
+        if _common(round.placement) != _common(placement):
+            self._fail(f"two rounds of one name: {brief(round.placement)} and {brief(placement)}")
+        number = self._attempts.setdefault((placement.formed_by, placement.attempt), name[0])
+        if number != placement.round:
+            rounds = f"{number} and {placement.round}"
+            self._fail(f"attempt {placement.attempt} belongs to rounds {rounds}")
+        if placement.restarts > self._spec.max_restarts:
+            self._fail(f"{placement.restarts} restarts")
+        round.members[member] = placement.span.group_rank
+        if len(round.members) < size:
+            return
+        ranks = sorted(round.members.values())
+        if ranks != list(range(size)):
+            self._fail(f"group ranks {ranks} in a round of {size}")
+        former = self._ranks.get(placement.formed_by, {})
+        for one, rank in round.members.items():
+            previous = former.get(one)
+            if previous is not None and previous < size and rank != previous:
+                self._fail(f"{one} had group rank {previous} and has {rank}")
+        self._ranks[placement.formed_by] = round.members
+
+    def on_ordered(self, node: SimNode, order: StartRound, *, has_split: bool) -> None:
+        """Check what a node is sent: it is newer than what it was sent before.
+
+        The sides of a partition count restarts separately, so with `has_split` they may
+        stay the same.
+        """
+        placement = order.placement
+        last, self._last[node.name] = self._last.get(node.name), placement
+        if last is None:
+            return
+        is_newer = placement.round > last.round and placement.attempt > last.attempt
+        is_restart = not has_split and order.cause is not None and order.cause.root is not None
+        is_counted = placement.restarts >= last.restarts + is_restart
+        if not (is_newer and is_counted and placement.changes >= last.changes):
+            self._fail(f"{node.name} was in {brief(last)} and is sent {brief(placement)}")
+
+    def on_started(self, node: SimNode, placement: Placement) -> None:
+        """Check a start: no other workers have these ranks, or are of an older round."""
+        if placement is not node.placement:
+            self._fail(f"{node.name} starts {placement.round}, and was ordered {node.placement}")
+        self._running[node.name] = node
+        for name, other in list(self._running.items()):
+            running = other.running
+            if running is None:
+                del self._running[name]
+            elif other is node:
+                continue
+            elif _name_of(running) != _name_of(placement):
+                self._check_overlap(placement, other, running)
+            elif running.span.group_rank == placement.span.group_rank:
+                self._fail(f"{node.name} and {name} have the same rank in {brief(placement)}")
+
+    def _check_overlap(self, placement: Placement, other: SimNode, running: Placement) -> None:
+        """Check that workers of an older round run on no node that the coordinator knew.
+
+        A node that was lost before the round was formed may run on for as long as it may
+        without a store.
+        """
+        round = self.rounds[_name_of(placement)]
+        joined_at = round.store.joined_at(other)
+        is_known = joined_at is not None and joined_at < round.formed_at
+        if is_known and running.round < placement.round and not self._spec.rendezvous.overlap:
+            self._fail(f"{brief(running)} still runs on {other.name} as {brief(placement)} starts")
+
+    def on_succeeded(self, node: SimNode) -> None:
+        """Take that all workers of a node have succeeded."""
+        assert node.placement is not None
+        self.rounds[_name_of(node.placement)].succeeded.add(node.placement.span.group_rank)
+
+
+def brief(placement: Placement) -> str:
+    """Return a round in some words."""
+    return (
+        f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
+        f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
+    )
+
+
+def _name_of(placement: Placement) -> RoundName:
+    return placement.round, placement.formed_by
+
+
+def _common(placement: Placement) -> tuple[object, ...]:
+    """Return the values that all members of a round share."""
+    span, master = placement.span, (placement.master_addr, placement.master_port)
+    counts = placement.attempt, placement.restarts, placement.changes
+    return (*counts, span.group_world_size, span.world_size, *master)
