@@ -345,7 +345,7 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         shared_store=fixed_ranks and settings.token is None and spec.host_store,
         overlap=settings.overlap,
         # A suspended node is lost by its lease, and not by its silence.
-        order_timeout=max(20.0, 2 * settings.heartbeat_timeout),
+        order_timeout=max(28.0, 2 * settings.heartbeat_timeout),
         policy=changed_settings(spec.max_restarts, spec.restart),
         has_decide=spec.restart.decide is not None,
     )

@@ -53,7 +53,7 @@ class RoundSettings(Struct, frozen=True):
     fixed_ranks: bool = False
     shared_store: bool = False
     overlap: bool = False
-    order_timeout: float = 20.0
+    order_timeout: float = 28.0
     policy: dict[str, str] = {}
     has_decide: bool = False
 

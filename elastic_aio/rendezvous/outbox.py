@@ -42,8 +42,8 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.spec.restart import RestartHistory
 
-CHECKS = 5
-"""How often an order is resent without an acknowledgement."""
+CHECKS = 2
+"""How often an order is resent without an acknowledgement, after longer and longer times."""
 
 MARGIN_S = 30.0
 """Seconds that a member may need beyond its stop plan."""
@@ -61,11 +61,11 @@ class Outbox:
     """Numbers a coordinator's orders, watches them, and collects effects until drained."""
 
     def __init__(self, term: int, timeout: float) -> None:
-        """Begin empty, in `term`; `timeout` is the time of `CHECKS` checks in seconds."""
+        """Begin empty, in `term`; `timeout` is how many seconds all checks take."""
         self.term = term
         self.now = 0.0
         """Monotonic seconds of the last `check`."""
-        self._interval = timeout / CHECKS
+        self._interval = timeout / ((1 << (CHECKS + 1)) - 1)
         self._serial = 0
         self._sends: dict[str, tuple[tuple[int, int], OrderBody]] = {}
         self._others: list[CoordinatorEffect] = []
@@ -140,7 +140,10 @@ class Outbox:
                 record.checks += 1
                 if not record.has_acked and record.sent is not None:
                     self._number(record, record.sent)
-                self._watch(record, self._interval)
+                # A job that is slow must not be slowed further.
+                self._watch(
+                    record, self._interval * (1 if record.has_acked else (1 << record.checks))
+                )
         self.waiting = self._longest_wait()
         return lost
 
@@ -150,8 +153,11 @@ class Outbox:
             return None
         first = min(late, key=lambda one: one.sent_at)
         names = ", ".join([one.name for one in late if one.sent == first.sent][:NAMES_MAX])
-        checks = max(0, self._checks_allowed(first) - first.checks)
-        until = first.check_at + checks * self._interval
+        until = first.check_at
+        if first.has_acked:
+            until += (self._checks_allowed(first) - first.checks) * self._interval
+        else:
+            until += self._interval * sum(1 << n for n in range(first.checks + 1, CHECKS + 1))
         return Waiting(f"{names}: not {_wanted(first)}", first.sent_at, until)
 
     def _watch(self, record: MemberRecord, seconds: float) -> None:
