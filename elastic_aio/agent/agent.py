@@ -20,6 +20,7 @@ from elastic_aio.agent.preflight import (
     hostname,
     resolve_nproc,
 )
+from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.single_node import SingleNodeMachine
 from elastic_aio.aio import running_loop, wait_shielded
@@ -47,8 +48,10 @@ class Agent:
     """Runs one job on this host: an async context manager.
 
     Entering starts the job, `events` iterates over what happens, `wait` returns the
-    result; leaving the block early stops everything by the stop plan.  Works on any
-    event loop and any thread, and never touches signal handlers.
+    result; leaving the block early stops everything by the stop plan.  So does the end of
+    the event loop, or of an agent that was entered by hand and is not referred to any
+    more, with a ResourceWarning.  Works on any event loop and any thread, and never
+    touches signal handlers.
 
     ::
 
@@ -58,6 +61,8 @@ class Agent:
             result = await agent.wait()
     """
 
+    _driver: Driver | None = None
+
     def __init__(
         self,
         spec: LaunchSpec,
@@ -66,6 +71,7 @@ class Agent:
         listeners: Sequence[EventListener] = (),
         adopt_orphans: bool = False,
         _spawner: Spawner | None = None,
+        _overrides: PerRankOverrides | None = None,
         _rendezvous: RendezvousFactory | None = None,
     ) -> None:
         """Prepare a job; nothing is started before the block is entered.
@@ -92,8 +98,8 @@ class Agent:
         self._console = checked_console(console)
         self._adopts_orphans = checked_part("adopt_orphans", adopt_orphans, kind=bool)
         self._spawner = _spawner
+        self._overrides = _overrides
         self._make_rendezvous = _rendezvous
-        self._driver: Driver | None = None
 
     def __repr__(self) -> str:
         return f"<Agent of run {self.run_id}: {self._driver or 'not started'}>"
@@ -116,6 +122,7 @@ class Agent:
         try:
             await driver.open()
         except BaseException:  # a cancellation too: no event follows
+            driver.is_left = True
             self._event_log.close()
             raise
         return self
@@ -130,9 +137,11 @@ class Agent:
             publish=self._event_log.append,
             console=self._console,
             adopt_orphans=self._adopts_orphans,
+            overrides=self._overrides,
         )
         if self.spec.nnodes.maximum == 1:
-            machine = SingleNodeMachine(self.spec, nproc, random.random)
+            waits = self._overrides is not None and self._overrides.waits_for_stop
+            machine = SingleNodeMachine(self.spec, nproc, random.random, waits_for_stop=waits)
             return Driver(runtime, machine, self._event_log)
         # Imported here: a job of one node pays for no rendezvous.
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
@@ -148,8 +157,13 @@ class Agent:
         """Stop the job if it still runs, and wait until nothing of it is left."""
         is_cancelled = isinstance(error, asyncio.CancelledError)
         reason = "the launch was cancelled" if is_cancelled else "the agent's block was left"
+        self._started_driver.is_left = True
         self._started_driver.request_stop(reason)
         await wait_shielded(self._started_driver.done)
+
+    def __del__(self) -> None:
+        if self._driver is not None:
+            self._driver.abandon()
 
     def events(self, after: int = -1) -> EventReader[Event]:
         """Return an async iterator over the events of the job, from its start.

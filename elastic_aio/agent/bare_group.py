@@ -1,32 +1,26 @@
-"""A worker group without a restart policy: one attempt, stopped when its owner says so.
-
-`multiprocessing` is built on it.  It has no state machine and publishes no events.
-"""
+"""A worker group without restarts whose workers differ by rank: what `multiprocessing` uses."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.preflight import check_main_guard, check_sigchld, hostname
 from elastic_aio.agent.program import PerRankOverrides
-from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import Notifier, run_shielded
+from elastic_aio.aio import Notifier, wait_shielded
 from elastic_aio.outcome import Failure
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult
-from elastic_aio.process.command import command_spawner
-from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 
 
 class BareGroup:
-    """The processes of one group; must be closed once it has been started."""
+    """The processes of one group, run by an `Agent`; must be stopped once it was started."""
 
     def __init__(
         self,
@@ -45,14 +39,19 @@ class BareGroup:
         """
         self.name = spec.role
         self.local_ranks: Sequence[int] = range(len(overrides.args))
-        self._spec = spec
-        self._overrides = overrides
-        self._console = console
-        self._spawner = _spawner
-        self._changed = Notifier()
-        self._runtime: LocalRuntime | None = None
-        self._group: WorkerGroup | None = None
-        self._is_stop_requested = False
+        changed = self._changed = Notifier()
+
+        def notify(_: object) -> None:
+            changed.notify_all()  # without a reference to this object, which may be collected
+
+        self._notify = notify
+        self.agent = Agent(
+            spec,
+            console=console,
+            listeners=[notify],
+            _spawner=_spawner,
+            _overrides=overrides,
+        )
 
     def __repr__(self) -> str:
         exited, count = len(self.exited()), len(self.records)
@@ -68,43 +67,25 @@ class BareGroup:
             SpawnError: a worker could not be started; none is left.
             HostError: this host lacks something.
         """
-        check_main_guard()
-        check_sigchld()
-        count = len(self.local_ranks)
-        runtime = LocalRuntime(
-            self._spec,
-            run_id=self._spec.run_id or os.urandom(8).hex(),
-            host=hostname(),
-            nproc=count,
-            spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
-            publish=lambda event: None,
-            console=self._console,
-            overrides=self._overrides,
-        )
-        await runtime.open()
-        self._runtime = runtime
-        (node,) = assign_node_ranks([NodeSize(self.name, count)])
-        self._group = WorkerGroup(
-            runtime,
-            node.worker_ranks(count),
-            on_exit=lambda local_rank, ended: self._changed.notify_all(),
-        )
+        await self.agent.__aenter__()
+        self._driver.done.add_done_callback(self._notify)
         try:
-            await self._group.start()
+            await self._wait_until(
+                lambda: len(self.records) == len(self.local_ranks) or self._workers.start_error
+            )
+            if error := self._workers.start_error:
+                raise error
         except BaseException:  # a cancellation too: started workers must not stay
-            await run_shielded(self._abort)
+            await self.agent.__aexit__(None, None, None)
             raise
-
-    async def _abort(self) -> None:
-        await self._started_group.stop_processes(StopPlan())
-        await self.close()
 
     # --------------------------------------------------------------- questions
 
     @property
     def records(self) -> dict[int, WorkerRecord]:
         """The workers that have been started, by local rank."""
-        return {} if self._group is None else self._group.records
+        driver = self.agent._driver
+        return {} if driver is None or driver.group is None else driver.group.records
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
@@ -114,62 +95,58 @@ class BareGroup:
         """Return the local ranks of the workers that have exited."""
         return {local_rank for local_rank, record in self.records.items() if record.exit}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of the group is left and everything is released."""
+        return self.agent._driver is not None and self.agent._driver.done.done()
+
+    @property
+    def calls(self) -> Mapping[int, CallResult]:
+        """How the calls of functions ended, by local rank, once the group is over."""
+        return self._workers.calls
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The failures, the root cause first, once the group is over."""
+        if self._driver.error is not None:
+            raise self._driver.error
+        return self._workers.failures
+
     # ------------------------------------------------------------------- waits
 
     async def wait_exited(self, count: int, timeout: float | None) -> None:
         """Wait until `count` workers have exited, for `timeout` seconds at most."""
-        await self._wait_until(lambda: len(self.exited()) >= count, timeout)
+        await self._wait_until(lambda: len(self.exited()) >= count or self.is_over, timeout)
 
-    async def wait_exited_or_failed(self) -> None:
-        """Wait until all workers have exited, one has failed, or `request_stop` was called."""
-        await self._wait_until(self._is_over, None)
+    async def wait_over(self, timeout: float | None) -> None:
+        """Wait until the group is over, for `timeout` seconds at most."""
+        await self._wait_until(lambda: self.is_over, timeout)
 
-    def _is_over(self) -> bool:
-        exits = [record.exit for record in self.records.values()]
-        has_failed = any(ended and not ended.status.is_success for ended in exits)
-        return self._is_stop_requested or has_failed or all(exits)
-
-    async def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> None:
+    async def _wait_until(
+        self, condition: Callable[[], object], timeout: float | None = None
+    ) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while not condition():
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
-                # Exits that have happened by now may wait for a turn of the loop.
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # exits that have happened may wait for a turn of the loop
                 return
             await self._changed.wait(left)
 
-    def request_stop(self) -> None:
-        """Let `wait_exited_or_failed` return."""
-        self._is_stop_requested = True
-        self._changed.notify_all()
+    async def stop(self, plan: StopPlan | None = None) -> None:
+        """Stop everything that is left by `plan`, or by the group's own, and release everything.
 
-    # ----------------------------------------------------------------- the end
-
-    async def stop(self, plan: StopPlan) -> None:
-        """Stop everything that is left, by `plan`.
-
-        Idempotent; safe to call again after cancellation.
+        Idempotent.  Cancellation: raised after the group is over.
         """
-        has_exited = len(self.exited()) == len(self.local_ranks)
-        await self._started_group.stop(plan, leftovers_only=has_exited)
-
-    async def results(self) -> dict[int, CallResult]:
-        """Return how the calls of functions ended, by local rank; call it after `stop`."""
-        return await self._started_group.results()
-
-    async def failures(self) -> tuple[Failure, ...]:
-        """Return the failures, the root cause first; call it after `stop`."""
-        return await self._started_group.failures()
-
-    async def close(self) -> None:
-        """Release everything, after showing what the workers wrote.  Idempotent."""
-        if self._runtime is not None:
-            await self._started_group.close()
-            await self._runtime.close()
-            self._runtime = None
+        self._driver.is_left = True
+        self._driver.request_stop("the group was stopped", plan=plan)
+        await wait_shielded(self._driver.done)
 
     @property
-    def _started_group(self) -> WorkerGroup:
-        assert self._group is not None, "start() comes first"
-        return self._group
+    def _driver(self) -> Driver:
+        return self.agent._started_driver
+
+    @property
+    def _workers(self) -> WorkerGroup:
+        assert self._driver.group is not None, "the agent starts a group first"
+        return self._driver.group

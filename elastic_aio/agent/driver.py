@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -42,13 +43,16 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import create_task, run_shielded
+from elastic_aio.aio import create_task, run_shielded, wait_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import Decide, RestartAction
+from elastic_aio.spec.stop import StopPlan
+
+_SHUTDOWN = "the event loop is shutting down"
 
 _ATTEMPTS_MAX = 100
 """Attempts of a result: a job may restart for months."""
@@ -62,6 +66,9 @@ class Driver:
         outcome: how it ended.
         result: what `Agent.wait` returns.
         error: what `Agent.wait` raises in place of a result.
+        group: the workers of the present attempt.
+        is_left: whether the agent's block has been left; an agent that was entered by hand
+            may outlive its event loop.
     """
 
     def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
@@ -76,10 +83,11 @@ class Driver:
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
         self.error: BaseException | None = None
+        self.group: WorkerGroup | None = None
+        self.is_left = False
         self._runtime = runtime
         self._machine = machine
         self._event_log = event_log
-        self._group: WorkerGroup | None = None
         self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
         self._began = runtime.clock.now()
         self._inputs: deque[Input] = deque()
@@ -112,13 +120,46 @@ class Driver:
                 log_dir=self._runtime.directory.log_dir,
             )
         )
+        keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
+        self._tasks.add(keeper)
+        keeper.add_done_callback(self._tasks.discard)
         self._on_input(Start())
+
+    async def _keep(self) -> None:
+        """Keep an event loop that shuts down, and so cancels all tasks, until the job is over.
+
+        No caller may be waiting for that.
+        """
+        try:
+            await asyncio.wait([self.done])
+        except asyncio.CancelledError:
+            self.request_stop(_SHUTDOWN)
+            await wait_shielded(self.done)
+            if not self.is_left:
+                self._warn("when its event loop was shut down")
+            raise
+
+    def abandon(self) -> None:
+        """Stop the job, since its agent was garbage-collected."""
+        loop = self.done.get_loop()
+        if self.is_left or self.done.done() or loop.is_closed():
+            return
+        if loop.is_running():
+            loop.call_soon_threadsafe(self.request_stop, "the agent was garbage-collected")
+        elif self._runtime.job is not None:
+            self._runtime.job.release()
+        self._warn("when its agent was garbage-collected")
+
+    def _warn(self, when: str) -> None:
+        warnings.warn(f"{self!r} was running {when}", ResourceWarning, stacklevel=2, source=self)
 
     # -------------------------------------------------------------- requests
 
-    def request_stop(self, reason: str, signal: int | None = None) -> None:
-        """End the job by its stop plan, which then starts with `signal`."""
-        self._on_input(StopReceived(reason, signal))
+    def request_stop(
+        self, reason: str, signal: int | None = None, plan: StopPlan | None = None
+    ) -> None:
+        """End the job by its stop plan or by `plan`, which then starts with `signal`."""
+        self._on_input(StopReceived(reason, signal, plan))
 
     def kill(self) -> None:
         """Shorten every stop to SIGKILL, and end the job."""
@@ -178,7 +219,7 @@ class Driver:
             case Publish(event):
                 self._event_log.append(event)
             case StartGroup():
-                self._group = self._make_group(effect)
+                self.group = self._make_group(effect)
                 self._run(effect, self._start_group(effect))
             case StopGroup():
                 if not effect.leftovers_only:
@@ -225,7 +266,7 @@ class Driver:
 
     def _on_cancelled(self, effect: Effect) -> None:
         """Go on after an event loop that shuts down has cancelled the task of an effect."""
-        self.request_stop("the event loop is shutting down")
+        self.request_stop(_SHUTDOWN)
         if isinstance(effect, StopGroup):
             self._run(effect, self._stop_group(effect))
         elif isinstance(effect, Finish):
@@ -248,8 +289,8 @@ class Driver:
 
     async def _kill_and_finish(self, finish: Finish) -> None:
         self._runtime.tree.escalate_to_kill()
-        if self._group is not None:
-            await self._group.stop_processes(self._runtime.spec.stop)
+        if self.group is not None:
+            await self.group.stop_processes(self._runtime.spec.stop)
         await self._finish(finish)
 
     # --------------------------------------------------------------- effects
@@ -273,8 +314,8 @@ class Driver:
 
     @property
     def _current_group(self) -> WorkerGroup:
-        assert self._group is not None, "the state machine starts a group first"
-        return self._group
+        assert self.group is not None, "the state machine starts a group first"
+        return self.group
 
     async def _start_group(self, effect: StartGroup) -> Input:
         try:
@@ -309,8 +350,8 @@ class Driver:
 
     async def _finish(self, effect: Finish) -> None:
         outcome = effect.outcome
-        if self._group is not None:
-            await self._group.close()
+        if self.group is not None:
+            await self.group.close()
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
         self.result = self._make_result(outcome, duration, has_logs=has_logs)

@@ -43,6 +43,7 @@ from elastic_aio.agent.messages import (
 from elastic_aio.errors import InternalError
 from elastic_aio.outcome import SIGTERM, Failure, signal_name
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import StopPlan
 
 
 class AgentPhase(Enum):
@@ -164,10 +165,17 @@ class AgentMachine(ABC):
         return [start]
 
     def _stop_group(
-        self, reason: str, signal: int | None = None, *, leftovers_only: bool = False
+        self,
+        reason: str,
+        signal: int | None = None,
+        *,
+        plan: StopPlan | None = None,
+        leftovers_only: bool = False,
     ) -> list[Effect]:
         self.phase = AgentPhase.STOPPING
-        plan = self._spec.stop if signal is None else self._spec.stop.starting_with(signal)
+        plan = plan or self._spec.stop
+        if signal is not None:
+            plan = plan.starting_with(signal)
         return [StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
 
     @property

@@ -80,10 +80,14 @@ class BackoffElapsed(Struct, frozen=True):
 
 
 class StopReceived(Struct, frozen=True):
-    """A stop of the job was requested; `signal` is the signal received, if there was one."""
+    """A stop of the job was requested; `signal` is the signal received, if there was one.
+
+    `plan` replaces the stop plan of the job.
+    """
 
     reason: str
     signal: int | None = None
+    plan: StopPlan | None = None
 
 
 class JoinFailed(Struct, frozen=True):

@@ -26,7 +26,8 @@ class PerRankOverrides(Struct, frozen=True):
     """How the workers of a bare group differ from each other, by local rank.
 
     Such workers get no torch variables (`RANK` and the like).  With `with_index` a
-    function is called with its local rank before the arguments.
+    function is called with its local rank before the arguments.  With `waits_for_stop` a
+    failure does not end the group: its owner stops it.
     """
 
     args: tuple[tuple[Any, ...], ...]
@@ -34,6 +35,7 @@ class PerRankOverrides(Struct, frozen=True):
     is_quiet: bool = False
     is_daemon: bool = False
     with_index: bool = False
+    waits_for_stop: bool = False
 
 
 class ChildCommand(Struct, frozen=True):

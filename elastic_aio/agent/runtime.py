@@ -123,7 +123,7 @@ class LocalRuntime:
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
         self._reserved = 0  # descriptors
-        self._job: GuardedJob | None = None
+        self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class LocalRuntime:
         except OSError as error:
             raise HostError(f"cannot start a job here: {error}") from error
         early = take_early()
-        job = self._job = GuardedJob.create() if early is None else early.job
+        job = self.job = GuardedJob.create() if early is None else early.job
         self._tree = ProcessTree(job.marker, self.clock, job.session_list, since=job.since)
         self._guardian = Guardian(
             job,
@@ -204,9 +204,9 @@ class LocalRuntime:
             await self._guardian.aclose()
         if self._tree is not None:
             await self._tree.aclose()
-        if self._job is not None:
-            self._job.close()
-            self._job = None
+        if self.job is not None:
+            self.job.close()
+            self.job = None
         if self._streams is not None:
             self._streams.close()
         if self._reserved:

@@ -67,12 +67,24 @@ from elastic_aio.spec.restart import RestartAction, RestartBudget
 class SingleNodeMachine(AgentMachine):
     """Decides for a job of one node (see `AgentMachine`)."""
 
-    def __init__(self, spec: LaunchSpec, nproc: int, random: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        nproc: int,
+        random: Callable[[], float],
+        *,
+        waits_for_stop: bool = False,
+    ) -> None:
         """Begin with `nproc` workers on this host.
 
-        `random` gives numbers from 0 to 1, for the jitter of delays.
+        Args:
+            spec: the job.
+            nproc: number of workers.
+            random: gives numbers from 0 to 1, for the jitter of delays.
+            waits_for_stop: a worker that fails does not end the group; a stop does.
         """
         super().__init__(spec, nproc)
+        self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._stop: StopReceived | None = None
 
@@ -111,10 +123,15 @@ class SingleNodeMachine(AgentMachine):
             return []
         self._stop = stop
         if self.phase in LIVE:
-            return self._stop_group(stop.reason, stop.signal)
+            return self._stop_group(stop.reason, stop.signal, plan=stop.plan)
         if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):
             return [CancelBackOff(), *self._finish_stopped()]
         return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
+
+    def _on_failing(self, why: str) -> list[Effect]:
+        if self._waits_for_stop and self._start_failure is None:
+            return []
+        return super()._on_failing(why)
 
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
         if not stopped.failures:

@@ -33,8 +33,15 @@ _SPAWN_S = 5.0
 class WorkerGroup:
     """The workers of one attempt, by local rank.
 
-    Start it once, stop it in any case, then ask for `failures` or `result`.  Every
-    start and exit is published as an event of the runtime.
+    Start it once, stop it in any case, then ask for the `result`.  Every start and exit
+    is published as an event of the runtime.
+
+    Attributes:
+        attempt: number of the attempt.
+        records: the workers that have been started, by local rank.
+        start_error: why not all could be started.
+        calls: how the workers' functions ended, once `result` was called; empty for commands.
+        failures: all failures by then, victims too, the root cause first.
     """
 
     def __init__(
@@ -61,6 +68,9 @@ class WorkerGroup:
         """
         self.attempt = attempt
         self.records: dict[int, WorkerRecord] = {}
+        self.start_error: SpawnError | HostError | None = None
+        self.calls: dict[int, CallResult] = {}
+        self.failures: tuple[Failure, ...] = ()
         self._runtime = runtime
         self._ranks = ranks
         self._on_exit = on_exit
@@ -70,11 +80,9 @@ class WorkerGroup:
         self._began, self._began_at = time.monotonic(), time.time()
         self._oom_kills = oom_kills()
         self._starting: asyncio.Task[None] | None = None
-        self._start_error: SpawnError | HostError | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
         self._tee_tokens: list[int] = []
-        self._results: dict[int, CallResult] | None = None
 
     def __repr__(self) -> str:
         running = sum(record.exit is None for record in self.records.values())
@@ -100,7 +108,7 @@ class WorkerGroup:
             if not (self._is_abandoned and self._starting.cancelled()):
                 self._starting.result()
         except (SpawnError, HostError) as error:
-            self._start_error = error
+            self.start_error = error
             raise
 
     async def _spawn_all(self) -> None:
@@ -207,38 +215,28 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- results
 
-    async def results(self) -> dict[int, CallResult]:
-        """Return, by local rank, how the workers' functions ended; empty for commands."""
-        if self._results is None:
-            self._results = await self._runtime.program.results()
-        return self._results
-
-    async def failures(self) -> tuple[Failure, ...]:
-        """Return the failures of a stopped group, the root cause first."""
-        failures = await collect_failures(
-            self.records.values(),
-            await self.results(),
-            host=self._runtime.host,
-            stopped_at=self._stopped_at,
-            oom_kills_before=self._oom_kills,
-        )
-        if self._start_error is not None:
-            return self._failure_to_start(self._start_error), *failures
-        return failures
-
     async def result(self) -> AttemptResult:
         """Return what became of a stopped group.
 
         It has no failures if all workers that failed are victims of the stop.
         """
-        failures = await self.failures()
-        results = await self.results()
+        self.calls = await self._runtime.program.results()
+        failures = await collect_failures(
+            self.records.values(),
+            self.calls,
+            host=self._runtime.host,
+            stopped_at=self._stopped_at,
+            oom_kills_before=self._oom_kills,
+        )
+        if self.start_error is not None:
+            failures = self._failure_to_start(self.start_error), *failures
+        self.failures = failures
         return AttemptResult(
             number=self.attempt,
             started_at=self._began_at,
             duration=time.monotonic() - self._began,
             workers=tuple(
-                record.result(results.get(local_rank))
+                record.result(self.calls.get(local_rank))
                 for local_rank, record in self.records.items()
             ),
             failures=failures if failures and not failures[0].is_victim else (),

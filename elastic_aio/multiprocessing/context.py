@@ -82,7 +82,6 @@ class ProcessContext:
         """Use `spawn` to get one."""
         self._group = group
         self._joined: set[int] = set()
-        self._is_over = False
 
     def __repr__(self) -> str:
         return f"<ProcessContext {self._group!r}>"
@@ -90,7 +89,7 @@ class ProcessContext:
     @property
     def is_over(self) -> bool:
         """Whether all processes have exited and all resources are released."""
-        return self._is_over
+        return self._group.is_over
 
     async def __aenter__(self) -> ProcessContext:
         """Return the context; its processes run already."""
@@ -107,7 +106,7 @@ class ProcessContext:
 
     async def aclose(self) -> None:
         """Stop the processes that still run and release everything.  Idempotent."""
-        await run_shielded(lambda: self._finish(StopPlan()))
+        await self._group.stop()
 
     def pids(self) -> list[int]:
         """Return the process ids in order."""
@@ -145,10 +144,10 @@ class ProcessContext:
             self._joined.add(rank)
             if not group.records[rank].status.is_success:
                 await run_shielded(lambda: self._stop(grace_period))
-                raise await self._exception(rank)
+                raise self._exception(rank)
         if len(self._joined) < len(group.local_ranks):
             return False
-        await run_shielded(lambda: self._finish(StopPlan()))
+        await self._group.stop()
         return True
 
     async def _stop(self, grace_period: float | None) -> None:
@@ -156,20 +155,12 @@ class ProcessContext:
             await self._group.wait_exited(len(self._group.local_ranks), grace_period)
         grace = _GRACE_S if grace_period is None else grace_period
         self._joined.update(self._group.local_ranks)
-        await self._finish(StopPlan((StopStep(signals.SIGTERM, grace),)))
+        await self._group.stop(StopPlan((StopStep(signals.SIGTERM, grace),)))
 
-    async def _finish(self, plan: StopPlan) -> None:
-        if self._is_over:
-            return
-        await self._group.stop(plan)
-        await self._group.results()  # before the close, which releases the results
-        await self._group.close()
-        self._is_over = True
-
-    async def _exception(self, rank: int) -> ProcessException:
+    def _exception(self, rank: int) -> ProcessException:
         group = self._group
         pid, status = group.records[rank].pid, group.records[rank].status
-        result = (await group.results())[rank]
+        result = group.calls[rank]
         if result.is_exception and result.error is not None:
             text = f"\n\n-- Process {rank:d} terminated with the following error:\n"
             return ProcessRaisedException(text + (result.error.traceback or ""), rank, pid)
@@ -248,6 +239,7 @@ async def start_context(
         is_quiet=True,
         is_daemon=daemon,
         with_index=True,
+        waits_for_stop=True,
     )
     group = BareGroup(spec, overrides)
     await group.start()

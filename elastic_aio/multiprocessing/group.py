@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal as signals
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 from elastic_aio.agent.bare_group import BareGroup
 from elastic_aio.agent.program import PerRankOverrides
-from elastic_aio.aio import create_task, run_shielded, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure, signal_name
 from elastic_aio.spec.checks import checked_console, checked_items
@@ -80,9 +78,7 @@ class GroupContext:
     def __init__(self, group: BareGroup) -> None:
         """Use `start_processes` to get one."""
         self._group = group
-        self._watching: asyncio.Task[None] | None = None
-        self._result: asyncio.Future[RunProcsResult] | None = None
-        self._plan = StopPlan()
+        self._is_entered = False
 
     def __repr__(self) -> str:
         return f"<GroupContext {self._group!r}>"
@@ -102,12 +98,10 @@ class GroupContext:
             SpawnError: one could not be started; none is left.
             HostError: this host lacks something.
         """
-        if self._result is not None:
+        if self._is_entered:
             raise ValueError("a group of processes is started once; make another one")
-        self._result = running_loop().create_future()
+        self._is_entered = True
         await self._group.start()
-        self._watching = create_task(self._watch(), name=f"watch {self.name}")
-        self._watching.add_done_callback(self._on_watched)
         return self
 
     async def __aexit__(
@@ -117,7 +111,7 @@ class GroupContext:
         trace: TracebackType | None,
     ) -> None:
         """Stop the processes that still run, and release everything."""
-        await run_shielded(self._leave)
+        await self._group.stop()
 
     async def wait(self, timeout: float | None = None) -> RunProcsResult | None:
         """Wait until all have succeeded, or one has failed and the others are stopped.
@@ -130,11 +124,9 @@ class GroupContext:
         Returns:
             The result; None if the timeout has passed first.
         """
-        result = self._started
-        if not result.done():
-            limit = None if timeout is None or timeout < 0 else timeout
-            await asyncio.wait([result], timeout=limit)
-        return result.result() if result.done() else None
+        self._check_started()
+        await self._group.wait_over(None if timeout is None or timeout < 0 else timeout)
+        return self._result() if self._group.is_over else None
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
@@ -142,49 +134,24 @@ class GroupContext:
 
     async def close(self, signal: int = signals.SIGTERM, timeout: float = _GRACE_S) -> None:
         """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
-        self._plan = StopPlan((StopStep(signal, timeout),))
-        self._group.request_stop()
-        assert self._watching is not None, "the block has been entered"
-        await wait_shielded(self._watching)
+        self._check_started()
+        await self._group.stop(StopPlan((StopStep(signal, timeout),)))
 
-    @property
-    def _started(self) -> asyncio.Future[RunProcsResult]:
-        if self._result is None:
+    def _check_started(self) -> None:
+        if not self._is_entered:
             raise RuntimeError("not started: use `async with start_processes(...)`")
-        return self._result
 
-    async def _watch(self) -> None:
-        """Wait for the end of the group, stop the rest of it, and set the result."""
+    def _result(self) -> RunProcsResult:
         group = self._group
-        await group.wait_exited_or_failed()
-        await run_shielded(lambda: group.stop(self._plan))
-        results = await group.results()
-        failures = await group.failures()
-        logs = {rank: group.records[rank].logs for rank in group.local_ranks}
-        values = {rank: results[rank].value if results else None for rank in group.local_ranks}
-        result = RunProcsResult(
+        failures, calls = group.failures, group.calls
+        logs = {rank: record.logs for rank, record in group.records.items()}
+        values = {rank: calls[rank].value if calls else None for rank in group.local_ranks}
+        return RunProcsResult(
             return_values={} if failures else values,
             failures={failure.local_rank: _process_failure(failure) for failure in failures},
             stdouts={rank: log.stdout.path or "" for rank, log in logs.items()},
             stderrs={rank: log.stderr.path or "" for rank, log in logs.items()},
         )
-        if not self._started.done():
-            self._started.set_result(result)
-
-    def _on_watched(self, watching: asyncio.Task[None]) -> None:
-        """Let `wait` end too if the watch has failed, or its loop is shutting down."""
-        if self._started.done():
-            return
-        if watching.cancelled() or (error := watching.exception()) is None:
-            self._started.cancel()
-        else:
-            self._started.set_exception(error)
-
-    async def _leave(self) -> None:
-        if self._watching is not None and not self._watching.done():
-            self._group.request_stop()
-            await wait_shielded(self._watching)
-        await self._group.close()
 
 
 def _process_failure(failure: Failure) -> ProcessFailure:

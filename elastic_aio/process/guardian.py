@@ -6,6 +6,10 @@ fires when the spawning thread ends; a writable cgroup needs privileges.  So eac
 has one more process, a bare interpreter of about 4 MB that waits until the agent is gone
 and then ends what is left (`guardian_main`).
 
+The guardian notices the end of the supervisor by a lock that the kernel releases.  An event
+loop may be closed, and the program go on, while a job is still running: then the lock is
+released here (`_LoopAnchor`), and the guardian ends the job as well.
+
 An interpreter may fail to start, and `sys.executable` may be something else: a frozen
 application, for example, which would run itself.  So the guardian reports through a pipe
 that it works, and no worker starts before that.
@@ -17,6 +21,7 @@ import asyncio
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -63,12 +68,14 @@ class Guardian:
             python: an interpreter, in case this program is not run by one.
             early: the first process, if it has been spawned before.
         """
+        self._job = job
         self._spawn = partial(GuardianProcess, job, plan, python)
         self._on_restarted = on_restarted
         self._on_lost = on_lost
         self._early = early
         self._process: _Process | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._anchor = -1
 
     def __repr__(self) -> str:
         return f"<Guardian {self._process and self._process.child}>"
@@ -86,6 +93,18 @@ class Guardian:
         """
         early, self._early = self._early, None
         self._process = _Process(early or self._spawn())
+        try:
+            anchor = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            raise HostError(f"{FAILED}: {error}") from error
+        _LoopAnchor(anchor, self._on_loop_closed)
+        self._anchor = anchor
+
+    def _on_loop_closed(self) -> None:
+        if self._anchor >= 0:  # else it was closed before
+            self._job.release()
+            warning = "a job was running when its event loop was closed"
+            warnings.warn(warning, ResourceWarning, stacklevel=2)
 
     async def wait_ready(self) -> None:
         """Wait until the process has reported that it works, for 30 seconds at most.
@@ -111,6 +130,9 @@ class Guardian:
             self._process.close()
             self._process.child.send_signal(signal.SIGKILL)
             await asyncio.wait([self._process.child.exited], timeout=_KILL_S)
+        anchor, self._anchor = self._anchor, -1
+        if anchor >= 0:
+            asyncio.get_running_loop().remove_reader(anchor)
 
     async def _keep(self, process: _Process) -> None:
         """Restart each guardian that ends, with growing delays."""
@@ -138,6 +160,25 @@ class Guardian:
                 is_reported = True
             else:
                 return self._process, delay
+
+
+class _LoopAnchor:
+    """An object that only an event loop refers to: it is collected when the loop is closed.
+
+    The loop keeps it as the reader of a descriptor that never becomes readable.
+    """
+
+    def __init__(self, descriptor: int, on_collected: Callable[[], None]) -> None:
+        self._descriptor = descriptor
+        self._on_collected = on_collected
+        asyncio.get_running_loop().add_reader(descriptor, self._on_readable)
+
+    def _on_readable(self) -> None:
+        raise AssertionError("nothing is written to it")
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+        self._on_collected()
 
 
 class _Process:

@@ -63,6 +63,10 @@ class GuardedJob(Struct, frozen=True):
         # One tick earlier: processes of the present tick may be older or newer.
         return cls(marker, proc_scan.ticks_now() - 1, session_list)
 
+    def release(self) -> None:
+        """Let the guardian end the job as if this process had ended; needs no event loop."""
+        fcntl.lockf(self.session_list, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Close the session list, which a guardian takes for the end of this process."""
         os.close(self.session_list)

@@ -523,6 +523,30 @@ def test_after_the_end_there_are_no_effects(happening: Input) -> None:
     assert one.phase is AgentPhase.DONE
 
 
+def test_a_stop_may_bring_its_own_plan() -> None:
+    plan = StopPlan([("SIGINT", 1)])
+    (effect,) = machine(Start(), STARTED).handle(StopReceived("enough", plan=plan))
+    assert effect == StopGroup(0, plan, "enough")
+
+
+def test_a_failure_does_not_end_a_group_that_waits_for_a_stop() -> None:
+    """An error of the start does, and so does the last success."""
+
+    def waiting() -> SingleNodeMachine:
+        one = SingleNodeMachine(LaunchSpec(["x"], stop=PLAN), 2, float, waits_for_stop=True)
+        one.handle(Start())
+        return one
+
+    one = waiting()
+    assert [one.handle(received) for received in (ended(1, BAD), STARTED, ended(0))] == [[]] * 3
+    assert one.handle(StopReceived("enough")) == [stop_group("enough")]
+    assert isinstance(one.handle(group_stopped(failure()))[-1], Finish)
+    assert isinstance(waiting().handle(start_failed())[0], StopGroup)
+    one = waiting()
+    (effect,) = [one.handle(received) for received in (STARTED, ended(1), ended(0))][-1]
+    assert effect == stop_group("all workers have finished", leftovers=True)
+
+
 def test_a_second_stop_changes_nothing() -> None:
     """The first reason and signal are kept."""
     one = machine(Start(), STARTED, SIGNAL)

@@ -62,8 +62,8 @@ class Bench:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, WorkerStarted):
-            assert self.runtime._job is not None
-            listed = read_session_list(self.runtime._job.session_list)
+            assert self.runtime.job is not None
+            listed = read_session_list(self.runtime.job.session_list)
             assert event.pid in listed, "a child is guarded before anything else happens"
             self.history.append(f"started {event.local_rank}")
             if event.local_rank == self.abandon_at:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import LogSpec, SpawnError, SpecError
-from elastic_aio.agent.bare_group import BareGroup
+from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.multiprocessing import ProcessFailure, RunProcsResult, spawn, start_processes
 from tests.support import functions
 from tests.support.children import file_console, shell
@@ -181,13 +181,13 @@ async def test_wrong_arguments_are_refused() -> None:
         await spawn(functions.give, nprocs=-1)
 
 
-async def test_an_error_of_the_watch_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect of ours must not let the program wait for ever."""
+async def test_a_defect_of_ours_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not let the program wait for ever."""
 
-    async def fail(group: BareGroup) -> None:
+    async def fail(group: WorkerGroup) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(BareGroup, "results", fail)
+    monkeypatch.setattr(WorkerGroup, "result", fail)
     async with start_processes("g", ["true"], {0: ()}, {0: {}}) as group:
         with pytest.raises(RuntimeError, match="a defect"):
             await group.wait()

@@ -297,6 +297,14 @@ def indexed_sleep(index: int, seconds: float) -> None:
     time.sleep(seconds * index)
 
 
+def indexed_wait(index: int, directory: str) -> None:
+    """Note the process id, and wait for a signal."""
+    with open(f"{directory}/.{index}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{directory}/.{index}", f"{directory}/{index}")
+    signal.pause()
+
+
 def indexed_daemon(index: int, directory: str) -> None:
     """Note whether this process is a daemon of multiprocessing."""
     from multiprocessing import current_process

@@ -1,0 +1,154 @@
+"""Jobs whose event loop ends, or whose agent is collected, before their block is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from elastic_aio import Agent, LaunchSpec
+from elastic_aio.multiprocessing import start_context, start_processes
+from tests.support import functions
+from tests.support.children import POLITE, none_alive, noted, until, until_sync
+from tests.support.cli import running
+from tests.support.leaks import alive, leaked_processes
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+# Keeps what is entered by hand until the loop has ended.
+Held = list[object]
+
+
+@pytest.fixture(
+    params=[asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def loop_factory(request: pytest.FixtureRequest) -> LoopFactory:
+    """Each event loop."""
+    factory: LoopFactory = request.param
+    return factory
+
+
+def polite_agent(directory: Path) -> Agent:
+    """Return an agent of two workers that write their ranks to `stopped` on SIGTERM."""
+    return Agent(LaunchSpec(POLITE, nproc_per_node=2, env={"NOTES": str(directory)}))
+
+
+def polite_group(directory: Path) -> Any:
+    """Return a group of two such workers."""
+    envs = {rank: {"NOTES": str(directory), "RANK": str(rank)} for rank in range(2)}
+    return start_processes("g", POLITE, {0: (), 1: ()}, envs)
+
+
+@pytest.mark.parametrize("make", [polite_agent, polite_group], ids=["agent", "group"])
+@pytest.mark.parametrize("entered", ["in a block", "by hand"])
+def test_the_loop_of_a_background_task_ends(
+    make: Callable[[Path], Any],
+    entered: str,
+    loop_factory: LoopFactory,
+    tmp_path: Path,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """The stop plan runs first; a block that is never left is worth a warning."""
+    held: Held = []
+
+    async def work() -> None:
+        if entered == "by hand":
+            held.append(await make(tmp_path).__aenter__())
+            return
+        async with make(tmp_path) as job:
+            await job.wait()
+
+    async def main() -> list[int]:
+        held.append(asyncio.ensure_future(work()))
+        return await until(noted(tmp_path, 2))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        pids = runner.run(main())
+    assert not any(map(alive, pids))
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
+    warned = [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
+    assert len(warned) == (entered == "by hand")
+    assert all(text.endswith("was running when its event loop was shut down") for text in warned)
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_the_loop_of_spawned_functions_ends(
+    join: bool, loop_factory: LoopFactory, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Joined in a background task, and not joined at all."""
+    held: Held = []
+
+    async def work() -> None:
+        held.append(await start_context(functions.indexed_wait, (str(tmp_path),), 2, join))
+
+    async def main() -> list[int]:
+        held.append(asyncio.ensure_future(work()))
+        return await until(noted(tmp_path, 2))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        pids = runner.run(main())
+    assert not any(map(alive, pids))
+    assert len([warning for warning in recwarn if warning.category is ResourceWarning]) == (
+        not join
+    )
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("make", [polite_agent, polite_group], ids=["agent", "group"])
+async def test_an_agent_is_collected(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Its event loop runs on, and stops the job by its plan."""
+    held: Held = [await make(tmp_path).__aenter__()]
+    pids = await until(noted(tmp_path, 2))
+    with pytest.warns(ResourceWarning, match="when its agent was garbage-collected"):
+        held.clear()
+    await until(none_alive(pids))
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await until(lambda: all(task.done() for task in others))
+
+
+PROGRAM = """
+import asyncio, gc, os, sys, uvloop, warnings
+from pathlib import Path
+from elastic_aio import Agent, LaunchSpec
+from tests.support.children import noted, until
+factory, how = sys.argv[1:3]
+warnings.simplefilter("always")
+loop = (uvloop.new_event_loop if factory == "uvloop" else asyncio.SelectorEventLoop)()
+agent = Agent(LaunchSpec(sys.argv[3:], nproc_per_node=2))
+async def main():
+    await agent.__aenter__()
+    print(*await until(noted(Path(os.environ["NOTES"]), 2)))
+loop.run_until_complete(main())
+if how == "closed":
+    loop.close()
+elif how == "collected":
+    del agent
+    gc.collect()
+else:
+    del agent, loop
+    gc.collect()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("how", ["closed", "collected", "forgotten"])
+def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
+    """The guardian ends the job: SIGTERM, then SIGKILL; the program runs on."""
+    argv = [sys.executable, "-c", PROGRAM, loop, how, *POLITE]
+    with running(argv, env={"NOTES": str(tmp_path)}, stdin_pipe=True) as program:
+        program.wait_out("ready")
+        *pids, _ = program.out.split()
+        until_sync(none_alive(map(int, pids)), "the end of the workers")
+        until_sync((tmp_path / "stopped").exists)
+        assert program.process.stdin is not None
+        program.process.stdin.close()
+        assert program.wait() == 0, program.err
+        assert "ResourceWarning" in program.err
+    until_sync(lambda: not leaked_processes())  # the guardian looks twice
