@@ -272,6 +272,8 @@ class LocalRuntime:
             return await self.master_ports.open_local()
         if group_rank == 0:
             await self.master_ports.serve(*master)
+        else:
+            self.master_ports.introduce(*master)
         return master
 
     async def prepare_attempt(self, attempt: int) -> None:

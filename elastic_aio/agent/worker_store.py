@@ -10,14 +10,16 @@ started on the first connection: jobs without torch do not pay for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import free_port
-from elastic_aio.aio import create_task, run_in_thread
-from elastic_aio.errors import HostError
+from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
+from elastic_aio.errors import HostError, StoreError
+from elastic_aio.spec.checks import format_host_port
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.sockets import bind_listeners, port_owner
 
@@ -28,22 +30,27 @@ MASTER_ADDR = "127.0.0.1"
 """Address at which the workers of a single-node job meet: no other host can reach it."""
 
 _PEER_TIMEOUT_S = 60.0
+_INTRODUCTION_S = 60.0
+"""Seconds for another node to bind the port of the workers' store."""
 
 
 class WorkerStore:
     """A listening socket that becomes a store on the first connection; must be closed."""
 
-    def __init__(self, port: int, host: str | None = MASTER_ADDR) -> None:
+    def __init__(self, port: int, host: str | None = MASTER_ADDR, token: str | None = None) -> None:
         """Bind `port`, 0 for a free one, at an address of this host.
 
         Args:
             port: the port.
             host: the address; None: all addresses, IPv4 and IPv6.
+            token: serve only this host, and hosts from which an agent has proved the token;
+                torch's clients cannot present one.
 
         Raises:
             HostError: the port cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
+        self._token = token
         self._sockets = bind_listeners(host, port, _PEER_TIMEOUT_S)
         self.port: int = self._sockets[0].getsockname()[1]
         self._server: StoreServer | None = None
@@ -86,18 +93,22 @@ class WorkerStore:
     async def _serve(self) -> None:
         from elastic_aio.store.server import StoreServer
 
-        self._server = StoreServer(listening=self._sockets)
+        self._server = StoreServer(
+            listening=self._sockets, token=self._token, admit_hosts=self._token is not None
+        )
         await self._server.start()
 
 
-async def bind_store(port: int, host: str | None = MASTER_ADDR) -> WorkerStore:
+async def bind_store(
+    port: int, host: str | None = MASTER_ADDR, token: str | None = None
+) -> WorkerStore:
     """Return a store at `port`.
 
     Raises:
         HostError: the port cannot be bound; names the process that has it, if known.
     """
     try:
-        return WorkerStore(port, host)
+        return WorkerStore(port, host, token)
     except HostError as error:
         owner = await run_in_thread(port_owner, port)
         if not owner:
@@ -127,6 +138,8 @@ class MasterPorts:
         """Begin without any port."""
         self._fixed_port = spec.master_port
         self._host_store = spec.host_store
+        self._token = spec.rendezvous.token
+        self._introduction: asyncio.Task[None] | None = None
         self._ever_reserved: set[int] = set()
         self._reserved: list[ReservedPort] = []  # the last one is the current
         self._claimed: list[ReservedPort] = []
@@ -154,7 +167,7 @@ class MasterPorts:
             return ReservedPort(address, self._fixed_port, None)
         if not self._host_store:
             return ReservedPort(address, free_port(), None)
-        store = WorkerStore(0, _bindable(address))
+        store = WorkerStore(0, _bindable(address), self._token)
         return ReservedPort(address, store.port, store)
 
     def claim(self, port: int) -> None:
@@ -186,7 +199,27 @@ class MasterPorts:
         if claimed is not None and claimed.store is not None:
             self._serving = claimed.store
         elif self._host_store and port in self._ever_reserved:
-            self._serving = await bind_store(port, _bindable(address))
+            self._serving = await bind_store(port, _bindable(address), self._token)
+
+    def introduce(self, address: str, port: int) -> None:
+        """Prove the token to the store of another node, so that it serves this node's workers.
+
+        It sees the address that the workers have, also behind a translation of addresses.
+        Their connections wait until then.
+        """
+        if self._token is not None and self._host_store:
+            work = self._introduce(format_host_port(address, port))
+            self._introduction = create_task(work, name="introduction to the workers' store")
+
+    async def _introduce(self, endpoint: str) -> None:
+        from elastic_aio.store import connect
+
+        # An error shows in the workers, which do not reach the store either.
+        with contextlib.suppress(StoreError):
+            async with connect(
+                endpoint, timeout=_INTRODUCTION_S, reconnect_for=0, token=self._token
+            ):
+                pass
 
     def _take(self, pool: list[ReservedPort], port: int) -> ReservedPort | None:
         """Take a port from a pool; those reserved before it are not used any more."""
@@ -202,6 +235,9 @@ class MasterPorts:
 
         Idempotent; safe to call again after cancellation.
         """
+        if self._introduction is not None:
+            await cancel_and_wait([self._introduction])
+            self._introduction = None
         if self._serving is not None:
             await self._serving.aclose()
             self._serving = None

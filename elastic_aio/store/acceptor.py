@@ -56,6 +56,11 @@ class Acceptor:
         self._is_paused = True
         self._retry: asyncio.TimerHandle | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more connections are accepted."""
+        return not self._sockets
+
     def start(self) -> None:
         """Listen; clients can connect from now on.
 

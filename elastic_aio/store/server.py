@@ -50,6 +50,8 @@ class StoreServer:
         port: the port; 0: a free one, known as `port` once started.
         token: serve only clients of this package that have the same token, of at least
             16 characters; each side proves to the other that it knows the token.
+        admit_hosts: with a token, also serve torch's clients on this host, and on each host
+            from which a client has proved the token.
         limits: limits on clients; None: the defaults.
         on_drop: called with each connection that the server closes for a fault.
         listening: bound sockets to use instead of `host` and `port`; the server
@@ -65,6 +67,7 @@ class StoreServer:
         port: int = 0,
         *,
         token: str | None = None,
+        admit_hosts: bool = False,
         limits: ServerLimits | None = None,
         on_drop: Callable[[Dropped], None] | None = None,
         listening: Sequence[socket.socket] = (),
@@ -78,6 +81,7 @@ class StoreServer:
         self._host = None if host is None else checked_text("host", host)
         self._port = checked_port("port", port, at_least=0)
         self._token = checked_token(token)
+        self._known_hosts: set[str] | None = set() if admit_hosts else None
         self._on_drop = on_drop
         self._on_pause = on_pause
         self.limits = limits = checked_part("limits", limits, ServerLimits)
@@ -93,7 +97,7 @@ class StoreServer:
         self._acceptor: Acceptor | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._is_late = self._is_closed = False
+        self._is_late = False
         self._all_gone: asyncio.Event | None = None
 
     def __repr__(self) -> str:
@@ -176,7 +180,6 @@ class StoreServer:
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
 
     def _stop_listening(self) -> None:
-        self._is_closed = True
         if self._acceptor is not None:
             self._acceptor.close()
         for sock in self._sockets:
@@ -193,7 +196,8 @@ class StoreServer:
         """Register a new connection; return whether it may stay."""
         is_room = len(self._connections) < self.limits.connections or self._evict_stranger()
         self._connections[connection] = None
-        return is_room and not self._is_closed
+        assert self._acceptor is not None
+        return is_room and not self._acceptor.is_closed
 
     def _evict_stranger(self) -> bool:
         """Drop the oldest client that has not sent the token; return whether there was one."""
@@ -215,6 +219,13 @@ class StoreServer:
             self._acceptor.resume()
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
+
+    def _admit_host(self, host: str) -> None:
+        """Serve torch's clients on a host, from which a client has proved the token."""
+        if self._known_hosts is not None and host not in self._known_hosts:
+            self._known_hosts.add(host)
+            for connection in self._connections:
+                connection.on_host_admitted()
 
     def _answer_proof(self, message: bytes, nonce: bytes | None) -> bytes | None:
         """Return this server's proof; None if `message` does not prove knowledge of the token.

@@ -27,7 +27,8 @@ class Connection(ServerLink, Client):
     def __init__(self, server: ConnectionServer) -> None:
         super().__init__(server)
         self.is_authenticated = server._token is None
-        self._reader = RequestReader(server.limits.wire if self.is_authenticated else _STRANGER)
+        is_full = self.is_authenticated or server._known_hosts is not None
+        self._reader = RequestReader(server.limits.wire if is_full else _STRANGER)
         self._nonce: bytes | None = None
         self._is_tagged = False
         self._received = 0
@@ -41,6 +42,7 @@ class Connection(ServerLink, Client):
         self._set_deadline(
             self._server.limits.handshake_timeout, "did not complete the handshake in time"
         )
+        self.on_host_admitted()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._discard()
@@ -51,7 +53,7 @@ class Connection(ServerLink, Client):
             self.last_received_at = self._server._now()
         if not self.is_authenticated:
             self._received += len(data)
-            if self._received > _STRANGER_BYTES:
+            if self._received > _STRANGER_BYTES and not self._hold():
                 self.drop("sent too much without the token")
                 return
         try:
@@ -207,15 +209,48 @@ class Connection(ServerLink, Client):
                     self._append(tagged(tag, replies.REFUSED, b"the token is wrong"))
                     self.drop("sent a wrong token", is_graceful=True)
                     return
-                self.is_authenticated = True
-                self._reader.limits = self._server.limits.wire
-                self._end_handshake()
+                self._authenticate()
+                self._server._admit_host(self._host())
                 self._append(tagged(tag, replies.DONE, ENCODER_OF[op](proof)))
                 self._serve_tagged(requests)
+                return
+            elif not self._is_tagged and self._hold():
+                self._backlog = [(op, key, argument, tag), *requests]
                 return
             else:
                 self.drop("sent a request without the token")
                 return
+
+    def _authenticate(self) -> None:
+        self.is_authenticated = True
+        self._reader.limits = self._server.limits.wire
+        self._end_handshake()
+
+    def _host(self) -> str:
+        peer = self._transport.get_extra_info("peername")
+        return str(peer[0]) if peer else ""
+
+    def _hold(self) -> bool:
+        """Read no more until a client on the same host proves the token; False: never serve it."""
+        if self._server._known_hosts is None:
+            return False
+        if not self._is_held:
+            self._is_held = True
+            self._transport.pause_reading()
+        return True
+
+    def on_host_admitted(self) -> None:
+        """Serve this connection if its host may be served without the token."""
+        known, host = self._server._known_hosts, self._host()
+        if known is None or self.is_authenticated or self.is_gone:
+            return
+        # A connection whose both ends have one address does not leave this host.
+        own = self._transport.get_extra_info("sockname")
+        if host in known or (own and own[0] == host) or host.startswith("127.") or host == "::1":
+            self._authenticate()
+            if self._is_held:
+                self._is_held = False
+                self._server.loop.call_soon(self._resume)
 
     def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
         """Carry out a tagged request that involves this connection."""
@@ -239,7 +274,12 @@ class Connection(ServerLink, Client):
         elif op == wire.RESUME_LEASE:
             result = int(keyspace.leases.resume(self, tag, key, server._now()))
         elif op == wire.AUTH:
-            raise OperationRefused("this store asks for no token")
+            # Of a client on a host that is served without the token.
+            proof = server._answer_proof(key, self._nonce)
+            if proof is None:
+                raise OperationRefused("the token is wrong, or this store asks for none")
+            server._admit_host(self._host())
+            return proof
         else:
             raise OperationRefused("not in the tagged dialect")
         server._rearm()

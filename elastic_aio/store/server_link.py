@@ -30,6 +30,7 @@ class ConnectionServer(Protocol):
     instance: bytes
     buffers: Buffers
     _token: str | None
+    _known_hosts: set[str] | None
     _handlers: list[Callable[[bytes, Any], Any] | None]
     _dirty: list[ServerLink]
     _on_drop: Callable[[Dropped], None] | None
@@ -37,6 +38,7 @@ class ConnectionServer(Protocol):
     def _now(self) -> float: ...
     def _admit(self, connection: Any) -> bool: ...
     def _forget(self, connection: Any) -> None: ...
+    def _admit_host(self, host: str) -> None: ...
     def _answer_proof(self, message: bytes, nonce: bytes | None) -> bytes | None: ...
     def _check_buffers(self) -> None: ...
     def _flush(self) -> None: ...
@@ -58,7 +60,7 @@ class ServerLink(asyncio.Protocol):
         # Requests that were received before reading was paused.
         self._backlog: list[Request] = []
         self._is_in_handshake = True
-        self._is_paused = False
+        self._is_paused = self._is_held = False
         self.is_gone = False
         self._batches_served = 0
         self._accounted = 0
@@ -84,7 +86,7 @@ class ServerLink(asyncio.Protocol):
         raise NotImplementedError
 
     def _is_blocked(self) -> bool:
-        return self._is_paused or self.is_gone or self._transport.is_closing()
+        return self._is_paused or self._is_held or self.is_gone or self._transport.is_closing()
 
     def _append(self, reply: bytes | Pieces) -> int:
         """Queue a reply, which is sent at the next flush; return its size."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import struct
 from pathlib import Path
 
 import pytest
 
 from elastic_aio import LogSpec
 from elastic_aio.agent.worker_store import MasterPorts
-from elastic_aio.errors import HostError
+from elastic_aio.errors import HostError, StoreRefused
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     EndJob,
@@ -21,7 +23,10 @@ from elastic_aio.rendezvous.base import (
     RoundSucceeded,
 )
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import connect
+from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.wire import ADD, OPENING, encode
 from tests.support.children import noting, shell
 from tests.support.fake_rendezvous import HERE, member, node_spec
 
@@ -190,4 +195,41 @@ async def test_a_port_that_a_store_of_this_process_has() -> None:
         with pytest.raises(HostError, match=rf"{port}.*taken by"):
             await ports.serve(HERE, port)
     await ports.serve(HERE, port)
+    await ports.aclose()
+
+
+async def test_with_a_token_only_hosts_of_agents_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reserved port and a served one; the agent of another node introduces its host."""
+    monkeypatch.setattr(Connection, "_host", lambda self: "192.0.2.7")
+    rendezvous = RendezvousSpec(token="token-of-this-test")
+    spec = LaunchSpec(["true"], nnodes=2, run_id="r", rendezvous=rendezvous)
+    near, far = MasterPorts(spec), MasterPorts(spec)
+    port = near.reserve(HERE)
+    with pytest.raises(StoreRefused, match="asks for a token"):
+        await served(port, "k")
+    near.claim(port)
+    await near.serve(HERE, port)
+    with pytest.raises(StoreRefused, match="asks for a token"):
+        await served(port, "k")
+    reader, writer = await asyncio.open_connection(HERE, port)
+    writer.write(OPENING + encode(ADD, b"/k", 1))  # as torch's clients do
+    far.introduce(HERE, port)
+    assert await reader.readexactly(8) == struct.pack("<q", 1)
+    writer.close()
+    await far.aclose()
+    await near.aclose()
+    assert is_free(port)
+
+
+async def test_an_introduction_to_nothing_ends_with_the_attempt() -> None:
+    """The port is never bound."""
+    with socket.create_server((HERE, 0)) as other:
+        port = other.getsockname()[1]
+    rendezvous = RendezvousSpec(token="token-of-this-test")
+    ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r", rendezvous=rendezvous))
+    ports.introduce(HERE, port)
+    await asyncio.sleep(0)
+    await ports.end_attempt()
     await ports.aclose()

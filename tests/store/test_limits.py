@@ -25,6 +25,7 @@ from elastic_aio.store import (
     replies,
     wire,
 )
+from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.store.test_server import Peer, connected, limited
 from tests.support.children import until
@@ -347,3 +348,64 @@ async def test_a_client_that_does_not_read_completes_the_handshake_in_time(
         stranger.send(encode(wire.PING, b"", 7) * 500)
         await until(lambda: dropped)
         assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"]
+
+
+def from_elsewhere(monkeypatch: pytest.MonkeyPatch, host: str = "192.0.2.7") -> None:
+    """Let all clients seem to be on another host."""
+    monkeypatch.setattr(Connection, "_host", lambda self: host)
+
+
+async def test_torch_clients_are_served_once_their_host_has_proved_the_token(
+    monkeypatch: pytest.MonkeyPatch, dropped: list[Dropped]
+) -> None:
+    """What they have sent before waits, and is not lost; later ones are served at once."""
+    from_elsewhere(monkeypatch)
+    server = StoreServer("127.0.0.1", token=TOKEN, admit_hosts=True, on_drop=dropped.append)
+    async with server, connected(server) as early, connected(server) as large:
+        await early.settled()
+        early.send(encode(wire.ADD, b"/n", 1) * 3)
+        large.send(encode(wire.SET, b"/k", bytes(1 << 20)) + encode(wire.ADD, b"/m", 1))
+        await until(lambda: all(one._is_held for one in server._connections))
+        assert server.keyspace.num_keys() == 0
+        async with connect(server.endpoint, token=TOKEN):
+            pass
+        assert await early.receive(24) == struct.pack("<3q", 1, 2, 3)
+        assert await large.receive(8) == struct.pack("<q", 1)
+        async with connected(server) as late:
+            late.send(encode(wire.ADD, b"/n", 1))
+            assert await late.receive(8) == struct.pack("<q", 4)
+        assert dropped == []
+
+
+async def test_torch_clients_of_other_hosts_are_not_served(
+    monkeypatch: pytest.MonkeyPatch, dropped: list[Dropped]
+) -> None:
+    """Nor what they send read; clients with a wrong token do not change that."""
+    from_elsewhere(monkeypatch)
+    limits = ServerLimits(handshake_timeout=0.5)
+    server = StoreServer(
+        "127.0.0.1", token=TOKEN, admit_hosts=True, limits=limits, on_drop=dropped.append
+    )
+    async with server, connected(server) as stranger:
+        stranger.send(encode(wire.SET, b"/k", bytes(8 << 20)))
+        with pytest.raises(StoreRefused, match="the token is wrong"):
+            await connect(server.endpoint, token="guess-of-this-test").__aenter__()
+        await stranger.ended()
+        await until(lambda: len(dropped) == 2)
+        assert {drop.reason for drop in dropped} == {
+            "sent a wrong token",
+            "did not complete the handshake in time",
+        }
+        assert server.keyspace.num_keys() == 0
+
+
+async def test_torch_clients_of_this_host_are_served(dropped: list[Dropped]) -> None:
+    """Without the token, as are clients with it; one with a wrong token is not."""
+    server = StoreServer("127.0.0.1", token=TOKEN, admit_hosts=True, on_drop=dropped.append)
+    async with server, connected(server) as peer:
+        peer.send(encode(wire.ADD, b"/n", 1))
+        assert await peer.receive(8) == struct.pack("<q", 1)
+        async with connect(server.endpoint, token=TOKEN) as store:
+            assert await store.add("n") == 2
+        with pytest.raises(StoreRefused, match="the token is wrong"):
+            await connect(server.endpoint, token="guess-of-this-test").__aenter__()
