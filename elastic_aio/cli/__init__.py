@@ -19,7 +19,7 @@ from elastic_aio._version import __version__
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
-       aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+       aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
        aio-elastic --version
 

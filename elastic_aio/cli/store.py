@@ -2,7 +2,7 @@
 
 ::
 
-    aio-elastic store [--host HOST] [--port PORT] [--token-file FILE]
+    aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
     aio-elastic store ping ENDPOINT [--timeout SECONDS] [--token-file FILE]
 
 A store without a token serves elastic_aio's and torch's clients.  A store with a token
@@ -15,6 +15,7 @@ import argparse
 import signal
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 from elastic_aio.cli.options import (
     OptionParser,
@@ -27,9 +28,16 @@ from elastic_aio.cli.options import (
 )
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
+from elastic_aio.logs.sink import LineWriter, open_sink
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.rendezvous import DEFAULT_PORT
-from elastic_aio.store import Dropped, StoreServer, connect
+from elastic_aio.store import Dropped, KeyspaceLimits, ServerLimits, StoreServer, connect
+from elastic_aio.text import one_line
+
+_UNPRINTED: Final = 64 << 10
+"""Bytes of lines that wait until stderr is read."""
+
+_LAST_LINES_S: Final = 0.2
 
 
 def main_store(argv: Sequence[str]) -> int:
@@ -70,6 +78,13 @@ def _serve_parser() -> OptionParser:
         default=DEFAULT_PORT,
         help=f"TCP port to listen on; 0 takes a free one (default {DEFAULT_PORT})",
     )
+    parser.add_argument(
+        "--max-mib",
+        type=partial(parse_number, "--max-mib", least=1, most=1 << 20, unit="a number of MiB"),
+        default=KeyspaceLimits().stored >> 20,
+        metavar="N",
+        help="MiB that all keys and values may occupy (default 1024)",
+    )
     add_token_option(
         parser, "file with the token that clients must present, which excludes torch's clients"
     )
@@ -89,22 +104,53 @@ def _ping_parser() -> OptionParser:
 
 async def _serve(arguments: argparse.Namespace) -> int:
     host = None if arguments.host == "*" else arguments.host
+    log = _DropLog()
     server = StoreServer(
         host,
         arguments.port,
         token=arguments.token,
-        on_drop=_print_dropped,
+        limits=ServerLimits(keyspace=KeyspaceLimits(stored=arguments.max_mib << 20)),
+        on_drop=log.put,
     )
-    with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:
-        async with server:
-            access = "with a token" if arguments.token else "open"
-            print(f"store listening on {server.endpoint} ({access})", flush=True)
-            await anext(signals)
+    try:
+        with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:
+            async with server:
+                access = "with a token" if arguments.token else "open"
+                print(f"store listening on {server.endpoint} ({access})", flush=True)
+                await anext(signals)
+    finally:
+        await log.aclose()
     return 0
 
 
-def _print_dropped(dropped: Dropped) -> None:
-    print_error("store", str(dropped), 0)
+class _DropLog:
+    """Prints dropped connections to stderr, and leaves some out while that is not read."""
+
+    def __init__(self) -> None:
+        self._sink = open_sink("stderr", 2)
+        self._writer = LineWriter(self._sink)
+        self._size = self._sink.written
+        self._missed = 0
+
+    def put(self, dropped: Dropped) -> None:
+        """Print one connection; never blocks."""
+        if self._size - self._sink.written > _UNPRINTED or self._writer.lost:
+            self._missed += 1
+            return
+        if self._missed:
+            self._print(f"{self._missed} dropped connections are not listed here")
+            self._missed = 0
+        self._print(str(dropped))
+
+    def _print(self, text: str) -> None:
+        line = f"aio-elastic store: {one_line(text)}\n".encode("utf-8", "replace")
+        self._size += len(line)
+        self._writer.put(line)
+
+    async def aclose(self) -> None:
+        """Print the rest, if it is read."""
+        await self._writer.drain(_LAST_LINES_S)
+        self._sink.close()
 
 
 async def _ping(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import uvloop
 
 from elastic_aio.cli.options import choose_loop
 from elastic_aio.cli.store import main_store
+from elastic_aio.errors import StoreRefused
 from elastic_aio.store import StoreServer, connect
 
 PROGRAM = (
@@ -70,6 +72,31 @@ async def test_dropped_connections_are_printed() -> None:
     process.terminate()
     await process.communicate()
     assert reader is not None
+
+
+async def test_an_unread_stderr_blocks_nothing() -> None:
+    """Connections whose lines do not fit into the pipe are counted, and the store serves on."""
+    process = await start("--port", "0", "--host", "127.0.0.1", "--max-mib", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    endpoint = (await process.stdout.readline()).decode().split()[3]
+    process.stderr._transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
+    for _ in range(2000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.split(":")[1]))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+    async with connect(endpoint, timeout=5, reconnect_for=0) as store:
+        assert await store.add("n") == 1
+        with pytest.raises(StoreRefused, match="its limit is 1048576 bytes"):
+            await store.set("k", bytes(1 << 20))
+        process.stderr._transport.resume_reading()  # type: ignore[attr-defined]
+        lines = [await process.stderr.readline() for _ in range(100)]
+        assert all(b"does not begin like a TCPStore client" in line for line in lines)
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.store import Dropped, StoreServer, connect
+from elastic_aio.store import Dropped, KeyspaceLimits, ServerLimits, StoreServer, connect
 from elastic_aio.store.wire import (
     OPENING,
     SHAPE_OF,
@@ -26,6 +26,7 @@ from elastic_aio.store.wire import (
     WireLimits,
     encode,
 )
+from tests.support.usage import counted, occupied
 
 VECTORS = Path(__file__).with_name("vectors.txt")
 COUNT = int(os.environ.get("ELASTIC_AIO_FUZZ", "0"))
@@ -98,11 +99,32 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+# So low that random requests meet each of them.
+SMALL = ServerLimits(
+    keyspace=KeyspaceLimits(
+        stored=12_000, reply=300, waits=3, watches=2, leases=2, grown=60, history=8
+    ),
+    unsent=2_000,
+    buffered=20_000,
+)
+
+
 @pytest.mark.slow
-async def test_mutated_requests_over_the_network(
-    server: StoreServer, dropped: list[Dropped]
-) -> None:
+@pytest.mark.parametrize("limits", [ServerLimits(), SMALL])
+async def test_mutated_requests_over_the_network(limits: ServerLimits) -> None:
     """Afterwards the server still serves, keeps no request, and uses no more memory."""
+    dropped: list[Dropped] = []
+    async with StoreServer("127.0.0.1", limits=limits, on_drop=dropped.append) as server:
+        await fuzz(server, dropped)
+        if limits is SMALL:
+            refused = {
+                drop.reason.partition(": ")[2] for drop in dropped if "refused" in drop.reason
+            }
+            assert any(why.startswith("the store is full") for why in refused)
+
+
+async def fuzz(server: StoreServer, dropped: list[Dropped]) -> None:
+    """Send mutated requests, and check what is left of them."""
     dice = random.Random(1)
     loop = asyncio.get_running_loop()
     failures: list[dict[str, object]] = []
@@ -127,13 +149,18 @@ async def test_mutated_requests_over_the_network(
             first = memory()
     while server.connection_count:
         await asyncio.sleep(0.001)  # until the server has seen them leave
+    keyspace = server.keyspace
+    assert occupied(keyspace) == counted(keyspace)
+    assert keyspace.usage.left >= 0
+    for key in list(keyspace._values):
+        keyspace.delete(key)
     async with connect(server.endpoint) as store:
         assert await store.add("fuzz/alive") == 1
     gc.collect()
     assert failures == []
     assert dropped
     assert server.buffers.size == 0
-    assert server.keyspace.waits.count == 0
+    assert keyspace.waits.count == 0
     # Values that the requests have stored remain; their size is bounded.
     assert memory() - (first or memory()) < 40 << 20
 
