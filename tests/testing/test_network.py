@@ -1,0 +1,183 @@
+"""The event loops and the network of a simulation, below the package's own code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+
+import pytest
+
+from elastic_aio.testing.network import Network
+from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.virtual_time import VirtualTime
+
+
+class Line(asyncio.Protocol):
+    """Records what arrives on a connection."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.ended: list[Exception | None] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.append(error)
+
+
+class Pair:
+    """Two hosts, and a connection from the first to the second."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.network = Network(VirtualTime(), Random(1), (0.01, 0.02))
+        self.near, self.far = (self.process(name) for name in "ab")
+        self.client, self.server = Line(), Line()
+        listener = self.network.listen(self.far, 80, 5.0)
+        listener.on_ready = lambda: listener.accept()[0].attach(self.server)
+        self.do(self.near.create_connection(lambda: self.client, self.far.host.address, 80))
+
+    def process(self, name: str) -> SimProcess:
+        host = self.network.add_host(name)
+        return SimProcess(self.network, host, self.errors.append)  # type: ignore[abstract]
+
+    def run(self, seconds: float) -> None:
+        until = self.network.time.now + seconds
+        while self.network.time.step(until):
+            pass
+
+    def do(self, work: Coroutine[Any, Any, Any], seconds: float = 1.0) -> asyncio.Task[Any]:
+        tasks: list[asyncio.Task[Any]] = []
+        self.near.run(lambda: tasks.append(self.near.create_task(work)))
+        self.run(seconds)
+        return tasks[0]
+
+    def write(self, data: bytes) -> None:
+        self.near.run(self.client.transport.write, data)
+
+
+def test_data_keeps_its_order() -> None:
+    pair = Pair()
+    for number in range(10):
+        pair.write(b"%d" % number)
+    pair.run(1)
+    assert pair.server.received == b"0123456789"
+
+
+def test_a_partition_holds_data_back() -> None:
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.write(b"late")
+    pair.run(3)
+    assert pair.server.received == b""
+    pair.network.heal()
+    pair.run(10)
+    assert pair.server.received == b"late"
+
+
+def test_a_connection_without_acknowledgement_times_out() -> None:
+    """The server's end has a limit of 5 s; its data arrives, but no acknowledgement does."""
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.far.run(pair.server.transport.write, b"hello")
+    pair.run(4.9)
+    assert pair.client.received == b"hello"
+    assert not pair.server.ended
+    pair.run(0.2)
+    assert [type(error) for error in pair.server.ended] == [TimeoutError]
+
+
+def test_a_killed_process_closes_its_connections() -> None:
+    pair = Pair()
+    pair.near.kill()
+    pair.run(1)
+    assert pair.server.ended == [None]
+    assert not pair.near.files
+
+
+def test_a_host_without_power_says_nothing() -> None:
+    pair = Pair()
+    pair.network.switch_off(pair.near.host)
+    pair.near.kill()
+    pair.run(4.9)
+    assert not pair.server.ended
+    pair.run(0.2)
+    assert [type(error) for error in pair.server.ended] == [TimeoutError]
+
+
+def test_a_suspended_host_catches_up() -> None:
+    """Its kernel accepts data; timers that were due run late."""
+    pair = Pair()
+    pair.far.host.is_suspended = True
+    fired: list[float] = []
+    pair.far.run(lambda: pair.far.call_later(1.0, lambda: fired.append(pair.network.time.now)))
+    pair.write(b"while it was suspended")
+    pair.run(3)
+    assert (pair.server.received, fired) == (b"", [])
+    pair.far.host.is_suspended = False
+    pair.far.catch_up(timers_first=False)
+    pair.run(0)
+    assert (pair.server.received, fired) == (b"while it was suspended", [pair.network.time.now])
+
+
+@pytest.mark.parametrize(("port", "error"), [(81, ConnectionRefusedError)])
+def test_a_port_without_a_listener_refuses(port: int, error: type[Exception]) -> None:
+    pair = Pair()
+    dialled = pair.do(pair.network.connect(pair.near, pair.far.host.address, port))
+    assert isinstance(dialled.exception(), error)
+
+
+def test_a_connection_waits_for_the_end_of_a_partition() -> None:
+    pair = Pair()
+    pair.network.block("b", "a")
+    dialled = pair.do(pair.network.connect(pair.near, pair.far.host.address, 80), 2.0)
+    assert not dialled.done()
+    pair.network.heal()
+    pair.run(4)
+    assert dialled.done()
+
+
+def test_clocks_run_at_their_rates() -> None:
+    pair = Pair()
+    pair.near.host.rate = 2.0
+    begin = pair.near.time()
+    pair.do(asyncio.sleep(10), 4.9)
+    assert pair.near.time() - begin == pytest.approx(9.8)
+    pair.run(0.2)
+    assert pair.near.time() - begin == pytest.approx(10.2)
+
+
+def test_a_process_that_spins_is_an_error() -> None:
+    pair = Pair()
+
+    def spin() -> None:
+        pair.near.call_soon(spin)
+
+    pair.near.run(spin)
+    assert "spins" in pair.errors[0]
+
+
+def test_the_end_of_a_process_runs_its_clean_up() -> None:
+    """Its time passes at once, and nothing that it sends leaves the host."""
+    pair = Pair()
+    story: list[str] = []
+
+    async def work(note: Callable[[str], None]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(60)
+            pair.client.transport.write(b"after the end")
+            note("cleaned up")
+
+    pair.do(work(story.append))
+    pair.near.kill()
+    pair.run(1)
+    assert story == ["cleaned up"]
+    assert not pair.server.received
