@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import GuardianRestarted as GuardianRestarted
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
+    from elastic_aio.events import LogDiskFull as LogDiskFull
     from elastic_aio.events import MembershipChanged as MembershipChanged
     from elastic_aio.events import NodeJoined as NodeJoined
     from elastic_aio.events import NodeLeft as NodeLeft
@@ -123,12 +124,11 @@ else:
             """,
             "elastic_aio.events": """
                 AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianLost
-                GuardianRestarted
-                JobFinished JobStarted MembershipChanged NodeJoined NodeLeft NodeLost NodeRefused
-                NodeStandby OutputLost RendezvousStoreLost RendezvousStoreRecovered Restarting
-                RoundFormed RoundForming RoundWaiting SignalForwarded StandbyPromoted StopEscalated
-                StopRequested WorkerAbandoned WorkerExited WorkerStarted event_from_json
-                event_to_json
+                GuardianRestarted JobFinished JobStarted LogDiskFull MembershipChanged NodeJoined
+                NodeLeft NodeLost NodeRefused NodeStandby OutputLost RendezvousStoreLost
+                RendezvousStoreRecovered Restarting RoundFormed RoundForming RoundWaiting
+                SignalForwarded StandbyPromoted StopEscalated StopRequested WorkerAbandoned
+                WorkerExited WorkerStarted event_from_json event_to_json
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """

@@ -164,6 +164,17 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     """Bytes in the log files that the console did not take; None while workers run."""
 
 
+class LogDiskFull(Event, frozen=True, kw_only=True):
+    """A disk has no space left for log files, so that they may be incomplete.
+
+    `is_shown`: the console shows what they lack (`LogSpec.on_full`).
+    """
+
+    mount_point: str
+    """Where the disk is mounted."""
+    is_shown: bool
+
+
 class OutputLost(Event, frozen=True, kw_only=True):
     """Output of the worker `rank` (on this node `local_rank`) is not shown or kept (`why`)."""
 

@@ -55,14 +55,8 @@ def describe(event: Event) -> tuple[int, str]:
             return Level.WARNING, f"guardian process exited, restarted as pid {event.pid}"
         case events.GuardianLost():
             return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
-        case events.ConsoleLost():
-            rest = counted(event.unshown, "byte") + " not shown, " if event.unshown else ""
-            text = f"{event.stream} accepts no more output ({event.why}); {rest}see the logs"
-            return Level.WARNING, text
-        case events.OutputLost():
-            lost = "output" if event.lost is None else counted(event.lost, "byte")
-            text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
-            return Level.WARNING, f"{text} ({event.path})"
+        case events.ConsoleLost() | events.LogDiskFull() | events.OutputLost():
+            return Level.WARNING, _missing_output(event)
         case events.EventsMissed():
             return Level.WARNING, f"{event.count or 'some'} events missed"
         case events.JobFinished():
@@ -109,6 +103,20 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             server = ", served by this node" if event.is_host else ""
             return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
+
+
+def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.OutputLost) -> str:
+    match event:
+        case events.ConsoleLost():
+            rest = counted(event.unshown, "byte") + " not shown, " if event.unshown else ""
+            return f"{event.stream} accepts no more output ({event.why}); {rest}see the logs"
+        case events.LogDiskFull():
+            effect = "the console shows the rest" if event.is_shown else "they may be incomplete"
+            return f"the disk of the log files is full, {effect}: {event.mount_point}"
+        case events.OutputLost():
+            lost = "output" if event.lost is None else counted(event.lost, "byte")
+            text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
+            return f"{text} ({event.path})"
 
 
 def _job_started(event: events.JobStarted) -> str:

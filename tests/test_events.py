@@ -22,6 +22,7 @@ from elastic_aio.events import (
     GuardianRestarted,
     JobFinished,
     JobStarted,
+    LogDiskFull,
     MembershipChanged,
     NodeJoined,
     NodeLeft,
@@ -122,6 +123,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     GuardianLost: drawn(GuardianLost, why=texts),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),
     ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts, unshown=st.none() | counts),
+    LogDiskFull: drawn(LogDiskFull, mount_point=texts, is_shown=st.booleans()),
     OutputLost: drawn(
         OutputLost,
         rank=counts,

@@ -44,6 +44,7 @@ PUBLIC = [
     "JobStopped",
     "LaunchResult",
     "LaunchSpec",
+    "LogDiskFull",
     "LogSpec",
     "MembershipChanged",
     "Module",

@@ -22,6 +22,7 @@ from elastic_aio import (
     JobStarted,
     JobState,
     LaunchResult,
+    LogDiskFull,
     MembershipChanged,
     NodeJoined,
     NodeLeft,
@@ -343,6 +344,16 @@ EVENTS: list[tuple[Event, int, str]] = [
         ConsoleLost(stream="stdout", why="it was not read", unshown=7),
         Level.WARNING,
         "stdout accepts no more output (it was not read); 7 bytes not shown, see the logs",
+    ),
+    (
+        LogDiskFull(mount_point="/mnt", is_shown=True),
+        Level.WARNING,
+        "the disk of the log files is full, the console shows the rest: /mnt",
+    ),
+    (
+        LogDiskFull(mount_point="/mnt", is_shown=False),
+        Level.WARNING,
+        "the disk of the log files is full, they may be incomplete: /mnt",
     ),
     (
         OutputLost(rank=3, local_rank=1, stream="stderr", path="/logs/x", why="it is gone"),

@@ -117,7 +117,7 @@ class Driver:
                 max_restarts=spec.max_restarts,
                 node_losses=str(spec.restart.node_losses or "") if spec.nnodes.maximum > 1 else "",
                 agent_pid=os.getpid(),
-                log_dir=self._runtime.directory.log_dir,
+                log_dir=self._runtime.output.directory.log_dir,
             )
         )
         keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
@@ -387,7 +387,7 @@ class Driver:
             restarts=outcome.restarts,
             attempts=tuple(attempts),
             return_values=values,
-            log_dir=self._runtime.directory.path if has_logs else None,
+            log_dir=self._runtime.output.directory.path if has_logs else None,
         )
 
     def _settle(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from msgspec import Struct
 
 from elastic_aio.aio import read_file
-from elastic_aio.logs.paths import WorkerLogs
+from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import (
     SIGKILL,
     ExitStatus,
@@ -157,17 +157,28 @@ async def _tail(path: str | None) -> tuple[str, ...]:
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:
-    """Return a note that names the disk of a log file that has no space left."""
-    for path in (logs.stdout.path, logs.stderr.path):
-        if path is None:
-            continue
-        try:
-            disk = os.statvfs(path)
-        except OSError:
-            continue
-        if disk.f_bavail == 0 or (disk.f_files and disk.f_favail == 0):
-            return (f"the disk of its log file is full: {mount_point(path)} ({path})",)
-    return ()
+    """Return a note for each log file on a disk that has no space left."""
+    return tuple(
+        _full_disk_note(stream, stream.path)
+        for stream in (logs.stdout, logs.stderr)
+        if stream.path is not None and is_full(stream.path)
+    )
+
+
+def _full_disk_note(stream: StreamPlan, path: str) -> str:
+    note = f"the disk of its log file is full: {mount_point(path)} ({path})"
+    if stream.is_relayed:
+        return note
+    return f"{note}; the file ends after {os.stat(path).st_size} bytes, what followed is lost"
+
+
+def is_full(path: str) -> bool:
+    """Return whether the disk of a file or directory has no space left."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
+    return disk.f_bavail == 0 or bool(disk.f_files and disk.f_favail == 0)
 
 
 def mount_point(path: str) -> str:

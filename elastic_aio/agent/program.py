@@ -85,8 +85,9 @@ class Program:
     @property
     def descriptors_each(self) -> int:
         """How many descriptors of this process one worker takes."""
-        # Asyncio's pidfd and ours, two logs; a function's call and result.
-        return 6 if self.is_function else 4
+        # Asyncio's pidfd and ours, two logs; two pipes; a function's call and result.
+        pipes = 2 if self._spec.logs.on_full == "console" else 0
+        return 4 + pipes + (2 if self.is_function else 0)
 
     @property
     def spawner(self) -> Spawner:

@@ -15,7 +15,7 @@ no step may release what a later step, or the guardian in place of this process,
    nothing for 5 s.  The guardian still runs, so a kill of this process meanwhile leaves
    neither the fork server nor a survivor behind.
 3. The tee is closed, which ends the tasks that write to the console.
-4. The console is closed: those tasks were its only users.
+4. The console is closed: those tasks were its only users.  (2 to 4 are `JobOutput.aclose`.)
 5. The fork server is killed, and what its modules have started is stopped; while it still
    imports, it is stopped by the plan too.  The program is closed: the memory files with the
    calls and results of functions.  The group has read the results by now.
@@ -34,31 +34,23 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
-    ConsoleLost,
     Event,
     GuardianLost,
     GuardianRestarted,
-    OutputLost,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
 )
-from elastic_aio.logs.files import RunDirectory
-from elastic_aio.logs.lines import PrefixFields, make_prefix
-from elastic_aio.logs.paths import WorkerLogs, attempt_directory, plan_logs
-from elastic_aio.logs.sink import Console, Sink, open_console
-from elastic_aio.logs.tee import Tee
 from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
@@ -69,10 +61,6 @@ from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.worker.context import ERROR_FILE, WorkerContext
-
-# Seconds without any progress after which a blocked console is given up, once the
-# workers are gone.  Their output is in the files.
-_PATIENCE_S = 5.0
 
 
 class LocalRuntime:
@@ -113,13 +101,10 @@ class LocalRuntime:
         self.clock = PausableClock()
         self.program = Program(spec, spawner, overrides)
         self.master_ports = MasterPorts(spec)
-        self.directory = RunDirectory(None)
+        self.output = JobOutput(spec, run_id=run_id, host=host, publish=publish, console=console)
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
         self._adopts_orphans = adopt_orphans
-        self._console_descriptors = console
-        self._console: Console | None = None
-        self._tee: Tee | None = None
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
         self._reserved = 0  # descriptors
@@ -171,7 +156,7 @@ class LocalRuntime:
             early=early,
         )
         self._guardian.start()
-        self.directory = RunDirectory.make(self.spec.logs, self.run_id)
+        self.output.open(self._streams)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         env = worker_env(self.spec, self.nproc, {job.marker: "1"})
@@ -189,15 +174,7 @@ class LocalRuntime:
         cancellation.
         """
         await self.master_ports.aclose()
-        if self._tee is not None:
-            for sink, unshown in (await self._tee.drain(_PATIENCE_S)).items():
-                why = "it was not read since the workers ended"
-                self._on_console_lost(sink, why, unshown)
-            await self._tee.aclose()
-            self._tee = None
-        if self._console is not None:
-            self._console.close()
-            self._console = None
+        await self.output.aclose()
         await self._close_fork_server()
         await self.program.aclose()
         if self._guardian is not None:
@@ -212,7 +189,7 @@ class LocalRuntime:
         if self._reserved:
             limit.release(self._reserved)
             self._reserved = 0
-        has_logs = self.directory.remove_empty()
+        has_logs = self.output.remove_empty()
         self.attempt = -1
         return has_logs
 
@@ -248,8 +225,7 @@ class LocalRuntime:
     def begin_attempt(self, attempt: int) -> str | None:
         """Note the current attempt; return its log directory, None if there is none."""
         self.attempt = attempt
-        path = self.directory.path
-        return None if path is None else attempt_directory(path, attempt)
+        return self.output.attempt_directory(attempt)
 
     def is_current(self, attempt: int) -> bool:
         """Whether no later attempt has begun, and the runtime is open."""
@@ -283,41 +259,9 @@ class LocalRuntime:
             SpawnError: the directory cannot be made.
         """
         await self.program.forget_results()
-        try:
-            self.directory.make_attempt(attempt)
-        except OSError as error:
-            raise _log_error(error) from error
+        self.output.begin_attempt(attempt)
 
     # -------------------------------------------------------------- a worker
-
-    def plan_logs(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Return where one worker's output goes.
-
-        Raises:
-            SpawnError: the `LogLayout` of the job raised.
-        """
-        try:
-            return plan_logs(self.spec.logs, self.directory.path, attempt, local_rank)
-        except Exception as error:
-            message = f"the plan of the logs failed: {type(error).__name__}: {error}"
-            raise SpawnError(message, permanent=True, exit_code=1) from error
-
-    @contextmanager
-    def open_logs(self, logs: WorkerLogs) -> Iterator[tuple[int, int]]:
-        """Open a worker's stdout and stderr for as long as it is being spawned.
-
-        Raises:
-            SpawnError: a log file cannot be made.
-        """
-        standard = self._standard_streams
-        inherited = standard.inherited(1), standard.inherited(2)
-        with ExitStack() as stack:
-            try:
-                opened = self.directory.open_streams(logs, inherited, standard.null)
-                streams = stack.enter_context(opened)
-            except OSError as error:
-                raise _log_error(error) from error
-            yield streams
 
     def environment(
         self, ranks: WorkerRanks, restarts: int, master: tuple[str, int], error_file: str
@@ -377,74 +321,8 @@ class LocalRuntime:
         assert self._streams is not None, "open() comes first"
         return self._streams
 
-    # ---------------------------------------------------------------- output
-
-    def follow(self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks) -> Iterator[int]:
-        """Show a worker's tee'd streams as they grow; yield tokens for `finish_logs`.
-
-        One by one: the caller has the first token even if the second file fails.
-
-        Raises:
-            SpawnError: a log file cannot be opened.
-        """
-        for stream, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr")):
-            if stream.is_shown and stream.path is not None:
-                try:
-                    token = self._follow(stream.path, name, attempt, ranks)
-                except OSError as error:
-                    raise _log_error(error) from error
-                yield token
-
-    def _follow(self, path: str, name: str, attempt: int, ranks: WorkerRanks) -> int:
-        if self._console is None:
-            standard = self._standard_streams
-            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
-            self._console = open_console(*console)
-        if self._tee is None:
-            self._tee = Tee(self._on_console_lost)
-        sink = self._console.out if name == "stdout" else self._console.err
-        fields = PrefixFields(
-            self.spec.role, ranks.rank, ranks.local_rank, attempt, self.host, name
-        )
-        prefix = make_prefix(self.spec.logs.prefix, fields, _timestamp)
-
-        def on_lost(why: str, lost: int | None) -> None:
-            self.publish(
-                OutputLost(
-                    attempt=attempt,
-                    rank=ranks.rank,
-                    local_rank=ranks.local_rank,
-                    stream=name,
-                    path=path,
-                    why=why,
-                    lost=lost,
-                )
-            )
-
-        return self._tee.follow(path, sink, prefix, on_lost)
-
-    def finish_logs(self, tokens: list[int]) -> None:
-        """Note that the logs of these tokens grow no more: their rest is shown."""
-        if self._tee is not None:
-            self._tee.finish(tokens)
-
-    def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
-        self.publish(ConsoleLost(attempt=self.attempt, stream=sink.name, why=why, unshown=unshown))
-
 
 def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:
     """Give a child the descriptor limit that this process had before it raised its own."""
     soft = limit.original
     return child_spec if soft is None else with_descriptor_limit(child_spec, soft)
-
-
-def _log_error(error: OSError) -> SpawnError:
-    where = f": {error.filename}" if error.filename else ""
-    reason = (error.strerror or str(error)).lower()
-    return SpawnError(f"cannot make the log files ({reason}){where}", permanent=False, exit_code=1)
-
-
-def _timestamp() -> str:
-    now = time.time()
-    clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
-    return f"{clock}.{int(now % 1 * 1000):03d}"

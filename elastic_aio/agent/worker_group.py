@@ -82,7 +82,6 @@ class WorkerGroup:
         self._starting: asyncio.Task[None] | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
-        self._tee_tokens: list[int] = []
 
     def __repr__(self) -> str:
         running = sum(record.exit is None for record in self.records.values())
@@ -120,9 +119,8 @@ class WorkerGroup:
                 break
             try:
                 # Each worker's descriptors are open only while it is spawned.
-                logs = runtime.plan_logs(self.attempt, ranks.local_rank)
-                with runtime.open_logs(logs) as streams:
-                    self._tee_tokens.extend(runtime.follow(logs, self.attempt, ranks))
+                logs = runtime.output.plan(self.attempt, ranks.local_rank)
+                with runtime.output.open_streams(logs, self.attempt, ranks) as streams:
                     env = runtime.environment(ranks, self._restarts, master, logs.error_file)
                     child = await runtime.spawn(ranks.local_rank, env, streams)
             except SpawnError as error:
@@ -210,8 +208,7 @@ class WorkerGroup:
 
         Idempotent; safe to call again after cancellation.
         """
-        tokens, self._tee_tokens = self._tee_tokens, []
-        self._runtime.finish_logs(tokens)
+        self._runtime.output.end_attempt(self.attempt)
 
     # ---------------------------------------------------------------- results
 

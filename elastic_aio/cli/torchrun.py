@@ -119,6 +119,13 @@ _OPTIONS = (
         has_variable=False,
     ),
     Option(
+        "on-full",
+        "when the disk of the log files is full: 'fail' (the worker's write fails) or 'console'"
+        " (the console shows what the files do not take) (default 'fail')",
+        metavar="ACTION",
+        has_variable=False,
+    ),
+    Option(
         "logs-specs",
         "name of the plug-in that lays out the logs (default 'default')",
         metavar="NAME",
@@ -214,6 +221,10 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     entrypoint, args = _program(values, program)
     nproc = "1" if values["nproc_per_node"] is None else values["nproc_per_node"]
     number = parse_int(nproc)
+    logs = _logs(values, env)
+    if logs.ignored:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in logs.ignored)
+        warnings.append(f"--log-dir /dev/null keeps no files: no effect of {options}")
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
     spec = LaunchSpec(
         entrypoint,
@@ -227,7 +238,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         run_id=values["rdzv_id"] or None,
         master_port=rendezvous.master_port,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
-        logs=_logs(values, env),
+        logs=logs,
         stop=_stop_plan(values["shutdown_timeout"], env),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
         rendezvous=rendezvous.spec,
@@ -257,12 +268,15 @@ def _program(
 
 
 def _logs(values: Values, env: Mapping[str, str]) -> LogSpec:
+    # A plug-in may be older than this setting.
+    others = {} if values["on_full"] is None else {"on_full": values["on_full"]}
     return _log_layout(values["logs_specs"])(
         log_dir=values["log_dir"] or None,
         redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
         tee=StdMap.parse("logs.tee", values["tee"] or "0"),
         local_ranks_filter=_ranks(values["local_ranks_filter"] or ""),
         prefix=values["log_prefix"] or env.get(_LOG_PREFIX_VARIABLE) or None,
+        **others,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+
+from msgspec import Struct
 
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.logs.paths import (
@@ -15,8 +18,24 @@ from elastic_aio.logs.paths import (
     attempt_directory,
     run_prefix,
 )
+from elastic_aio.logs.relay import Relay
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.worker.errorfile import is_temporary
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class OpenStreams(Struct, frozen=True):
+    """A worker's stdout and stderr, open while it is spawned.
+
+    Attributes:
+        descriptors: those for the worker.
+        relays: the streams that pass through this process, by path; the caller removes
+            those that it closes.
+    """
+
+    descriptors: tuple[int, int]
+    relays: dict[str, Relay]
 
 
 class RunDirectory:
@@ -72,46 +91,62 @@ class RunDirectory:
         """The directory to report to users; None if it is for error files only."""
         return self.path if self._has_logs else None
 
-    def make_attempt(self, attempt: int) -> None:
+    def make_attempt(self, attempt: int, *, may_be_full: bool = False) -> None:
         """Create the directory of an attempt, and tidy those of the previous one.
 
         Raises:
-            OSError: the directory cannot be created.
+            OSError: the directory cannot be created; not for a full disk if it `may_be_full`.
         """
         if self.path is not None:
             self._tidy()
-            directory = attempt_directory(self.path, attempt)
+            self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
+
+    def _make(self, directory: str, *, may_be_full: bool) -> None:
+        try:
             os.mkdir(directory)
+        except OSError as error:
+            # Without its parent, which a full disk did not take.
+            if not may_be_full or error.errno not in {*_FULL, errno.ENOENT}:
+                raise
+        else:
             self._created.append(directory)
 
     @contextmanager
     def open_streams(
         self, logs: WorkerLogs, inherited: tuple[int, int], devnull: int
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterator[OpenStreams]:
         """Create a worker's directory and open its streams; a context that closes them.
 
+        It closes the relays that the caller has left in `relays`.
         `inherited` are descriptors of the agent's standard output and error.
 
         Raises:
             OSError: a directory or file cannot be created.
         """
+        plans = (logs.stdout, logs.stderr)
         if logs.directory is not None:
-            os.mkdir(logs.directory)
-            self._created.append(logs.directory)
+            self._make(logs.directory, may_be_full=any(plan.is_relayed for plan in plans))
+        relays: dict[str, Relay] = {}
         with ExitStack() as stack:
 
             def open_stream(plan: StreamPlan, own: int) -> int:
                 if plan.path is None:
                     return own if plan.target is StreamTarget.CONSOLE else devnull
-                # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens
-                # /dev/stdout, or a child that shares it, writes at the end.
-                os.makedirs(os.path.dirname(plan.path), exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-                file = os.open(plan.path, flags, 0o644)
+                if plan.is_relayed:
+                    relay = relays[plan.path] = _open_relay(plan.path)
+                    stack.callback(os.close, relay.writer)
+                    return relay.writer
+                file = _open_new(plan.path, os.O_WRONLY)
                 stack.callback(os.close, file)
                 return file
 
-            yield open_stream(logs.stdout, inherited[0]), open_stream(logs.stderr, inherited[1])
+            try:
+                stdout = open_stream(logs.stdout, inherited[0])
+                stderr = open_stream(logs.stderr, inherited[1])
+                yield OpenStreams((stdout, stderr), relays)
+            finally:
+                for relay in relays.values():
+                    relay.close()
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""
@@ -142,3 +177,24 @@ class RunDirectory:
         if not entry.is_file(follow_symlinks=False):
             return False
         return is_temporary(entry.name) or (self._is_temporary and not entry.stat().st_size)
+
+
+def _open_new(path: str, access: int) -> int:
+    # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens /dev/stdout, or
+    # a child that shares it, writes at the end.
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _open_relay(path: str) -> Relay:
+    try:
+        file = _open_new(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return Relay(-1, error)
+    try:
+        return Relay(file)
+    except OSError:
+        os.close(file)
+        raise

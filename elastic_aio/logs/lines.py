@@ -49,10 +49,11 @@ class LineSplitter:
     After each `feed`, show the pieces in order.  After `finish`, do not feed again.
     """
 
-    def __init__(self) -> None:
-        self._offset = 0  # of the next byte to feed
+    def __init__(self, offset: int = 0) -> None:
+        """Begin at an offset of the file."""
+        self._offset = offset  # of the next byte to feed
         self._held: bytes | None = b""  # the current frame; None: too long, in the file
-        self._frame_start = 0  # offset at which the current frame begins
+        self._frame_start = offset  # offset at which the current frame begins
         self._text: bytes | LongLine = b""  # last frame of this line that is not empty
 
     def __repr__(self) -> str:
@@ -62,6 +63,11 @@ class LineSplitter:
     def offset(self) -> int:
         """Offset of the next byte to feed."""
         return self._offset
+
+    @property
+    def needed(self) -> int:
+        """Offset of the first byte that later pieces may refer to."""
+        return self._text.start if isinstance(self._text, LongLine) else self._frame_start
 
     def feed(self, data: bytes) -> list[Piece]:
         """Take the next bytes of the file; return what can be shown."""

@@ -22,17 +22,22 @@ _SETTLED_S = 0.05
 class LogFile:
     """A log file that grows; must be closed."""
 
-    def __init__(self, path: str) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, descriptor: int) -> None:
+        """Read from a descriptor, which this object closes."""
+        self._descriptor = descriptor
         self._before = b""  # the last bytes before the offset of the next read
         self._modified_at: int | None = None  # when it had the size that was read last
         self.look_again_at: float | None = None
         """Loop time at which a read may find that the file was written again."""
+
+    @classmethod
+    def open(cls, path: str) -> LogFile:
+        """Open a file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def __repr__(self) -> str:
         return f"<LogFile, descriptor {self._descriptor}>"
@@ -85,6 +90,9 @@ class LogFile:
             OSError: the file cannot be read.
         """
         return os.pread(self._descriptor, min(CHUNK, end - start), start)
+
+    def release(self, offset: int) -> None:
+        """Note that nothing before `offset` is read again; memory may be freed."""
 
     def unread(self, offset: int) -> int | None:
         """Return the number of bytes after `offset`; None if it is unknown."""

@@ -27,11 +27,22 @@ class StreamTarget(Enum):
 
 
 class StreamPlan(Struct, frozen=True):
-    """One stream: its target, its file if any, and whether the console shows the file."""
+    """One stream of a worker.
+
+    Attributes:
+        target: where it goes.
+        path: its file, if any.
+        is_shown: whether the console shows the file.
+        is_relayed: whether it passes through this process, so that a full disk does not
+            fail the worker.
+        is_muted: whether the console may not show what a full disk does not take.
+    """
 
     target: StreamTarget
     path: str | None = None
     is_shown: bool = False
+    is_relayed: bool = False
+    is_muted: bool = False
 
 
 class WorkerLogs(Struct, frozen=True):
@@ -79,7 +90,8 @@ def plan_logs(
     def stream(bit: Std, name: str) -> StreamPlan:
         if redirected & bit:
             is_shown = bool(tee & bit) and is_unmuted
-            return StreamPlan(StreamTarget.FILE, f"{directory}/{name}.log", is_shown)
+            path = f"{directory}/{name}.log"
+            return _file_plan(spec, path, is_shown=is_shown, is_muted=not is_unmuted)
         return StreamPlan(StreamTarget.CONSOLE if is_unmuted else StreamTarget.NOWHERE)
 
     return WorkerLogs(
@@ -98,7 +110,7 @@ def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
             return StreamPlan(StreamTarget.CONSOLE)
         if path == "/dev/null":
             return StreamPlan(StreamTarget.NOWHERE)
-        return StreamPlan(StreamTarget.FILE, path, name in destinations.shown)
+        return _file_plan(layout, path, is_shown=name in destinations.shown, is_muted=False)
 
     return WorkerLogs(
         stdout=stream("stdout", destinations.stdout),
@@ -106,3 +118,8 @@ def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
         directory=context.directory,
         error_file=destinations.error_file,
     )
+
+
+def _file_plan(spec: LogSpec, path: str, *, is_shown: bool, is_muted: bool) -> StreamPlan:
+    is_relayed = spec.on_full == "console"
+    return StreamPlan(StreamTarget.FILE, path, is_shown, is_relayed, is_relayed and is_muted)

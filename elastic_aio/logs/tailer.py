@@ -33,8 +33,10 @@ class LogTailer:
         sink: Sink,
         prefix: Callable[[], bytes],
         on_lost: Callable[[str, int | None], None],
+        *,
+        offset: int = 0,
     ) -> None:
-        """Start at the beginning of an open file, which this object closes.
+        """Follow an open file, which this object closes.
 
         Args:
             file: the log.
@@ -42,6 +44,7 @@ class LogTailer:
             prefix: returns the prefix of lines that are read now.
             on_lost: called with the reason why output is not shown, and the number of
                 bytes, None if it is unknown.
+            offset: where to begin.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,7 +55,7 @@ class LogTailer:
         self._file = file
         self._is_truncated = False
         self._prefix = prefix
-        self._splitter = LineSplitter()
+        self._splitter = LineSplitter(offset)
         # Read but not written yet; empty except after a cancellation.
         self._queue: deque[Piece | _LongLineRest] = deque()
         self._pending_frame = b""
@@ -82,6 +85,7 @@ class LogTailer:
             return True
         if data:
             await self._show(self._splitter.feed(data))
+            self._file.release(self._splitter.needed)
             # A file that has stopped growing causes no event: read until its end.
             return len(data) == CHUNK or self.is_ending
         if self.is_ending:

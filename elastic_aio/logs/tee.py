@@ -16,6 +16,7 @@ from itertools import count
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.log_file import LogFile
+from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
 
@@ -31,6 +32,7 @@ class Tee:
         self._on_lost = on_lost
         self._watcher = InotifyWatcher(self._on_grown)
         self._tailers: dict[int, LogTailer] = {}
+        self._relays: dict[int, Relay] = {}
         self._pumps: dict[Sink, _Pump] = {}
         self._tokens = count()
 
@@ -57,17 +59,63 @@ class Tee:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
-        tailer = self._tailers[token] = LogTailer(LogFile(path), sink, prefix, on_lost)
+        self._show(token, LogTailer(LogFile.open(path), sink, prefix, on_lost))
         self._watcher.add(path, token)
-        if sink not in self._pumps:
-            self._pumps[sink] = _Pump(sink, self._on_lost)
-        self._pumps[sink].wake(tailer)
         return token
+
+    def follow_relay(
+        self,
+        relay: Relay,
+        sink: Sink | None,
+        prefix: Callable[[], bytes],
+        on_lost: Callable[[str, int | None], None],
+        *,
+        is_shown: bool,
+    ) -> int:
+        """Show a relayed stream, or only what its file does not take; return a token.
+
+        Args:
+            relay: the stream; the tee closes it.
+            sink: where it is shown; None drops what the file does not take.
+            prefix: as for `follow`.
+            on_lost: as for `follow`.
+            is_shown: whether all of it is shown.
+        """
+        token = next(self._tokens)
+        self._relays[token] = relay
+
+        on_full = relay.on_full
+
+        def show() -> None:
+            if sink is not None and token not in self._tailers:
+                file = RelayedFile(relay)
+                tailer = LogTailer(file, sink, prefix, on_lost, offset=relay.kept)
+                self._show(token, tailer)
+                relay.on_data = partial(self._pumps[sink].wake, tailer)
+
+        def show_rest() -> None:
+            on_full()
+            show()
+
+        relay.on_full = show_rest
+        if is_shown or relay.error is not None:
+            show()
+        return token
+
+    def _show(self, token: int, tailer: LogTailer) -> None:
+        self._tailers[token] = tailer
+        if tailer.sink not in self._pumps:
+            self._pumps[tailer.sink] = _Pump(tailer.sink, self._on_lost)
+        self._pumps[tailer.sink].wake(tailer)
 
     def finish(self, tokens: Iterable[int]) -> None:
         """Declare files complete: their rest is shown, then they are closed."""
         for token in tokens:
-            tailer = self._tailers[token]
+            if (relay := self._relays.get(token)) is not None:
+                relay.finish()
+            if (tailer := self._tailers.get(token)) is None:
+                self._close_relay(token)
+                continue
             tailer.is_ending = True
             self._watcher.remove(token)
             self._pumps[tailer.sink].wake(tailer)
@@ -102,6 +150,8 @@ class Tee:
             await pump.aclose()
         for tailer in list(self._tailers.values()):
             tailer.close()
+        for token in list(self._relays):
+            self._close_relay(token)
 
     def _ending(self) -> list[LogTailer]:
         tailers = self._tailers.values()
@@ -109,6 +159,12 @@ class Tee:
 
     def _forget(self, token: int, _: asyncio.Future[None]) -> None:
         self._tailers.pop(token, None)
+        self._close_relay(token)
+
+    def _close_relay(self, token: int) -> None:
+        if (relay := self._relays.pop(token, None)) is not None:
+            relay.close()
+            relay.on_closed()
 
     def _on_grown(self, tokens: list[int]) -> None:
         for token in tokens:

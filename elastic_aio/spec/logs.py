@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 from os import PathLike
-from typing import Final
+from typing import Final, Literal
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
@@ -152,6 +152,12 @@ class LogSpec:
     `${role}` (or `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`,
     `${stream}` and `${timestamp}` are replaced.
     """
+    on_full: Literal["fail", "console"] = "fail"
+    """What happens when the disk of the log files is full.
+
+    "fail" fails the worker's own write; "console" leads the streams through this process,
+    which shows on the console what a file does not take.
+    """
 
     def __init__(
         self,
@@ -161,6 +167,7 @@ class LogSpec:
         tee: StdMap | Mapping[int, int] | int | str = 0,
         local_ranks_filter: Iterable[int] = (),
         prefix: str | None = None,
+        on_full: Literal["fail", "console"] = "fail",
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
         ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
@@ -168,6 +175,8 @@ class LogSpec:
             checked_integer("logs.local_ranks_filter", rank, at_least=0)
         if prefix is not None and "\n" in checked_text("logs.prefix", prefix):
             raise SpecError("logs.prefix", prefix, "must be a single line")
+        if on_full not in ("fail", "console"):
+            raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
         set_fields(
             self,
             log_dir=None if log_dir is None else checked_path("logs.log_dir", log_dir),
@@ -175,12 +184,24 @@ class LogSpec:
             tee=StdMap.parse("logs.tee", tee),
             local_ranks_filter=frozenset(ranks),
             prefix=prefix,
+            on_full=on_full,
         )
 
     @property
     def is_off(self) -> bool:
         """Whether nothing is captured (`log_dir` is `/dev/null`)."""
         return self.log_dir == "/dev/null"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The settings that have no effect because nothing is captured."""
+        settings = {
+            "redirects": not self.redirects.is_empty,
+            "tee": not self.tee.is_empty,
+            "local_ranks_filter": bool(self.local_ranks_filter),
+            "on_full": self.on_full != "fail",
+        }
+        return tuple(name for name, is_set in settings.items() if is_set and self.is_off)
 
     def check_with(self, nproc: int) -> None:
         """Raise `SpecError` for ranks that a node of `nproc` workers does not have."""

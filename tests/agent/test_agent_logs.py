@@ -24,6 +24,7 @@ from elastic_aio import (
     JobFailed,
     LaunchResult,
     LaunchSpec,
+    LogDiskFull,
     LogSpec,
     OutputLost,
     launch,
@@ -462,6 +463,32 @@ def is_full(writer: int) -> bool:
     poller = select.poll()
     poller.register(writer, select.POLLOUT)
     return not poller.poll(0)
+
+
+def say(text: str) -> None:
+    """A function whose worker prints a line."""
+    print(text, flush=True)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("start_method", ["command", "spawn", "fork", "forkserver"])
+async def test_relayed_streams(start_method: Any, tmp_path: Path) -> None:
+    """With `on_full="console"` and a disk that is not full, nothing else changes."""
+    logs = LogSpec(log_dir=tmp_path, tee=1, redirects=2, on_full="console")
+    if start_method == "command":
+        spec = LaunchSpec(shell(BOTH), nproc_per_node=2, logs=logs)
+    else:
+        spec = LaunchSpec(
+            say, args=("out",), start_method=start_method, nproc_per_node=2, logs=logs
+        )
+    events: list[Event] = []
+    with file_console(tmp_path) as console:
+        result = await launch(spec, console=console, listeners=[events.append])
+    lines = sorted(line[:14] for line in (tmp_path / "out").read_text().splitlines())
+    assert lines == ["[default0]:out", "[default1]:out"]
+    assert (tmp_path / "err").read_bytes() == b""
+    assert files(result)["attempt_0/1/stdout.log"].startswith(b"out")
+    assert not any(isinstance(event, LogDiskFull | OutputLost) for event in events)
 
 
 async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:

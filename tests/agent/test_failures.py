@@ -209,7 +209,8 @@ async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch)
     full = os.statvfs_result(values)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     assert (await case.failure()).notes == (
-        f"the disk of its log file is full: {mount_point(path)} ({path})",
+        f"the disk of its log file is full: {mount_point(path)} ({path});"
+        " the file ends after 2 bytes, what followed is lost",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from elastic_aio import AttemptFailed, WorkerExited, event_from_json
 from tests.support.children import python, shell
 from tests.support.cli import CLI, run_cli, run_program, running_cli
+from tests.support.disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -213,9 +213,10 @@ def test_log_prefix_options() -> None:
 
 
 def test_log_dir_dev_null_inherits_everything() -> None:
-    """`--log-dir /dev/null` overrides --tee and --redirects."""
+    """`--log-dir /dev/null` overrides --tee and --redirects, with a warning."""
     ended = run_cli("--log-dir", "/dev/null", "-t3", "-r3", *BASH, "echo x; echo y >&2")
     assert (ended.code, ended.out) == (0, "x\n")
+    assert "no effect of --redirects and --tee" in ended.errors[0]
     assert "y" in ended.errors
     assert "no log files" in ended.err
 
@@ -228,21 +229,13 @@ def test_no_temporary_directory_is_left(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of 128 KiB."""
-    mount_point = tmp_path / "disk"
-    mount_point.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=128k", "none", str(mount_point)]
-    mounted = subprocess.run(["mount", *options], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a disk")
-    try:
-        yield mount_point
-    finally:
-        subprocess.run(["umount", str(mount_point)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 128 KiB."""
+    with small_disk(tmp_path / "disk", 128) as disk:
+        yield disk
 
 
-def test_a_full_log_disk(small_disk: Path) -> None:
+def test_a_full_log_disk(disk: Path) -> None:
     """The worker gets ENOSPC, the report names disk and file, and all written lines are shown."""
     worker = python(
         """
@@ -254,34 +247,65 @@ except OSError as error:
     sys.exit(20 + (error.errno == 28))
 """
     )
-    ended = run_cli("-t1", "-r2", "--log-dir", small_disk, "--no-python", *worker)
+    ended = run_cli("-t1", "-r2", "--log-dir", disk, "--no-python", *worker)
     assert ended.code == 21
-    (log,) = small_disk.rglob("stdout.log")
-    assert f"full: {small_disk} ({log})" in ended.err
+    (log,) = disk.rglob("stdout.log")
+    size = log.stat().st_size
+    assert f"full: {disk} ({log}); the file ends after {size} bytes" in ended.err
+    assert f"the disk of the log files is full, they may be incomplete: {disk}" in ended.err
     kept = log.read_text().splitlines()
     assert len(kept) > 1000
     assert ended.out.splitlines() == [f"[default0]:{line}" for line in kept]
     assert "Traceback" not in ended.err
 
 
-def test_a_log_disk_that_is_full_from_the_start(small_disk: Path) -> None:
+def test_a_log_disk_that_is_full_from_the_start(disk: Path) -> None:
     """The job succeeds, or ends with one line that names the disk."""
-    filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
-    try:
-        while os.write(filler, b"x" * 512):
-            pass
-    except OSError:
-        pass
-    finally:
-        os.close(filler)
+    fill(disk)
     for options in (["-t3"], []):
-        ended = run_cli(*options, "--log-dir", small_disk, *BASH, "echo fine || exit 0")
+        ended = run_cli(*options, "--log-dir", disk, *BASH, "echo fine || exit 0")
         assert "Traceback" not in ended.err
         assert ended.code in (0, 1, 2)
         if ended.code:
             assert len(ended.errors) <= 2
             assert "no space left" in ended.errors[-1]
-            assert str(small_disk) in ended.errors[-1]
+            assert str(disk) in ended.errors[-1]
+
+
+LINES = 'for ((i = 0; i < 30000; i++)); do echo "$RANK $i"; done; echo "done $RANK" >&2'
+
+
+def test_a_full_log_disk_and_the_console(disk: Path) -> None:
+    """With `--on-full console` the job succeeds, and the console has all lines."""
+    ended = run_cli(
+        "--nproc-per-node", 2, "-t1", "-r2", "--on-full", "console", "--log-dir", disk, *BASH, LINES
+    )  # fmt: skip
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    for rank in range(2):
+        own = [line for line in lines if line.startswith(f"[default{rank}]:")]
+        assert own == [f"[default{rank}]:{rank} {i}" for i in range(30000)]
+    full = f"the disk of the log files is full, the console shows the rest: {disk}"
+    assert ended.err.count(full) == 1
+    written = len("".join(f"0 {i}\n" for i in range(30000)))
+    for rank in range(2):
+        (log,) = disk.rglob(f"{rank}/stdout.log")
+        lost = written - log.stat().st_size
+        assert f"{lost} bytes of stdout of rank {rank} lost: its log file lacks them" in ended.err
+        # A redirected stream is shown from the moment when its file takes no more.
+        assert f"[default{rank}]:done {rank}" in ended.err
+
+
+def test_a_log_disk_that_is_full_at_a_restart(disk: Path) -> None:
+    """The second attempt has no log files; its output is on the console."""
+    script = (
+        'test $TORCHELASTIC_RESTART_COUNT = 1 && echo fine && exit 0; yes "$(printf %01000d)" |'
+    )
+    ended = run_cli("--max-restarts", 1, "-t3", "--on-full", "console", "--log-dir", disk, *BASH,
+                    f"{script} head -n 500; exit 1")  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert len(ended.out.splitlines()) == 501
+    assert ended.out.splitlines()[-1] == "[default0]:fine"
 
 
 def test_the_layout_of_logs(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def test_a_temporary_directory_with_output_stays(temporary: Path, devnull: int) 
         directory.make_attempt(attempt)
         for rank in range(2):
             plan = plan_logs(ALL, directory.path, attempt, rank)
-            with directory.open_streams(plan, (1, 2), devnull) as (out, _):
+            with directory.open_streams(plan, (1, 2), devnull) as streams:
+                out, _ = streams.descriptors
                 if (attempt, rank) == (1, 0):
                     os.write(out, b"something\n")
     assert directory.remove_empty()
@@ -123,7 +124,8 @@ def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, devnull: in
     directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r")
     directory.make_attempt(0)
     plan = plan_logs(ALL, directory.path, 0, 0)
-    with directory.open_streams(plan, (1, 2), devnull) as (out, err):
+    with directory.open_streams(plan, (1, 2), devnull) as streams:
+        out, err = streams.descriptors
         assert os.readlink(f"/proc/self/fd/{out}") == plan.stdout.path
         assert os.readlink(f"/proc/self/fd/{err}") == plan.stderr.path
         assert not os.get_inheritable(out)
@@ -141,10 +143,12 @@ def test_streams_without_files_are_inherited_or_dev_null(tmp_path: Path, devnull
     directory.make_attempt(0)
     spec = LogSpec(redirects=StdMap(Std.ERR), local_ranks_filter=frozenset({0}))
     plans = [plan_logs(spec, directory.path, 0, rank) for rank in range(2)]
-    with directory.open_streams(plans[0], (7, 8), devnull) as (out, err):
+    with directory.open_streams(plans[0], (7, 8), devnull) as streams:
+        out, err = streams.descriptors
         assert out == 7
         assert err not in (7, 8, devnull)
-    with directory.open_streams(plans[1], (7, 8), devnull) as (out, _):
+    with directory.open_streams(plans[1], (7, 8), devnull) as streams:
+        out, _ = streams.descriptors
         assert out == devnull
 
 
@@ -172,7 +176,8 @@ def test_an_attempt_tidies_up_after_the_previous_one(temporary: Path, devnull: i
     for attempt in range(3):
         directory.make_attempt(attempt)
         logs = plan_logs(ALL, directory.path, attempt, 0)
-        with directory.open_streams(logs, (1, 2), devnull) as (stdout, _):
+        with directory.open_streams(logs, (1, 2), devnull) as streams:
+            stdout, _ = streams.descriptors
             if attempt == 1:
                 os.write(stdout, b"text")
     files = [path for path in Path(directory.path).rglob("*") if path.is_file()]

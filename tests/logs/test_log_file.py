@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def log(path: Path) -> Iterator[LogFile]:
     """The file, opened."""
-    log = LogFile(str(path))
+    log = LogFile.open(str(path))
     yield log
     log.close()
 

@@ -117,3 +117,14 @@ def test_any_run_id_is_a_safe_path_component(run_id: str) -> None:
 
 def test_attempts_have_directories() -> None:
     assert attempt_directory("/logs/run_x", 2) == "/logs/run_x/attempt_2"
+
+
+def test_streams_that_a_full_disk_shall_not_stop() -> None:
+    """Those to files pass through the agent; what muted ones lose is not shown."""
+    spec = LogSpec(redirects=1, tee=2, local_ranks_filter=[1], on_full="console")
+    shown, muted = (plan_logs(spec, "/run", 3, rank) for rank in (1, 0))
+    assert shown.stdout == StreamPlan(StreamTarget.FILE, "/run/attempt_3/1/stdout.log", False, True)
+    assert shown.stderr == StreamPlan(StreamTarget.FILE, "/run/attempt_3/1/stderr.log", True, True)
+    assert [plan.is_muted for plan in (muted.stdout, muted.stderr)] == [True, True]
+    console = plan_logs(LogSpec(on_full="console"), "/run", 3, 0)
+    assert console.stdout == CONSOLE

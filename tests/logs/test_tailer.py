@@ -32,7 +32,7 @@ class Bench:
         self.sink = Sink("stdout", os.dup(self._writer), self._write)
         self.lost: list[tuple[str, int | None]] = []
         self.tailer = LogTailer(
-            LogFile(str(path)), self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss)
+            LogFile.open(str(path)), self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss)
         )
 
     def _write(self, data: bytes | memoryview) -> int:
@@ -194,7 +194,7 @@ from tests.support.memory import peak_growth
 async def main(path):
     out = os.open("shown", os.O_WRONLY | os.O_CREAT)
     sink = Sink("stdout", out, lambda data: os.write(out, data))
-    tailer = LogTailer(LogFile(path), sink, lambda: b"P:", lambda *loss: None)
+    tailer = LogTailer(LogFile.open(path), sink, lambda: b"P:", lambda *loss: None)
     while await tailer.copy():
         pass
     tailer.close()

@@ -133,6 +133,17 @@ def test_log_settings_are_normalised() -> None:
     assert LogSpec(log_dir="/dev/null").is_off
 
 
+def test_settings_without_effect() -> None:
+    """`/dev/null` captures nothing, so there is nothing to tee, to filter or to keep."""
+    settings: dict[str, Any] = {
+        "redirects": 1, "tee": 2, "local_ranks_filter": [0], "on_full": "console"
+    }  # fmt: skip
+    assert LogSpec(log_dir="/dev/null", **settings).ignored == tuple(settings)
+    assert LogSpec(log_dir="/dev/null", tee=1).ignored == ("tee",)
+    assert LogSpec(log_dir="/dev/null", prefix="x").ignored == ()
+    assert LogSpec(log_dir="/tmp", **settings).ignored == ()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -142,6 +153,7 @@ def test_log_settings_are_normalised() -> None:
         ({"local_ranks_filter": "0"}, "logs.local_ranks_filter: must be a list (got '0')"),
         ({"local_ranks_filter": [-1]}, f"logs.local_ranks_filter: {WHOLE} 0 (got -1)"),
         ({"prefix": "a\nb"}, "logs.prefix: must be a single line (got 'a\\nb')"),
+        ({"on_full": "drop"}, "logs.on_full: must be 'fail' or 'console' (got 'drop')"),
         ({"prefix": 5}, "logs.prefix: must be text without NUL (got 5)"),
     ],
 )

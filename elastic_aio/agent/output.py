@@ -1,0 +1,241 @@
+"""JobOutput: where the workers of a job write on this host, and what the console shows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from elastic_aio.agent.failures import is_full, mount_point
+from elastic_aio.errors import SpawnError
+from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
+from elastic_aio.logs.files import RunDirectory
+from elastic_aio.logs.lines import PrefixFields, make_prefix
+from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_directory, plan_logs
+from elastic_aio.logs.relay import Relay
+from elastic_aio.logs.sink import Console, Sink, open_console
+from elastic_aio.logs.tee import Tee
+from elastic_aio.process.streams import StandardStreams
+from elastic_aio.ranks import WorkerRanks
+from elastic_aio.spec.job import LaunchSpec
+
+# Seconds without any progress after which a blocked console is given up, once the
+# workers are gone.  Their output is in the files.
+_PATIENCE_S = 5.0
+
+
+class JobOutput:
+    """The log directory, the log files that the console shows, and the console of a job."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        *,
+        run_id: str,
+        host: str,
+        publish: Callable[[Event], None],
+        console: tuple[int, int] | None,
+    ) -> None:
+        """Prepare; nothing is opened before `open`.
+
+        Args:
+            spec: the job.
+            run_id: name of the run.
+            host: name of this host.
+            publish: called with every event.
+            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+        """
+        self.directory = RunDirectory(None)
+        self._spec = spec
+        self._run_id = run_id
+        self._host = host
+        self._publish = publish
+        self._console_descriptors = console
+        self._console: Console | None = None
+        self._tee: Tee | None = None
+        self._streams: StandardStreams | None = None
+        self._attempt = 0
+        self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by attempt
+        self._directories: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
+        self._full: set[tuple[int, str]] = set()  # attempts and disks that were reported
+
+    def __repr__(self) -> str:
+        return f"<JobOutput in {self.directory!r}, {self._tee}>"
+
+    def open(self, streams: StandardStreams) -> None:
+        """Make the run's directory; `streams` are those of this process.
+
+        Raises:
+            SpecError: the log directory cannot be used.
+            HostError: no temporary directory can be created, and streams are redirected.
+        """
+        self._streams = streams
+        self.directory = RunDirectory.make(self._spec.logs, self._run_id)
+
+    async def aclose(self) -> None:
+        """Show the rest, for as long as the console takes anything, and close the console.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        if self._tee is not None:
+            for sink, unshown in (await self._tee.drain(_PATIENCE_S)).items():
+                self._on_console_lost(sink, "it was not read since the workers ended", unshown)
+            await self._tee.aclose()
+            self._tee = None
+        if self._console is not None:
+            self._console.close()
+            self._console = None
+
+    def remove_empty(self) -> bool:
+        """Remove what is empty of a temporary directory; return whether a directory remains."""
+        return self.directory.remove_empty()
+
+    # ------------------------------------------------------------ an attempt
+
+    def attempt_directory(self, attempt: int) -> str | None:
+        """Return the log directory of an attempt; None if there is none."""
+        path = self.directory.path
+        return None if path is None else attempt_directory(path, attempt)
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Make the directory of an attempt.
+
+        Raises:
+            SpawnError: the directory cannot be made.
+        """
+        self._attempt = attempt
+        try:
+            self.directory.make_attempt(attempt, may_be_full=self._spec.logs.on_full == "console")
+        except OSError as error:
+            raise _log_error(error) from error
+
+    def plan(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Return where one worker's output goes.
+
+        Raises:
+            SpawnError: the `LogLayout` of the job raised.
+        """
+        try:
+            return plan_logs(self._spec.logs, self.directory.path, attempt, local_rank)
+        except Exception as error:
+            message = f"the plan of the logs failed: {type(error).__name__}: {error}"
+            raise SpawnError(message, permanent=True, exit_code=1) from error
+
+    @contextmanager
+    def open_streams(
+        self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks
+    ) -> Iterator[tuple[int, int]]:
+        """Open a worker's stdout and stderr for as long as it is being spawned.
+
+        The console follows those that it shows until `end_attempt`.
+
+        Raises:
+            SpawnError: a log file cannot be made or followed.
+        """
+        standard = self._standard_streams
+        inherited = standard.inherited(1), standard.inherited(2)
+        with ExitStack() as stack:
+            try:
+                opened = self.directory.open_streams(logs, inherited, standard.null)
+                streams = stack.enter_context(opened)
+                for plan, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr")):
+                    if plan.path is not None:
+                        fields = PrefixFields(
+                            self._spec.role, ranks.rank, ranks.local_rank, attempt, self._host, name
+                        )
+                        relay = streams.relays.pop(plan.path, None)
+                        self._follow(plan, plan.path, relay, fields)
+            except OSError as error:
+                raise _log_error(error) from error
+            yield streams.descriptors
+
+    def end_attempt(self, attempt: int) -> None:
+        """Note that the logs of an attempt grow no more: their rest is shown.  Idempotent."""
+        if self._tee is not None:
+            self._tee.finish(self._tokens.pop(attempt, []))
+        for directory in self._directories.pop(attempt, set()):
+            if is_full(directory):
+                self._report_full_disk(attempt, directory)
+
+    # -------------------------------------------------------------- a stream
+
+    def _follow(
+        self, plan: StreamPlan, path: str, relay: Relay | None, fields: PrefixFields
+    ) -> None:
+        """Show a stream as it grows, or, of a relayed one, what its file does not take."""
+        attempt = fields.attempt
+        self._directories[attempt].add(os.path.dirname(path))
+        if relay is None and not plan.is_shown:
+            return
+        if self._console is None:
+            standard = self._standard_streams
+            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
+            self._console = open_console(*console)
+        if self._tee is None:
+            self._tee = Tee(self._on_console_lost)
+        sink = self._console.out if fields.stream == "stdout" else self._console.err
+        prefix = make_prefix(self._spec.logs.prefix, fields, _timestamp)
+
+        def on_lost(why: str, lost: int | None) -> None:
+            self._publish(
+                OutputLost(
+                    attempt=attempt,
+                    rank=fields.rank,
+                    local_rank=fields.local_rank,
+                    stream=fields.stream,
+                    path=path,
+                    why=why,
+                    lost=lost,
+                )
+            )
+
+        if relay is None:
+            token = self._tee.follow(path, sink, prefix, on_lost)
+        else:
+            relay.on_full = partial(self._report_full_disk, attempt, path)
+            relay.on_closed = partial(_report_rest, relay, on_lost)
+            shown_on = None if plan.is_muted else sink
+            token = self._tee.follow_relay(relay, shown_on, prefix, on_lost, is_shown=plan.is_shown)
+            if relay.error is not None:
+                self._report_full_disk(attempt, path)
+        self._tokens[attempt].append(token)
+
+    def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
+        self._publish(
+            ConsoleLost(attempt=self._attempt, stream=sink.name, why=why, unshown=unshown)
+        )
+
+    def _report_full_disk(self, attempt: int, path: str) -> None:
+        place = mount_point(path)
+        if (attempt, place) not in self._full:
+            self._full.add((attempt, place))
+            is_shown = self._spec.logs.on_full == "console"
+            self._publish(LogDiskFull(attempt=attempt, mount_point=place, is_shown=is_shown))
+
+    @property
+    def _standard_streams(self) -> StandardStreams:
+        assert self._streams is not None, "open() comes first"
+        return self._streams
+
+
+def _report_rest(relay: Relay, on_lost: Callable[[str, int | None], None]) -> None:
+    """Report what a relay has not written to its file, and what was not shown either."""
+    if relay.unkept:
+        on_lost("its log file lacks them, because the disk is full", relay.unkept)
+    if relay.lost:
+        on_lost("neither its log file nor the console took them", relay.lost)
+
+
+def _log_error(error: OSError) -> SpawnError:
+    where = f": {error.filename}" if error.filename else ""
+    reason = (error.strerror or str(error)).lower()
+    return SpawnError(f"cannot make the log files ({reason}){where}", permanent=False, exit_code=1)
+
+
+def _timestamp() -> str:
+    now = time.time()
+    clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
+    return f"{clock}.{int(now % 1 * 1000):03d}"

@@ -1,0 +1,277 @@
+"""Relay: a worker's stream that passes through this process on its way to a log file.
+
+A worker that writes to its file by itself gets ENOSPC when the disk is full, and fails.
+With `LogSpec.on_full="console"` it writes to a pipe instead.  This process copies the pipe
+to the file, and keeps what the file does not take in memory until the console has shown
+it.  The cost: every byte is copied once more, and a worker waits while this process is
+suspended or its loop is blocked.
+
+Memory is bounded, and no worker waits for a console that takes nothing: when `_HELD_MAX`
+bytes wait for it, the pipe is left alone until there is room again; after `_PATIENCE_S`
+what comes is dropped and counted, until there is room and a line begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastic_aio.logs.log_file import CHUNK, LogFile
+
+_HELD_MAX = 1 << 20
+_PATIENCE_S = 5.0
+# As the inotify reader: after so many wake-ups in a window of seconds the pipe rests, since
+# each line would cost a wake-up.
+_WINDOW_S = 0.05
+_WAKES_MAX = 20
+_REST_S = 0.01
+_RETRY_S = 0.05
+_TRANSIENT = {errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.EINTR}
+# What a pipe holds at most (pipe-max-size in pipe(7)), in reads: a process that could not
+# be killed may write on.
+_LAST_READS = 16
+
+
+class Relay:
+    """Copies a pipe to a file; what the file does not take is held for a reader.
+
+    Offsets are positions in the stream, which are those in the file as far as it goes.
+    """
+
+    def __init__(self, file: int, error: OSError | None = None) -> None:
+        """Own the descriptor of a file; -1, with the `error`, if it could not be created.
+
+        Raises:
+            OSError: no descriptor is left; the caller closes `file`.
+        """
+        self.file = file
+        self.error = error
+        """Why the file takes no more output; None while it does."""
+        self.kept = 0
+        """Bytes in the file, once it takes no more."""
+        self.unkept = 0
+        """Bytes that are not in the file."""
+        self.lost = 0
+        """Bytes that are neither in the file nor read."""
+        self.on_data: Callable[[], object] = bool
+        self.on_full: Callable[[], object] = bool
+        self.has_reader = False
+        """Whether what the file does not take is held; it is dropped otherwise."""
+        self.on_closed: Callable[[], object] = bool  # called by the owner
+        self._loop = asyncio.get_running_loop()
+        self._held = bytearray()
+        self._held_from = 0
+        self._unwritten = b""
+        self._is_dropping = False
+        self._is_cut = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._window_end = 0.0
+        self._wakes = 0
+        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reader, False)
+        try:
+            self._loop.add_reader(self._reader, self._on_readable)
+        except OSError:
+            os.close(self._reader)
+            os.close(self.writer)
+            raise
+
+    def __repr__(self) -> str:
+        state = f"{self.unkept} bytes not kept" if self.error else "to its file"
+        return f"<Relay {state}{'' if self._reader >= 0 else ', finished'}>"
+
+    @property
+    def end(self) -> int:
+        """Offset of the end of what is held."""
+        return self._held_from + len(self._held)
+
+    def read_held(self, offset: int, size: int) -> bytes:
+        """Return bytes that are held; b"" if there are none at `offset`."""
+        begin = offset - self._held_from
+        return bytes(self._held[begin : begin + size]) if begin >= 0 else b""
+
+    def release(self, offset: int) -> None:
+        """Forget what is before `offset`: it is not read again."""
+        if offset > self._held_from:
+            del self._held[: offset - self._held_from]
+            self._held_from = offset
+            if len(self._held) < _HELD_MAX:
+                self._is_dropping = False
+                self._resume()
+
+    def skip_file(self, offset: int) -> None:
+        """Continue at `offset` with what is held: the file was truncated by another process."""
+        self.kept = self._held_from = offset
+
+    def finish(self) -> None:
+        """Take what is left in the pipe, and close it: no process writes any more.  Idempotent."""
+        if self._reader < 0:
+            return
+        self._loop.remove_reader(self._reader)
+        if self._timer is not None:
+            self._timer.cancel()
+        reader, self._reader = self._reader, -1  # no pause begins any more
+        self._is_dropping = False
+        with suppress(OSError):
+            for _ in range(_LAST_READS):
+                if not (data := os.read(reader, CHUNK)):
+                    break
+                self._take(data)
+        os.close(reader)
+        self._write_file()
+        self.on_data()
+
+    def close(self) -> None:
+        """Finish, and close the file; the caller has closed `writer`.  Idempotent."""
+        self.finish()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    # ---------------------------------------------------------------- the pipe
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._reader, CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:  # read(2): no memory
+            self._pause(_RETRY_S)
+            return
+        if not data:  # all writers have ended
+            self._stop_reading()
+            return
+        self._take(data)
+        self.on_data()
+        now = self._loop.time()
+        if now >= self._window_end:
+            self._window_end, self._wakes = now + _WINDOW_S, 0
+        self._wakes += 1
+        if self._wakes > _WAKES_MAX and len(data) < CHUNK // 4 and self._timer is None:
+            self._pause(_REST_S)
+
+    def _pause(self, seconds: float) -> None:
+        """Read no more for so many seconds, or until there is room for what is held."""
+        if self._reader >= 0:
+            self._stop_reading()
+            self._timer = self._loop.call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._is_dropping = len(self._held) >= _HELD_MAX
+        self._resume()
+        self._write_file()
+
+    def _resume(self) -> None:
+        if self._timer is not None and self._reader >= 0:
+            self._timer.cancel()
+            self._timer = None
+            self._loop.add_reader(self._reader, self._on_readable)
+
+    def _stop_reading(self) -> None:
+        self._loop.remove_reader(self._reader)
+
+    # ------------------------------------------------------ the file, or memory
+
+    def _take(self, data: bytes) -> None:
+        if self.error is None:
+            self._unwritten += data
+            self._write_file()
+        else:
+            self._hold(data)
+
+    def _write_file(self) -> None:
+        left = memoryview(self._unwritten)
+        error = None
+        try:
+            while left:
+                left = left[os.write(self.file, left) :]
+        except OSError as failure:
+            error = failure
+        self._unwritten = bytes(left)
+        if error is None:
+            return
+        if error.errno in _TRANSIENT and self._reader >= 0:
+            self._pause(_RETRY_S)
+            return
+        self.error = error
+        # Not the number of bytes written: another process may have truncated the file.
+        self.kept = self._held_from = os.fstat(self.file).st_size
+        self.on_full()
+        data, self._unwritten = self._unwritten, b""
+        self._hold(data)
+
+    def _hold(self, data: bytes) -> None:
+        self.unkept += len(data)
+        if not self.has_reader or self._is_dropping:
+            self.lost += len(data)
+            self._is_cut = True
+            return
+        if self._is_cut:  # go on at the end of a line
+            count = data.find(b"\n") if b"\n" in data else len(data)
+            self.lost += count
+            data = data[count:]
+            self._is_cut = not data
+        self._held += data
+        if len(self._held) >= _HELD_MAX:
+            self._pause(_PATIENCE_S)
+
+
+class RelayedFile(LogFile):
+    """Reads what a relay has written to its file and what it holds."""
+
+    def __init__(self, relay: Relay) -> None:
+        """Read a relay, which holds from now on what its file does not take."""
+        super().__init__(relay.file)
+        self._relay = relay
+        self._read_to = 0
+        relay.has_reader = True
+
+    def __repr__(self) -> str:
+        return f"<RelayedFile of {self._relay!r}>"
+
+    def read(self, offset: int, now: float) -> bytes | None:
+        relay = self._relay
+        if relay.error is None:
+            data = super().read(offset, now)
+        else:
+            data = self.read_again(offset, offset + CHUNK)
+            if not data and offset < relay.kept:
+                relay.skip_file(offset)
+                data = relay.read_held(offset, CHUNK)
+        self._read_to = offset + len(data or b"")
+        return data
+
+    def read_again(self, start: int, end: int) -> bytes:
+        relay = self._relay
+        if relay.error is None:
+            return super().read_again(start, end)
+        data = b""
+        end = min(end, start + CHUNK)
+        if start < relay.kept:
+            data = super().read_again(start, min(end, relay.kept))
+        return data + relay.read_held(start + len(data), end - start - len(data))
+
+    def release(self, offset: int) -> None:
+        relay = self._relay
+        if relay.error is None:
+            return
+        if self._read_to == relay.end and relay.end - offset >= _HELD_MAX:
+            # One line fills the memory, which would not be released before its end.
+            relay.lost += relay.end - offset
+            offset = relay.end
+        relay.release(offset)
+
+    def unread(self, offset: int) -> int | None:
+        relay = self._relay
+        return super().unread(offset) if relay.error is None else max(0, relay.end - offset)
+
+    def close(self) -> None:
+        """Stop reading; the relay goes on without a reader."""
+        relay = self._relay
+        relay.has_reader = False
+        if relay.error is not None:
+            relay.lost += max(0, relay.end - self._read_to)
+            relay.release(relay.end)
