@@ -289,6 +289,50 @@ def test_clocks_may_differ() -> None:
     assert {outcome.exit_code for outcome in sim.outcomes.values()} == {3}, "b's was first"
 
 
+def test_clocks_may_be_set() -> None:
+    sim, a, b, _c = three()
+    for seconds in (3600.0, -7200.0):
+        sim.step_clock(a, seconds)
+        sim.step_clock(b, -seconds)
+        sim.run(10)
+    assert sim.is_settled(3)
+    assert a.running is not None
+    assert a.running.round == 0
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 6.0])
+def test_a_frozen_store_restarts_no_worker(seconds: float) -> None:
+    """All nodes lose it together, and return to it."""
+    sim, a, _b, _c = three(endpoints=("store0",), heartbeat_timeout=2.0, store_grace=20.0)
+    sim.suspend("store0", seconds)
+    sim.run(seconds + 8)
+    assert sim.is_settled(3)
+    assert a.running is not None
+    assert a.running.round == 0
+
+
+def test_a_host_without_power_is_replaced() -> None:
+    sim, _a, b, _c = three(heartbeat_timeout=2.0)
+    sim.switch_off(b)
+    sim.run_until(lambda: sim.is_settled(2), 10)
+    sim.add_node("b")
+    sim.run_until(lambda: sim.is_settled(3), 10)
+
+
+def test_static_ranks_stay() -> None:
+    """A node that is restarted gets its rank back."""
+    sim = Simulation(job(3, backend="static", node_rank=0, heartbeat_timeout=2.0))
+    for rank, name in enumerate("abc"):
+        sim.add_node(name, node_rank=rank)
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    sim.kill(sim.nodes["b"])
+    b = sim.add_node("b", node_rank=1)
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    assert b.running is not None
+    assert b.running.span.group_rank == 1
+    assert finish(sim) == {JobState.SUCCEEDED}
+
+
 def test_a_mismatched_node_is_rejected() -> None:
     sim, _a, _b, _c = three()
     x = sim.add_node("x", spec=job("2:8"))
