@@ -5,6 +5,8 @@ All hosts have names that cannot be looked up, and a name server that never answ
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from elastic_aio import (
     RoundFormed,
     RoundForming,
 )
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster
 from tests.support.leaks import alive
 from tests.support.netns import Network
 
@@ -60,6 +62,51 @@ async def test_no_names_are_needed(network: Network, tmp_path: Path) -> None:
             assert await agent.ask(worker, "connect") == "connected"
         assert {ended.code for ended in await cluster.finish(*agents)} == {0}
         assert [network.name_queries(name) for name in network.hosts] == [0, 0, 0]
+
+
+async def test_a_token_guards_every_port_of_the_job(network: Network, tmp_path: Path) -> None:
+    """Workers of both nodes are served by the store of the round; a third host is by none."""
+    token = tmp_path / "token"
+    token.write_text("token-of-this-test")
+    conf = {"token_file": token}
+    async with Cluster(tmp_path / "job", 2, endpoint=FIRST, conf=conf) as cluster:
+        a = cluster.start("a", host=network["a"])
+        await a.event(RoundForming)
+        b = cluster.start("b", host=network["b"])
+        workers = await cluster.workers(a, b)
+        sums = [await agent.ask((await agent.workers())[0], "count") for agent in (b, a)]
+        assert sums == ["1", "2"]
+        ports = [(worker.master_addr, worker.master_port) for worker in workers]
+        for name in ("a", "b"):
+            listed = subprocess.run(
+                network[name].argv(["ss", "-ltnH"]), capture_output=True, text=True, check=True
+            ).stdout
+            local = [line.split()[3].rpartition(":") for line in listed.splitlines()]
+            ports += [(network[name].address, int(port)) for _, _, port in local]
+        assert len(set(ports)) >= 3, "the nodes' store, the round's, and reserved ones"
+        environments = [
+            {"MASTER_ADDR": address, "MASTER_PORT": str(port)} for address, port in set(ports)
+        ]
+        source = Path(WORKER).read_text()
+        stranger = f"""
+import os, socket, struct
+{source[source.index("def count") : source.index("def collective")]}
+for environment in {environments!r}:
+    os.environ.update(environment)
+    try:
+        print(count())
+    except OSError as error:
+        print("closed", error)
+"""
+        seen = subprocess.run(
+            network["c"].argv([sys.executable, "-c", stranger]),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        assert len(seen) == len(environments)
+        assert all(line.startswith("closed") for line in seen), seen
+        assert {ended.code for ended in await cluster.finish(a, b)} == {0}
 
 
 async def test_missing_nodes_are_named(network: Network, tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 It writes notes, a line of JSON each, into the named pipe `$NODE_DIRECTORY/notes`, and reads
 its orders from the named pipe `$NODE_DIRECTORY/<pid>`: `exit CODE`, `raise TEXT`, `connect`
-(to the master address; the answer is the outcome), `ignore_sigterm` (from now on) and
-`collective PATH` (connect ranks 0 and 1, then fail when the other one ends).
+(to the master address; the answer is the outcome), `count` (at the store there, in torch's
+protocol; the answer is the sum), `ignore_sigterm` (from now on) and `collective PATH`
+(connect ranks 0 and 1, then fail when the other one ends).
 """
 
 import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 
@@ -60,6 +62,21 @@ def connect() -> str:
     return "connected"
 
 
+def count() -> str:
+    """Add 1 to a key, as torch's clients do."""
+    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(master, timeout=20) as peer:
+        peer.sendall(struct.pack("<BI", 0, 0x3C85F7CE))
+        peer.sendall(struct.pack("<BQ", 4, 6) + b"/count" + struct.pack("<q", 1))
+        answer = b""
+        while len(answer) < 8:
+            data = peer.recv(8)
+            if not data:
+                return "closed"
+            answer += data
+        return str(struct.unpack("<q", answer)[0])
+
+
 def collective(path: str) -> None:
     """Wait for the other rank for ever, and fail when it ends, as a collective call does."""
     if environment["rank"] == 0:
@@ -84,6 +101,8 @@ def obey(word: str, rest: str) -> None:
             raise ValueError(rest)
         case "connect":
             note("answer", connect())
+        case "count":
+            note("answer", count())
         case "collective":
             collective(rest)
         case "ignore_sigterm":
