@@ -130,7 +130,7 @@ def full_disk(chance: random.Random, profile: Profile) -> Injury:
 
 def not_permitted(chance: random.Random, profile: Profile) -> Injury:
     """EPERM from random system calls that a security policy may forbid."""
-    names = ("pidfd_open", "prlimit64", "prctl", "inotify_init1",
+    names = ("pidfd_send_signal", "kill", "pidfd_open", "prlimit64", "prctl", "inotify_init1",
              "inotify_add_watch", "memfd_create", "setsockopt", "bind", "mkdir", "vfork",
              "clone3", "waitid", "ioctl", "readlink")  # fmt: skip
     name, count = _pick(chance, profile, names)
