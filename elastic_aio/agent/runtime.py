@@ -211,6 +211,8 @@ class LocalRuntime:
         Safe to call again after cancellation.
         """
         survivors = await self.tree.stop(plan, self._on_escalated)
+        if survivors and self._guardian is not None and await self._guardian.end_job():
+            survivors = await self.tree.wait_reaped(plan.reap_timeout)
         for survivor in survivors:
             self.publish(
                 WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.aio import create_task, run_shielded, set_result_if_pending
 from elastic_aio.errors import HostError
 from elastic_aio.process.base import Child
 from elastic_aio.process.exits import ReapedChild
@@ -37,6 +37,8 @@ from elastic_aio.text import one_line
 _START_S = 30.0
 # Seconds until a killed process is left behind: an uninterruptible system call holds it.
 _KILL_S = 10.0
+# Seconds that a guardian needs to see that nothing is left.
+_MARGIN_S = 1.0
 # Seconds between two restarts: none before the first, then doubled up to the maximum; a
 # guardian that has run for the maximum starts the series anew.
 _DELAY_S = 1.0
@@ -69,6 +71,7 @@ class Guardian:
             early: the first process, if it has been spawned before.
         """
         self._job = job
+        self._end_s = plan.guardian_grace + plan.reap_timeout + _MARGIN_S
         self._spawn = partial(GuardianProcess, job, plan, python)
         self._on_restarted = on_restarted
         self._on_lost = on_lost
@@ -117,6 +120,33 @@ class Guardian:
         assert self._process is not None, "start() comes first"
         await self._process.wait_ready()
         self._keeping = create_task(self._keep(self._process), name="keep the guardian running")
+
+    async def end_job(self) -> bool:
+        """Let the guardian stop what this process cannot: it has descriptors of its own.
+
+        Another guardian takes its place.  Ends after the grace period and the
+        `reap_timeout` of the stop plan.  Idempotent; safe to call again after cancellation.
+
+        Returns:
+            Whether the guardian has found no process any more.
+        """
+        if self._process is None or self._process.child.exited.done():
+            return False  # another one is being started
+        return await run_shielded(partial(self._end_job, self._process.child))
+
+    async def _end_job(self, child: Child) -> bool:
+        if not child.exited.done():
+            self._job.release()
+            await asyncio.wait([child.exited], timeout=self._end_s)
+        if not child.exited.done():
+            child.send_signal(signal.SIGKILL)
+            await asyncio.wait([child.exited], timeout=_KILL_S)
+        # Before the next guardian starts, which takes milliseconds.
+        try:
+            self._job.lock()
+        except OSError:
+            self._on_lost("a guardian cannot be killed")
+        return child.exited.done() and child.exited.result().status.is_success
 
     async def aclose(self) -> None:
         """Kill the process and wait until it is reaped, for 10 seconds at most.

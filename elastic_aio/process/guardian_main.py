@@ -45,7 +45,7 @@ _SCAN_S = 0.005
 
 
 def main() -> int:
-    """Wait for the supervisor's end, end its job, and return the exit code."""
+    """Wait for the supervisor's end, end its job; return 1 if some of it is left."""
     report, sessions, since, number = (int(sys.argv[index]) for index in (1, 2, 4, 5))
     # A signal to all processes of a user must not leave the workers unguarded; the agent
     # ends its guardian with SIGKILL.
@@ -59,14 +59,14 @@ def main() -> int:
         os.write(report, b"!")
         os.close(report)
         fcntl.lockf(sessions, fcntl.LOCK_EX)
-    end_job(
+    is_ended = end_job(
         sys.argv[3].encode("ascii"),
         since,
         session_list.read_session_list(sessions),
         number,
         float(sys.argv[6]),
     )
-    return 0
+    return 0 if is_ended else 1
 
 
 def _check_kernel(sessions: int) -> None:
@@ -91,10 +91,10 @@ def end_job(
     sessions: dict[int, session_list.WorkerSession],
     number: int,
     grace: float,
-) -> None:
+) -> bool:
     """Signal all descendants of the workers, and after `grace` seconds kill what is left.
 
-    Ends 10 seconds after that at the latest.
+    Ends 10 seconds after that at the latest; returns whether nothing is left.
     """
     cache = proc_scan.ScanCache()
     signalled: set[tuple[int, int]] = set()
@@ -117,6 +117,7 @@ def end_job(
                     # A stopped process acts on a signal only after this one.
                     proc_scan.signal_process(process, signal.SIGCONT)
         time.sleep(min(_GRACE_SCAN_S, max(began + grace - now, 0)) if is_grace else _SCAN_S)
+    return now - quiet_since >= _QUIET_S
 
 
 def find_descendants(

@@ -52,16 +52,25 @@ class GuardedJob(Struct, frozen=True):
             raise HostError("elastic_aio needs Linux 5.3 or newer (pidfd_open, memfd_create)")
         try:
             session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
+            marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+            # One tick earlier: processes of the present tick may be older or newer.
+            job = cls(marker, proc_scan.ticks_now() - 1, session_list)
             try:
-                fcntl.lockf(session_list, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                job.lock()
             except OSError:
-                os.close(session_list)
+                job.close()
                 raise
         except OSError as error:
             raise HostError(f"cannot create an anonymous file: {error.strerror}") from error
-        marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-        # One tick earlier: processes of the present tick may be older or newer.
-        return cls(marker, proc_scan.ticks_now() - 1, session_list)
+        return job
+
+    def lock(self) -> None:
+        """Lock the session list.
+
+        Raises:
+            OSError: a guardian has locked it.
+        """
+        fcntl.lockf(self.session_list, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Let the guardian end the job as if this process had ended; needs no event loop."""

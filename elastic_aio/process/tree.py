@@ -266,6 +266,14 @@ class ProcessTree:
         self._keep_descriptors()
         return survivors
 
+    async def wait_reaped(self, seconds: float) -> list[Survivor]:
+        """Wait until the leaders are reaped that others have killed; return the rest."""
+        running = when_all_done(leader.exited for _, leader in self._running())
+        await self._clock.wait_for(running, seconds=seconds)
+        await _run_exit_callbacks()
+        self._forget_ended()
+        return [Survivor(leader.pid, "not reaped yet") for _, leader in self._running()]
+
     async def _remaining(self) -> list[Survivor]:
         descendants = await self.descendants()
         if descendants is None:

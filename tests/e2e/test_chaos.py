@@ -211,6 +211,8 @@ class Run:
 
     def _check_end(self) -> None:
         err = self._text("err")
+        if self.code == -signal.SIGABRT and "uvloop/__init__.py" in err:
+            return  # libuv aborts where it cannot make its pipes
         if self.code is not None and self.code < 0 and not self.injury.kills:
             self.problems.append(f"the launcher was ended by signal {-self.code}")
         # CPython's own, of a loop that could not be made.

@@ -81,6 +81,26 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     await bench.aclose()
 
 
+@pytest.fixture
+def marked(bench: Bench) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the job, which its supervisor does not stop."""
+    env = {**os.environ, bench.job.marker: "1"}
+    with subprocess.Popen(["sleep", "99"], env=env, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+async def test_it_ends_the_job_on_request(bench: Bench, marked: subprocess.Popen[bytes]) -> None:
+    """Another one waits for the end of this process."""
+    former = await bench.start()
+    async with asyncio.timeout(GUARD):
+        assert await bench.guardian.end_job()
+        assert marked.wait() == -signal.SIGTERM
+        assert await bench.restarted.get() == bench.guardian.pid != former
+    assert bench.guardian.pid is not None
+    assert alive(bench.guardian.pid)
+
+
 async def test_it_runs_until_it_is_closed(bench: Bench) -> None:
     assert repr(bench.guardian) == "<Guardian None>"
     pid = await bench.start()

@@ -75,9 +75,14 @@ def _pick(chance: random.Random, profile: Profile, names: Sequence[str] = ()) ->
     return name, Counter(calls[: place + 1])[name]
 
 
-def _when(chance: random.Random, count: int) -> str:
-    """Return once, a few times, or from then on."""
-    return chance.choice([f"{count}", f"{count}..{count + 3}", f"{count}+"])
+def _when(chance: random.Random, name: str, count: int) -> str:
+    """Return once, a few times, or from then on.
+
+    A policy that forbids pidfds forbids them from the start, and a descriptor for one is not
+    harder to get than another.
+    """
+    first = 1 if name.startswith("pidfd") else count
+    return chance.choice([f"{count}", f"{count}..{count + 3}", f"{first}+"])
 
 
 def kill_at_call(chance: random.Random, profile: Profile) -> Injury:
@@ -116,7 +121,7 @@ def few_descriptors(chance: random.Random, profile: Profile) -> Injury:
     names = ("openat", "dup", "dup3", "pipe2", "socket", "socketpair", "pidfd_open",
              "epoll_create1", "eventfd2", "memfd_create", "inotify_init1", "accept4")  # fmt: skip
     name, count = _pick(chance, profile, names)
-    what = f"error={chance.choice(['EMFILE', 'ENFILE'])}:when={_when(chance, count)}"
+    what = f"error={chance.choice(['EMFILE', 'ENFILE'])}:when={_when(chance, name, count)}"
     return Injury(f"{name} {what}", _inject(name, what))
 
 
@@ -134,7 +139,7 @@ def not_permitted(chance: random.Random, profile: Profile) -> Injury:
              "inotify_add_watch", "memfd_create", "setsockopt", "bind", "mkdir", "vfork",
              "clone3", "waitid", "ioctl", "readlink")  # fmt: skip
     name, count = _pick(chance, profile, names)
-    what = f"error=EPERM:when={_when(chance, count)}"
+    what = f"error=EPERM:when={_when(chance, name, count)}"
     return Injury(f"{name} {what}", _inject(name, what))
 
 
