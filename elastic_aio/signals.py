@@ -92,8 +92,12 @@ class _Handlers:
 
     def _on_signal(self, number: int, frame: object) -> None:
         # Runs at an arbitrary bytecode of the main thread; an event loop does the rest.
-        for receiver in self.receivers_of(number):
-            receiver.put(number)
+        over = [receiver for receiver in self._receivers if receiver.is_over]
+        for receiver in over:
+            receiver.__exit__()
+        if not over:  # else it was sent by `leave`
+            for receiver in self.receivers_of(number):
+                receiver.put(number)
 
     def _open_wakeup(self) -> None:
         reader, writer = self._wakeup = socket.socketpair()
@@ -151,7 +155,10 @@ class ReceivedSignals:
         """Choose the signals; their handlers are installed on entry."""
         self.handled: set[int] = set()
         """The signals that are received now: the chosen ones that are not ignored."""
-        self._numbers = sorted(set(numbers))
+        self.is_over = False
+        """Whether the main thread is to leave the block at the next signal."""
+        self.numbers = sorted(set(numbers))
+        """The chosen signals."""
         self._unread: collections.deque[int] = collections.deque()
         self._due: set[int] = set()
         self._discarded: frozenset[int] = frozenset()
@@ -163,7 +170,7 @@ class ReceivedSignals:
         if threading.current_thread() is not threading.main_thread():
             raise HostError("signals can only be handled on the main thread")
         try:
-            _handlers.add(self, self._numbers)
+            _handlers.add(self, self.numbers)
             try:
                 self._attach()
             except RuntimeError:
@@ -175,7 +182,10 @@ class ReceivedSignals:
 
     def __exit__(self, *_: object) -> None:
         self._detach()
-        for number in sorted({*self._unread, *self._due} - self._discarded):
+        left = sorted({*self._unread, *self._due} - self._discarded)
+        self._unread.clear()
+        self._due.clear()
+        for number in left:
             if others := _handlers.receivers_of(number):
                 others[-1]._due.add(number)  # they have received it too
             else:
@@ -218,6 +228,20 @@ class ReceivedSignals:
     def discard(self, numbers: Iterable[int]) -> None:
         """Choose signals that are not sent again on exit: they were for this block only."""
         self._discarded = frozenset(numbers)
+
+    def resend(self, number: int) -> None:
+        """Choose a signal that was read to be sent again on exit."""
+        self._due.add(number)
+
+    def leave(self, number: int) -> None:
+        """Leave the block on the main thread, wherever that is, and send a signal again there.
+
+        Called on another thread.
+        """
+        self._due.add(number)
+        self.is_over = True
+        if number in self.handled:  # else the block has been left
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def __aiter__(self) -> ReceivedSignals:
         return self

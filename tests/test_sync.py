@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from elastic_aio import SpecError
 from elastic_aio.multiprocessing import ProcessExitedException, ProcessRaisedException
 from elastic_aio.sync import SyncProcessContext, spawn, start_context, start_processes
 from tests.support import functions
-from tests.support.cli import run_program
+from tests.support.children import noted, until_sync
+from tests.support.cli import run_program, running
 from tests.support.leaks import alive
 
 METHODS = ["spawn", "fork", "forkserver"]
@@ -117,3 +119,55 @@ def test_a_group_that_is_not_started() -> None:
     for use in (group.wait, group.close):
         with pytest.raises(RuntimeError, match="use `with`"):
             use()
+
+
+PROGRAM = """
+import os, signal, sys, time
+from elastic_aio.sync import spawn, start_processes
+from tests.support import functions
+form, notes = sys.argv[1], os.environ["NOTES"]
+if __name__ == "__main__":
+    if form == "own handler":
+        signal.signal(signal.SIGTERM, lambda number, frame: print("own", number, flush=True))
+    try:
+        if form == "joined":
+            spawn(functions.indexed_polite, (notes,), 2)
+        elif form == "context":
+            context = spawn(functions.indexed_polite, (notes,), 2, join=False)
+            while not context.join():
+                pass
+        else:
+            args = {0: (0, notes), 1: (1, notes)}
+            with start_processes("g", functions.indexed_polite, args, {0: {}, 1: {}}) as group:
+                while form == "elsewhere":
+                    time.sleep(99)
+                print(group.wait().is_failed(), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "number", "expected"),
+    [
+        ("group", signal.SIGTERM, (143, "")),
+        ("elsewhere", signal.SIGTERM, (143, "")),
+        ("group", signal.SIGINT, (0, "interrupted\n")),
+        ("own handler", signal.SIGTERM, (0, "own 15\nFalse\n")),
+        ("joined", signal.SIGTERM, (143, "")),
+        ("joined", signal.SIGINT, (0, "interrupted\n")),
+        ("context", signal.SIGTERM, (143, "")),
+    ],
+)
+def test_a_signal_stops_the_processes_first(
+    form: str, number: signal.Signals, expected: tuple[int, str], tmp_path: Path
+) -> None:
+    """By their plan; then it has its usual effect on the program."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    with running([sys.executable, str(script), form], env={"NOTES": str(tmp_path)}) as program:
+        pids = until_sync(noted(tmp_path, 2))
+        program.send(number)
+        assert (program.wait(), program.out) == expected, program.err
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
+    assert not any(map(alive, pids))

@@ -297,6 +297,19 @@ def indexed_sleep(index: int, seconds: float) -> None:
     time.sleep(seconds * index)
 
 
+def indexed_polite(index: int, directory: str) -> None:
+    """Note the process id; on SIGTERM or SIGINT note the index, and succeed."""
+
+    def stop(number: int, frame: object) -> None:
+        with open(f"{directory}/stopped", "a") as file:
+            file.write(f"{index}\n")
+        leave(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    indexed_wait(index, directory)
+
+
 def indexed_wait(index: int, directory: str) -> None:
     """Note the process id, and wait for a signal."""
     with open(f"{directory}/.{index}", "w") as file:
