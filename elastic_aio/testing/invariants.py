@@ -56,10 +56,12 @@ class _Obligation:
     since: float
 
     def is_obeyed(self, status: MemberStatus) -> bool:
-        """Return whether a status acknowledges the order, and the workers have stopped."""
-        body = self.body
-        is_stopped = not isinstance(body, StopRound) or status.round > body.round
-        return status.acked >= self.position and (is_stopped or not status.is_busy)
+        """Return whether a status acknowledges the order; one to stop needs no other answer."""
+        if isinstance(self.body, StopRound):
+            number = self.body.round
+            is_stopped = not status.is_busy and status.stopped_round >= number
+            return is_stopped or status.round > number
+        return status.acked >= self.position
 
 
 class InvariantChecker:
