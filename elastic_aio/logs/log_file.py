@@ -74,10 +74,14 @@ class LogFile:
         if is_read and is_changed and not count and 0 < offset <= _COMPARED:
             if self.look_again_at is None:
                 self.look_again_at = now + _SETTLED_S
-            return now >= self.look_again_at
+            return now >= self.look_again_at and not self._is_disk_full()
         self.look_again_at = None
         self._modified_at = status.st_mtime_ns if is_read else None
         return False
+
+    def _is_disk_full(self) -> bool:
+        """Whether a write may have failed, after it had changed the time."""
+        return not os.fstatvfs(self._descriptor).f_bavail
 
     def restart(self) -> None:
         """Begin again at offset 0."""

@@ -59,6 +59,19 @@ def test_the_same_bytes_are_read_again_at_the_end(path: Path, log: LogFile) -> N
     assert log.read(5, math.inf) is None
 
 
+def test_a_write_on_a_full_disk_is_no_truncation(
+    path: Path, log: LogFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """write(2) changes the time of a file before it fails."""
+    path.write_bytes(b"tick\n")
+    assert log.read(0, 1.0) == b"tick\n"
+    change_time(path)
+    full = os.statvfs_result((4096, 4096, 1, 0, 0, 9, 9, 9, 0, 255))
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: full)
+    assert log.read(5, 2.0) == b""
+    assert log.read(5, math.inf) == b""
+
+
 def test_a_write_in_progress_is_no_truncation(path: Path, log: LogFile) -> None:
     """write(2) changes the time of a file before its size."""
     path.write_bytes(b"one\n")
