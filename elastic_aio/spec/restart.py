@@ -360,7 +360,9 @@ class RestartBudget:
             ran: seconds that the attempt ran.
             now: monotonic seconds.
         """
-        policy, code = self._policy, root.status.shell_code
+        policy, status = self._policy, root.status
+        # A lost status has no code.
+        code = None if status.returncode is None else status.shell_code
         if action is RestartAction.GIVE_UP:
             return RestartDecision(False, "restart.decide returned GIVE_UP")
         if self.is_exhausted:
@@ -372,7 +374,8 @@ class RestartBudget:
             if code in policy.never_on:
                 return RestartDecision(False, f"exit code {code} is in restart.never_on")
             if policy.restart_on is not None and code not in policy.restart_on:
-                return RestartDecision(False, f"exit code {code} is not in restart.restart_on")
+                what = status if code is None else f"exit code {code}"
+                return RestartDecision(False, f"{what} is not in restart.restart_on")
         if policy.window and policy.window.is_exhausted(self._restarts.times, now):
             count, seconds = policy.window.count, policy.window.seconds
             return RestartDecision(False, f"{count} restarts within {seconds:g} s (restart.window)")
@@ -383,7 +386,8 @@ class RestartBudget:
 
     def forbids(self, failure: Failure) -> bool:
         """Whether the exit code of a failure ends the job, whatever else has happened."""
-        return failure.status.shell_code in self._policy.never_on
+        status = failure.status
+        return status.returncode is not None and status.shell_code in self._policy.never_on
 
     def lose_node(self, now: float) -> RestartDecision:
         """Count a round that has lost a node, and decide whether another round follows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,21 @@ def test_never_on_needs_no_restarts() -> None:
 def failure(code: int = 1) -> Failure:
     status = ExitStatus(code=code) if code < 128 else ExitStatus(signal=code - 128)
     return Failure(rank=0, local_rank=0, pid=1, host="h", status=status, time=0.0, order=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "restart", "why"),
+    [
+        ({"never_on": {255}}, True, "restart 1 of 3 (max_restarts)"),
+        ({"restart_on": {255}}, False, "exit status lost is not in restart.restart_on"),
+    ],
+)
+def test_a_lost_status_is_no_exit_code(policy: dict[str, Any], restart: bool, why: str) -> None:
+    """Another part of the program has reaped the worker; a shell would report 255."""
+    lost = replace(failure(), status=ExitStatus())
+    decision = budget(**policy).decide(lost, RestartAction.DEFAULT, 1.0, 0.0)
+    assert (decision.restart, decision.why) == (restart, why)
+    assert not budget(**policy).forbids(lost)
 
 
 def budget(max_restarts: int = 3, share: float = 1.0, **policy: Any) -> RestartBudget:
