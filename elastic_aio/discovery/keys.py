@@ -3,6 +3,7 @@
 Under `run_prefix`::
 
     run                   the `RunRecord`: the present generation, and which job it is
+    terms                 the last term of a coordinator, for the life of the store
     <generation>/...      the keys of one generation
     <generation>/end      the `RunEnd`, once the job has ended
 

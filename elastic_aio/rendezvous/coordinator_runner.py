@@ -211,7 +211,7 @@ class CoordinatorRunner:
             StoreError: the store is lost.
         """
         await self._is_written.wait()
-        await asyncio.gather(delete_events(store), store.delete("terms"))
+        await delete_events(store)
         if self._root is not None:
             await _delete_worker_keys(self._root)
 

@@ -56,6 +56,7 @@ class Election:
     def __init__(
         self,
         store: Store,
+        run_store: Store,
         located: LocatedStore,
         runner: CoordinatorRunner,
         member: Member,
@@ -68,9 +69,11 @@ class Election:
 
         `runner` coordinates while this member is the leader, and `migrate` raises
         `StoreError` once the leader must go to another store.  `store` has the prefix of
-        the run, and `name` is the unique name of the member.
+        the run's generation and `run_store` that of the run; `name` is the unique name of
+        the member.
         """
         self._store = store
+        self._run_store = run_store
         self._located = located
         self._runner = runner
         self._member = member
@@ -111,7 +114,8 @@ class Election:
         present = await lease.compare_set(_KEY, former, candidate)
         if present != candidate:
             return present
-        elected = self._new_record(await self._store.add("terms"))
+        # Of the run, not of its generation: a node may still campaign in an ended one.
+        elected = self._new_record(await self._run_store.add("terms"))
         return await lease.compare_set(_KEY, candidate, elected)
 
     def observe(self, present: bytes | None) -> None:

@@ -5,8 +5,7 @@ Keys, under the prefix of the run's generation (see `elastic_aio.discovery.keys`
 * `t/<member>`: the member's status, under its lease;
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
   the store refuses the orders of a deposed coordinator;
-* `coordinator`: the `LeaderRecord` of the coordinator, under the same lease;
-* `terms`: the last term; see `elastic_aio.rendezvous.election`.
+* `coordinator`: the `LeaderRecord` of the coordinator, under the same lease.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import monotonic_clock, wall_clock
-from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_store
+from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_prefix, run_store
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import RoundWaiting
@@ -108,6 +107,7 @@ class StoreSession:
                 ends = await enter(self._store.watch("end"))
                 self._election = Election(
                     self._store,
+                    self._located.store.prefixed(run_prefix(self._run_id)),
                     self._located,
                     self._runner,
                     self._member,

@@ -343,7 +343,8 @@ async def test_a_late_node_is_given_the_recorded_end() -> None:
             await b.wait_ended()
             await a.wait_ended()
             await asyncio.gather(*(one.rendezvous.leave("over") for one in (a, b)))
-        assert sorted(await store.list_keys()) == ["elastic_aio/run/0/end", "elastic_aio/run/run"]
+        left = ["elastic_aio/run/0/end", "elastic_aio/run/run", "elastic_aio/run/terms"]
+        assert sorted(await store.list_keys()) == left
         async with present(FakeAgent("late", spec)) as (late,):
             outcome = await late.wait_ended()
             assert (outcome.state, outcome.exit_code) == (JobState.FAILED, 7)

@@ -52,6 +52,7 @@ class Candidate:
         runner = cast("CoordinatorRunner", self)
         self.election = Election(
             store,
+            store,
             located,
             runner,
             self.member,
