@@ -156,6 +156,9 @@ class _Stuck:
     def send_signal(self, number: int) -> bool:
         return True
 
+    def release(self) -> None:
+        pass
+
 
 async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
     """What holds memory and ports from the last attempt leaves no room for another one."""

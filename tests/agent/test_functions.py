@@ -281,6 +281,7 @@ async def test_a_value_that_exits_is_a_failure(name: str, reason: str) -> None:
 
 async def test_a_value_that_blocks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_aio.process.calls._PATIENCE_S", 0.1)
+    functions.RELEASED.clear()
     try:
         error = await failed(spec_of(functions.give_outside, "spawn", "wait_released"))
     finally:
