@@ -27,6 +27,7 @@ from elastic_aio.rendezvous.election import Election, first_result
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
+    MemberPhase,
     MessageError,
     decode_order,
     decode_status,
@@ -178,20 +179,23 @@ class StoreSession:
         return RoundWaiting(phase="barrier", what=what, waited=waited)
 
     async def wait_alone(self) -> None:
-        """Wait until no other member has a placement.
+        """Wait until no other member has workers in a round.
+
+        Those that have succeeded do not count: two nodes may wait at their barriers, after
+        rounds of two partitions.
 
         Raises:
             StoreError: the store is lost.
         """
         own = f"t/{self._name}"
         async with self._store.watch("t/", is_prefix=True) as statuses:
-            placed = {key for key, text in statuses.present.items() if _is_placed(text)} - {own}
-            while placed:
+            users = {key for key, text in statuses.present.items() if _has_workers(text)} - {own}
+            while users:
                 change = await anext(statuses)
-                if change.value is None:
-                    placed.discard(change.key)
-                elif change.key != own and _is_placed(change.value):
-                    placed.add(change.key)
+                if change.value is None or not _has_workers(change.value):
+                    users.discard(change.key)
+                elif change.key != own:
+                    users.add(change.key)
 
     async def drain(self) -> None:
         """Wait until all other members have left, if they need this one.
@@ -277,9 +281,10 @@ class StoreSession:
         raise StoreLost(await self._wait_superseded())
 
 
-def _is_placed(text: bytes) -> bool:
-    """Whether a status is that of a member with a placement."""
+def _has_workers(text: bytes) -> bool:
+    """Whether a status is that of a member whose workers have not all succeeded."""
     try:
-        return decode_status(text).placement is not None
+        status = decode_status(text)
     except MessageError:
         return False
+    return status.placement is not None and status.phase is not MemberPhase.SUCCEEDED
