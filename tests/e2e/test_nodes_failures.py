@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,11 @@ from typing import Any
 import pytest
 
 from elastic_aio import AttemptFailed, JobFinished, Restarting, RoundForming
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster, launcher_with
 
 pytestmark = pytest.mark.black_box
 
-# The command line with a delay before each restart, which no option sets.
-WITH_BACKOFF = """
-import msgspec
-from elastic_aio import Backoff, RestartPolicy
-from elastic_aio.cli import entry, run
-parse = run.parse_run
-def parse_with_backoff(argv, env):
-    request = parse(argv, env)
-    policy = RestartPolicy(backoff=Backoff(initial=1.0, factor=2.0, jitter=False))
-    return msgspec.structs.replace(request, spec=request.spec.replace(restart=policy))
-run.parse_run = parse_with_backoff
-raise SystemExit(entry())
-"""
+WITH_BACKOFF = launcher_with("backoff=Backoff(initial=1.0, factor=2.0, jitter=False)")
 
 
 async def pair(cluster: Cluster, **options: Any) -> tuple[AgentProcess, AgentProcess]:
@@ -126,8 +113,7 @@ async def test_a_missing_program(tmp_path: Path) -> None:
 
 async def test_the_back_off_belongs_to_the_job(tmp_path: Path) -> None:
     """Delays before restarts grow, whichever node has failed, and pass once for all nodes."""
-    launcher = [sys.executable, "-W", "default", "-c", WITH_BACKOFF, "run"]
-    async with Cluster(tmp_path, 2, max_restarts=3, launcher=launcher) as cluster:
+    async with Cluster(tmp_path, 2, max_restarts=3, launcher=WITH_BACKOFF) as cluster:
         host, other = await pair(cluster)
         for attempt, fails in enumerate((host, other)):
             failed_at = time.monotonic()

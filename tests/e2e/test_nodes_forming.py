@@ -199,7 +199,8 @@ async def test_run_ids_separate_jobs(tmp_path: Path) -> None:
 
 async def test_a_run_id_can_be_reused(tmp_path: Path) -> None:
     """At a store that has the state of an ended job, a job of the same name starts anew."""
-    async with Cluster(tmp_path, 2, conf={"is_host": 0}, max_restarts=1) as cluster:
+    conf = {"is_host": 0, "reuse": True}
+    async with Cluster(tmp_path, 2, conf=conf, max_restarts=1) as cluster:
         await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
         for turn in range(3):
             agents = [cluster.start() for _ in range(2)]

@@ -22,7 +22,7 @@ from elastic_aio import (
     StandbyPromoted,
     WorkerExited,
 )
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.cluster import AT_ONCE_S, UNLIMITED_LOSSES, AgentProcess, Cluster
 from tests.support.leaks import alive
 from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note
@@ -188,7 +188,7 @@ async def test_the_end_of_a_standby_changes_nothing(number: signal.Signals, tmp_
 async def test_killed_and_replaced_again_and_again(tmp_path: Path) -> None:
     """The world has its size after every loss, and no node is ever surplus."""
     dice = random.Random(time.time_ns())
-    async with Cluster(tmp_path, 3) as cluster:
+    async with Cluster(tmp_path, 3, launcher=UNLIMITED_LOSSES) as cluster:
         host, *others = await hosted(cluster, 3)
         workers = await cluster.workers(host, *others)
         for _ in range(20):
@@ -206,7 +206,7 @@ async def test_killed_and_replaced_again_and_again(tmp_path: Path) -> None:
 
 async def test_killed_while_others_stand_by_again_and_again(tmp_path: Path) -> None:
     """With a spare the job never waits for a replacement."""
-    async with Cluster(tmp_path, 2) as cluster:
+    async with Cluster(tmp_path, 2, launcher=UNLIMITED_LOSSES) as cluster:
         host, other = await hosted(cluster, 2)
         await cluster.workers(host, other)
         for attempt in range(1, 21):

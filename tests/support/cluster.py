@@ -49,6 +49,27 @@ WORKER = Path(__file__).with_name("worker.py")
 COMMAND = [sys.executable, "-W", "default", "-m", "elastic_aio"]
 RUN = [*COMMAND, "run"]
 
+_WITH_POLICY = """
+import msgspec
+from elastic_aio import Backoff, RestartPolicy
+from elastic_aio.cli import entry, torchrun
+parse = torchrun.parse_run
+def parse_with_policy(argv, env):
+    request = parse(argv, env)
+    return msgspec.structs.replace(request, spec=request.spec.replace(restart=POLICY))
+torchrun.parse_run = parse_with_policy
+raise SystemExit(entry())
+"""
+
+
+def launcher_with(policy: str) -> list[str]:
+    """Return the command of a launcher with a restart policy, which no option sets."""
+    code = _WITH_POLICY.replace("POLICY", f"RestartPolicy({policy})")
+    return [sys.executable, "-W", "default", "-c", code, "run"]
+
+
+UNLIMITED_LOSSES = launcher_with("node_losses=None")
+
 # Output that is a defect, whatever the test is about.
 _FORBIDDEN_OUTPUT = re.compile(
     r"^(Traceback|Exception ignored|Task was destroyed|Task exception was never"
