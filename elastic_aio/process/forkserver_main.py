@@ -53,6 +53,7 @@ class _Server:
         # Another interpreter's own library goes first.
         sys.path[:] = [*self._path, *(p for p in settings["path"] if p not in self._path)]
         sys.argv[:] = settings["argv"]
+        directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in _OURS:
                 __import__(name)
@@ -64,6 +65,10 @@ class _Server:
                 "failed", f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
             )
             return
+        # Workers begin in the first directory, and their exits are for this process.
+        os.fchdir(directory)
+        os.close(directory)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # The present objects are exempt from the children's collections: their pages stay shared.
         gc.collect()
         gc.freeze()

@@ -275,7 +275,9 @@ def _exited(error: SystemExit, result: int) -> int:
 def exit_code_of(error: SystemExit) -> int:
     """Return the exit code of an interpreter that `error` ends; print a text as it does."""
     if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
+        code = error.code or 0
+        # To the interpreter, a number that is no C long is -1.
+        return (code if -(2**63) <= code < 2**63 else -1) & 0xFF
     print(error.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
     return 1
 

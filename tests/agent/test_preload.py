@@ -90,6 +90,13 @@ def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 # ------------------------------------------------------------------- what modules start
 
 
+async def test_modules_change_neither_directory_nor_exits_of_workers(preloaded: Any) -> None:
+    """A module that ignores SIGCHLD takes the exit statuses of all workers."""
+    code = "import os, signal\nos.chdir('/')\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    result = await launch(preloaded(code, os.getcwd, nproc_per_node=2))
+    assert result.return_values == {0: os.getcwd(), 1: os.getcwd()}
+
+
 @pytest.mark.both_loops
 async def test_processes_of_preloaded_modules_end_with_the_job(
     preloaded: Any, tmp_path: Path

@@ -57,7 +57,8 @@ def run_script(options: list[str], script: Path, ending: str) -> Ended:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("ending", "code"), [("0", 0), ("exit", 0), ("hard", 0), ("3", 3), ("text", 1), ("raise", 1)]
+    ("ending", "code"),
+    [("0", 0), ("exit", 0), ("hard", 0), ("3", 3), ("text", 1), ("raise", 1), (str(2**64), 255)],
 )
 def test_every_ending(options: list[str], ending: str, code: int, script: Path) -> None:
     """The same as in an interpreter of its own."""
