@@ -28,6 +28,7 @@ _FIRST_GRACE: Final = 1.0
 _GRACE: Final = 0.3
 _FIRST_TURN: Final = 3.0
 _TURN: Final = 0.3
+_LATER_TURN: Final = 0.6
 
 
 class EndpointState(Enum):
@@ -96,11 +97,14 @@ def endpoint_turn(index: int, *, is_first: bool, timeout: float) -> float:
     """Return after how many seconds of a search an endpoint may be served.
 
     At the start the second endpoint's turn comes after 4 s, because hosts do not boot
-    all at once.
+    all at once.  After a loss the second one's comes soon; the next ones leave it the time
+    in which a busy host begins to serve and is found.
     """
     if index == 0:
         return 0.0
-    return min(_FIRST_TURN + index, timeout / 2) if is_first else _TURN * index
+    if is_first:
+        return min(_FIRST_TURN + index, timeout / 2)
+    return _TURN + _LATER_TURN * (index - 1)
 
 
 def _first(states: Sequence[EndpointState], wanted: EndpointState) -> int | None:

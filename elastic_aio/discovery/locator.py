@@ -24,7 +24,7 @@ Why turns
 With several endpoints two nodes could serve one each.  Therefore each endpoint has a
 turn (`search`): the second is served 4 s after the start at the earliest, the third 1 s
 later.  By then the node of the first endpoint has usually begun to listen, and the
-others have connected.  After a loss the turns are 0.3 s apart, because all nodes start
+others have connected.  After a loss they come at 0.3 s, 0.9 s, ..., because all nodes start
 searching at once, and their leases last only some seconds.
 
 Turns are no guarantee.  If there are two stores nevertheless, the node that serves the
