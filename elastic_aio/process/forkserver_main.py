@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 # Descriptors in one message: the kernel's limit (SCM_MAX_FD).
 _DESCRIPTORS_MAX = 253
 # Imported once, like the user's modules.
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = ("elastic_aio.worker.bootstrap", "elastic_aio.worker.forked", "elastic_aio.worker.scripts")
 
 
@@ -51,12 +52,15 @@ class _Server:
 
     def serve(self, settings: dict[str, Any]) -> None:
         # Another interpreter's own library goes first.
-        sys.path[:] = [*self._path, *(p for p in settings["path"] if p not in self._path)]
+        path = [*self._path, *(p for p in settings["path"] if p not in self._path)]
         sys.argv[:] = settings["argv"]
         directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            # Of the same package as the launcher, although another copy may be installed.
+            sys.path[:] = [_ROOT, *path]
             for name in _OURS:
                 __import__(name)
+            sys.path[:] = path
             self._set_path(settings)
             for name in settings["preload"]:
                 __import__(name)
