@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.children import until
-from tests.support.cluster import CONF, WORKER, AgentProcess, Cluster
+from tests.support.cluster import CONF, UNLIMITED_LOSSES, WORKER, AgentProcess, Cluster
 from tests.support.leaks import alive, leaked_processes
 from tests.support.line_stream import LineStream
 from tests.support.sockets import LOOPBACK, free_port
@@ -60,6 +60,7 @@ class FaultyCluster(Cluster):
         super().__init__(
             directory,
             f"1:{most}",
+            launcher=UNLIMITED_LOSSES,
             endpoint=",".join(f"{LOOPBACK}:{free_port()}" for _ in range(2)),
             conf={**dict.fromkeys(CONF), "last_call_timeout": 1, "heartbeat_timeout": 2},
             can_split=True,  # while a node is suspended
