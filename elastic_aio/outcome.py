@@ -197,7 +197,7 @@ class AttemptResult:
     failures: tuple[Failure, ...] = ()
     """The root cause first; empty after a success or a stop."""
     log_dir: str | None = None
-    """Directory of this attempt's logs."""
+    """Directory of this attempt's logs; None if there is none, or it was removed."""
 
 
 class JobState(StrEnum):
@@ -247,7 +247,7 @@ class LaunchResult:
     return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
     """What the function of each worker of this host returned, by global rank."""
     log_dir: str | None = None
-    """Directory of this run's logs."""
+    """Directory of this run's logs; None if there is none, or it was removed."""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -375,6 +375,8 @@ class Driver:
             # A node that had no failure itself, or no attempt at all, gets the job's.
             last = attempts[-1:] or [AttemptResult(self._machine.attempt, time.time(), 0.0)]
             attempts = [*attempts[:-1], replace(last[0], failures=outcome.failures)]
+        if not has_logs:
+            attempts = [replace(attempt, log_dir=None) for attempt in attempts]
         values = {}
         if outcome.state is JobState.SUCCEEDED and attempts:
             values = {worker.rank: worker.return_value for worker in attempts[-1].workers}

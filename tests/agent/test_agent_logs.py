@@ -193,7 +193,7 @@ async def test_empty_temporary_logs_are_removed(temporary_directory: Path) -> No
     """Redirected streams that stayed empty leave no directory either."""
     result = await launch(LaunchSpec(["true"], logs=LogSpec(redirects=3)))
     assert list(temporary_directory.iterdir()) == []
-    assert result.log_dir is None
+    assert (result.log_dir, result.attempts[0].log_dir) == (None, None)
 
 
 async def test_temporary_logs_stay_when_there_are_some(temporary_directory: Path) -> None:
