@@ -50,7 +50,7 @@ class _LoopThread:
         self._thread = threading.Thread(target=self._run, name="elastic_aio", daemon=True)
         try:
             self._thread.start()
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt too: no loop stays open
             self._runner.close()
             raise
 
