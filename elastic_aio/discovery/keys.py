@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from elastic_aio.aio import random_bytes
+from elastic_aio.aio import random_bytes, wall_clock
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.store import Store
 
@@ -46,10 +46,15 @@ def run_prefix(run_id: str) -> str:
 
 
 class RunRecord(Struct, frozen=True, array_like=True):
-    """The present generation of a run; `job` is random, and the same at every store."""
+    """The present generation of a run.
+
+    `job` is random, and the same at every store.  `began_at` is when a node began the
+    generation at this store, by that node's clock, in Unix seconds.
+    """
 
     generation: int
     job: str
+    began_at: float = 0.0
 
 
 class RunEnd(Struct, frozen=True):
@@ -122,7 +127,7 @@ async def enter_run(
         if record is not None and (end is None or record.job == job or not (job or reuse)):
             return record, end
         generation = 0 if record is None else record.generation + 1
-        mine = RunRecord(generation, job or random_bytes(8).hex())
+        mine = RunRecord(generation, job or random_bytes(8).hex(), wall_clock())
         wanted = _encoder.encode(mine)
         value = await store.compare_set(key, value or b"", wanted)
         if value == wanted:

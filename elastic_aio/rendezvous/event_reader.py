@@ -87,6 +87,7 @@ class JobEvents:
         self._timeout = timeout
         self._identity: bytes | None = None
         self._job = ""
+        self._has_end = False
         self._order = _ReorderBuffer(run_id, after + 1)
         self._source: _Subscription | None = None
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
@@ -97,8 +98,8 @@ class JobEvents:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the store had events of this run when it was last read."""
-        return self._identity is not None
+        """Whether the store had events of this run, or its end, when it was last read."""
+        return self._identity is not None or self._has_end
 
     async def __aenter__(self) -> Self:
         """Connect to the store.
@@ -173,8 +174,9 @@ class JobEvents:
         self._identity = identity
         self._order.take(present)
         self._order.skip_dropped(count)
+        self._has_end = source.end is not None
         if source.end is not None and not count:
-            self._order.end(source.end)
+            self._order.end(source.end, source.record.began_at)
 
     async def _read(self, source: _Subscription) -> None:
         """Wait for a change of the stream, and take it."""
@@ -307,7 +309,7 @@ class _ReorderBuffer:
             self._ready.clear()
         return event
 
-    def end(self, end: RunEnd | None = None) -> None:
+    def end(self, end: RunEnd | None = None, began_at: float = 0.0) -> None:
         """End the stream: its events have been deleted, and only its end is known."""
         self._pending.clear()
         self._miss(0)
@@ -319,7 +321,7 @@ class _ReorderBuffer:
             state=end.state,
             why=end.why,
             exit_code=end.exit_code,
-            duration=0.0,
+            duration=max(0.0, end.ended_at - began_at) if began_at else 0.0,
             restarts=end.restarts,
         )
         self._ready.append(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
-from elastic_aio.discovery.keys import enter_run, run_store
+from elastic_aio.discovery.keys import enter_run, run_store, write_end
 from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
 from elastic_aio.events import AttemptFailed, event_from_json, event_to_json
-from elastic_aio.outcome import ExitStatus, Failure, WorkerError
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
 from elastic_aio.rendezvous import event_reader
 from elastic_aio.rendezvous.event_reader import JobEvents
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
@@ -236,6 +236,23 @@ async def test_a_lost_store_is_followed_by_another_stream() -> None:
                     seen = await all_of(events)
     assert shown(seen) == ["missed 0", 2, 3, 4, "JobFinished"]
     assert [event.seq for event in seen] == [-1, 0, 1, 2, 3]
+
+
+async def test_a_recorded_end_is_the_last_event() -> None:
+    """The events of an ended run are deleted; a late reader gets its end and duration."""
+    async with StoreServer("127.0.0.1") as server, connect(server.endpoint) as client:
+        record, _ = await enter_run(client, "r", job="j", reuse=False)
+        outcome = JobOutcome(JobState.FAILED, "rank 1 failed", 3, 1)
+        await write_end(run_store(client, "r", record), outcome, record.began_at + 7.5)
+        async with follow_job(server.endpoint, "r") as events:
+            assert events.has_begun
+            seen = await all_of(events)
+    assert shown(seen) == ["missed 0", "JobFinished"]
+    end = seen[-1]
+    assert isinstance(end, JobFinished)
+    assert (end.state, end.why, end.exit_code) == (JobState.FAILED, "rank 1 failed", 3)
+    assert (end.restarts, end.time) == (1, record.began_at + 7.5)
+    assert end.duration == pytest.approx(7.5)
 
 
 @pytest.mark.usefixtures("_hasty")
