@@ -119,7 +119,8 @@ class Failure:
     host: str
     """Name of its host."""
     status: ExitStatus
-    """How it exited; lost if it could not be started."""
+    """How it exited; lost if it could not be started.  Exit code 1 if it recorded an error, and
+    the supervisor's signal ended it before it exited by itself."""
     time: float
     """Unix seconds: when the worker recorded its error, else when its exit was seen."""
     order: int
@@ -164,7 +165,8 @@ class WorkerResult:
     """How one worker of one attempt ended.
 
     `rank` is the global rank, `local_rank` the one on this host; `status` is how the process
-    `pid` exited.  `stdout_path` and `stderr_path` are None if the stream is not captured.
+    `pid` exited, or that of its `Failure`.  `stdout_path` and `stderr_path` are None if the
+    stream is not captured.
     """
 
     rank: int

@@ -28,6 +28,8 @@ _TAIL_BYTES = 16 * 1024
 _ERROR_FILE_MAX = 8 * 1024 * 1024
 _MARGIN_S = 0.001
 _NO_RESULT = CallResult(0)
+# The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
+_RECORDED = ExitStatus(code=1)
 
 
 class WorkerRecord(Struct):
@@ -41,7 +43,7 @@ class WorkerRecord(Struct):
         exit: how it exited; None while it runs.
         exited_at: Unix seconds.
         order: position of its exit among all exits of the job.
-        is_victim: whether it was signalled by a stop before it exited.
+        stop_signals: the signals that a stop sent to it before it exited.
     """
 
     ranks: WorkerRanks
@@ -51,7 +53,12 @@ class WorkerRecord(Struct):
     exit: ChildExit | None = None
     exited_at: float = 0.0
     order: int = 0
-    is_victim: bool = False
+    stop_signals: frozenset[int] = frozenset()
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether a stop signalled it before it exited."""
+        return bool(self.stop_signals)
 
     @property
     def status(self) -> ExitStatus:
@@ -63,13 +70,24 @@ class WorkerRecord(Struct):
         """Seconds from start to exit; 0 while it runs."""
         return 0.0 if self.exit is None else self.exit.at - self.started_at
 
-    def result(self, call: CallResult | None) -> WorkerResult:
-        """Return the public result; `call` is how its function ended, None for commands."""
+    @property
+    def was_ended_by_stop(self) -> bool:
+        """Whether a signal of the stop ended it, or made it exit with 128 + the signal."""
+        code = self.status.shell_code - 128
+        return code in self.stop_signals
+
+    def result(self, status: ExitStatus, call: CallResult | None) -> WorkerResult:
+        """Return the public result.
+
+        Args:
+            status: of its failure, else its own.
+            call: how its function ended; None for commands.
+        """
         return WorkerResult(
             rank=self.ranks.rank,
             local_rank=self.ranks.local_rank,
             pid=self.pid,
-            status=self.status,
+            status=status,
             duration=self.duration,
             usage=None if self.exit is None else self.exit.usage,
             stdout_path=self.logs.stdout.path,
@@ -89,7 +107,8 @@ async def collect_failures(
     """Return the failures among workers, the root cause first.
 
     A worker that recorded an error before the stop began is a culprit even if the
-    stop was faster than its own exit.  A worker whose function's value did not arrive
+    stop was faster than its own exit.  Its status is then that of its error: the signal of
+    the stop says nothing about why it failed.  A worker whose function's value did not arrive
     has failed, whatever its exit code.  A file that cannot be read is left out.
 
     Args:
@@ -106,14 +125,15 @@ async def collect_failures(
             continue
         # An error file has precedence: it was written by the worker's own code.
         error = await _read_error(worker.logs.error_file) or result.error
-        is_victim = worker.is_victim and not (error and error.timestamp <= stopped_at + _MARGIN_S)
+        is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
+        is_victim = worker.is_victim and not is_own
         failures.append(
             Failure(
                 rank=worker.ranks.rank,
                 local_rank=worker.ranks.local_rank,
                 pid=worker.pid,
                 host=host,
-                status=worker.exit.status,
+                status=_RECORDED if is_own and worker.was_ended_by_stop else worker.exit.status,
                 time=error.timestamp if error else worker.exited_at,
                 order=worker.order,
                 is_victim=is_victim,

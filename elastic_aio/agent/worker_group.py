@@ -149,7 +149,7 @@ class WorkerGroup:
         record.exit = exited.result()
         record.exited_at = time.time()
         record.order = next(self._runtime.exit_numbers)
-        record.is_victim = self._runtime.tree.was_signalled(record.pid)
+        record.stop_signals = self._runtime.tree.stop_signals(record.pid)
         self._runtime.publish(
             WorkerExited(
                 attempt=self.attempt,
@@ -225,6 +225,7 @@ class WorkerGroup:
             stopped_at=self._stopped_at,
             oom_kills_before=self._oom_kills,
         )
+        statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:
             failures = self._failure_to_start(self.start_error), *failures
         self.failures = failures
@@ -233,7 +234,7 @@ class WorkerGroup:
             started_at=self._began_at,
             duration=time.monotonic() - self._began,
             workers=tuple(
-                record.result(self.calls.get(local_rank))
+                record.result(statuses.get(local_rank, record.status), self.calls.get(local_rank))
                 for local_rank, record in self.records.items()
             ),
             failures=failures if failures and not failures[0].is_victim else (),

@@ -99,7 +99,7 @@ class ProcessTree:
         self._session_list = session_list
         self._leaders: dict[int, Child] = {}
         self._sessions: dict[int, WorkerSession] = {}
-        self._signalled: set[int] = set()
+        self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
@@ -223,9 +223,9 @@ class ProcessTree:
         self._forget_ended()
         return True
 
-    def was_signalled(self, pid: int) -> bool:
-        """Return whether a leader was running when its stop began."""
-        return pid in self._signalled
+    def stop_signals(self, pid: int) -> frozenset[int]:
+        """Return the signals that stops have sent to a leader while it was running."""
+        return frozenset(self._signals.get(pid, ()))
 
     def signal_leaders(self, number: int) -> tuple[int, ...]:
         """Send a signal to the leaders only; return the pids that received it."""
@@ -342,7 +342,7 @@ class ProcessTree:
     def _signal_leader(self, pid: int, leader: Child, number: int) -> None:
         if leader.has_ended():
             return  # not because of this stop: it is no victim
-        self._signalled.add(leader.pid)
+        self._signals.setdefault(leader.pid, set()).add(number)
         leader.send_signal(number)
         entry = None if number == signal.SIGKILL else _read_process(pid)
         if entry is not None and proc_scan.needs_continue(entry, number):
@@ -368,7 +368,7 @@ class ProcessTree:
             if leader.exited.done():
                 del self._leaders[pid]
                 del self._sessions[pid]
-                self._signalled.discard(leader.pid)
+                self._signals.pop(leader.pid, None)
         if not self._leaders:
             self._descendants.clear()
         if self._session_list >= 0:
@@ -410,7 +410,7 @@ class _Yielder:
 async def _run_exit_callbacks() -> None:
     """Let the callbacks of exits run that this iteration of the loop has seen.
 
-    They run one iteration after their future is done, and call `was_signalled`, whose
+    They run one iteration after their future is done, and call `stop_signals`, whose
     answer is about to be forgotten.
     """
     await asyncio.sleep(0)

@@ -55,7 +55,7 @@ class Case:
                 exit=ChildExit(status, at=0.0),
                 exited_at=ended_at,
                 order=rank,
-                is_victim=is_victim,
+                stop_signals=frozenset({15, 9} if is_victim else ()),
             )
         )
 
@@ -153,6 +153,24 @@ async def test_an_error_recorded_before_the_stop_makes_a_culprit(case: Case) -> 
     own, late = await case.failures()
     assert (own.rank, own.is_victim) == (0, False)
     assert (late.rank, late.is_victim) == (1, True)
+
+
+@pytest.mark.parametrize("ended", [TERM, ExitStatus(signal=9), ExitStatus(code=143)], ids=str)
+async def test_a_recorded_error_wins_over_the_signal_of_the_stop(
+    case: Case, ended: ExitStatus
+) -> None:
+    """What ended the worker first is its error; the stop met it on its way out."""
+    case.worker(ended, is_victim=True, error=said())
+    assert (await case.failure()).status == BAD
+
+
+@pytest.mark.parametrize("ended", [ExitStatus(signal=11), ExitStatus(code=7)], ids=str)
+async def test_an_exit_that_the_stop_did_not_cause_stays(case: Case, ended: ExitStatus) -> None:
+    """A crash in the teardown, or an exit code of its own, is the worker's; so is any signal
+    that no stop has sent."""
+    case.worker(ended, is_victim=True, error=said())
+    case.worker(TERM, error=said())
+    assert [one.status for one in await case.failures()] == [ended, TERM]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,17 @@ async def test_ends_that_are_a_success(
     assert [worker.return_value for worker in result.attempts[0].workers] == [value]
 
 
+async def test_a_function_that_has_raised_and_is_stopped(method: Any) -> None:
+    """The exit code is that of its error, and not that of the signal that cut its exit short."""
+    error = await failed(spec_of(functions.raise_and_leave_slowly, method, nproc_per_node=2))
+    root, other = error.failures
+    assert (root.rank, root.status, said(root)) == (0, ExitStatus(1), "ValueError: boom")
+    assert (other.rank, other.status) == (1, ExitStatus(7))
+    assert not other.is_victim
+    assert error.result.exit_code == 1
+    assert [one.status for one in error.result.attempts[0].workers] == [root.status, other.status]
+
+
 # Function, arguments, status, the failure's message, whether an error file is written.
 ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, bool]] = [
     (functions.raise_error, (), ExitStatus(1), "ValueError: boom", True),

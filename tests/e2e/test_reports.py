@@ -237,7 +237,8 @@ async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> WorkerRecord:
         logs = plan_logs(LogSpec(), None, 0, rank)
         exit_ = ChildExit(status, at=0.0)
-        return WorkerRecord(ranks[rank], 100 + rank, logs, 0.0, exit_, time.time(), rank, is_victim)
+        signals = frozenset({9} if is_victim else ())
+        return WorkerRecord(ranks[rank], 100 + rank, logs, 0.0, exit_, time.time(), rank, signals)
 
     async def collect(oom_kills_before: int | None) -> tuple[Failure, ...]:
         return await collect_failures(

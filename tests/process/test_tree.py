@@ -179,7 +179,7 @@ async def test_a_daemon_is_stopped_too(bench: Bench) -> None:
     assert alive(daemon)
     assert await bench.stop(LONG) == []
     assert not alive(daemon)
-    assert not bench.tree.was_signalled(leader.pid)
+    assert not bench.tree.stop_signals(leader.pid)
     assert await bench.tree.forget_if_empty()
 
 
@@ -223,7 +223,7 @@ async def test_escalate_to_kill_shortens_a_stop(bench: Bench) -> None:
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
     bench.line()
     task = asyncio.create_task(bench.stop(LONG))
-    while not bench.tree.was_signalled(ignoring.pid):  # no event reports it
+    while not bench.tree.stop_signals(ignoring.pid):  # no event reports it
         await asyncio.sleep(0)
     bench.tree.escalate_to_kill()
     assert await task == []
@@ -268,9 +268,9 @@ async def test_a_worker_that_ended_by_itself_was_not_signalled(bench: Bench) -> 
     victim = await bench.add("bash", "-c", "trap '' TERM; echo; sleep 99 & wait; wait")
     bench.line()
     task = asyncio.create_task(bench.stop(StopPlan((StopStep(15, 1000.0),))))
-    while not bench.tree.was_signalled(victim.pid):  # no event reports it
+    while not bench.tree.stop_signals(victim.pid):  # no event reports it
         await asyncio.sleep(0)
-    assert not bench.tree.was_signalled(own.pid)
+    assert not bench.tree.stop_signals(own.pid)
     bench.tree.escalate_to_kill()
     assert await task == []
 

@@ -38,6 +38,17 @@ def raise_error(text: str = "boom") -> NoReturn:
     raise ValueError(text)
 
 
+def raise_and_leave_slowly() -> NoReturn:
+    """Rank 0 raises, and then waits for a thread; the others fail as soon as it has raised."""
+    if rank() == 0:
+        threading.Thread(target=time.sleep, args=(99,)).start()
+        raise ValueError("boom")
+    own = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+    while not os.path.exists(os.path.join(os.path.dirname(own), "0", "error.json")):
+        time.sleep(0.01)
+    os._exit(7)
+
+
 class OddError(Exception):
     """An exception without a pickle and without a text."""
 
