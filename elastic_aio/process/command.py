@@ -34,6 +34,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 from elastic_aio.aio import create_task
@@ -46,7 +47,13 @@ from elastic_aio.process.base import (
     check_program,
     spawn_error,
 )
-from elastic_aio.process.exits import PidfdChild, PidfdWatch, ReapedChild
+from elastic_aio.process.exits import (
+    PidfdChild,
+    PidfdWatch,
+    ReapedChild,
+    lost_child,
+    open_child_pidfd,
+)
 from elastic_aio.process.orphans import subreaper
 
 # An interpreter ignores two signals, and sets LC_CTYPE in the C locale (PEP 538).
@@ -101,6 +108,9 @@ def _options(spec: ChildSpec) -> dict[str, Any]:
 async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """Start a child through asyncio, which will reap it.
 
+    asyncio fails with ESRCH if the embedding program has reaped the child before asyncio has
+    opened its pidfd.  Then it has run, and its status is lost.
+
     Raises:
         SpawnError: the child could not be started.
     """
@@ -108,6 +118,8 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
         try:
             process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
         except OSError as error:
+            if isinstance(error, ProcessLookupError) and (pid := _started_pid(error)):
+                return lost_child(pid)
             raise spawn_error(error, spec) from error
         try:
             return _AsyncioChild(process)
@@ -115,6 +127,19 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
             process.kill()
             await process.wait()  # it was killed: this returns at once
             raise spawn_error(error, spec) from error
+
+
+def _started_pid(error: BaseException) -> int | None:
+    """Return the pid of the child whose start raised `error`; None if there was none.
+
+    asyncio returns no object then; the frames of the traceback have its transport.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, asyncio.SubprocessTransport):
+                value.close()
+                return value.get_pid()
+    return None
 
 
 class _AsyncioChild(PidfdChild):
@@ -127,7 +152,7 @@ class _AsyncioChild(PidfdChild):
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        super().__init__(process.pid, _open_pidfd(process.pid))
+        super().__init__(process.pid, open_child_pidfd(process.pid))
         self._process = process
         self._status = ExitStatus()
         self._watch = None if self._pidfd < 0 else PidfdWatch(self._pidfd, self._read_status)
@@ -162,23 +187,6 @@ class _AsyncioChild(PidfdChild):
         if status.returncode is None and task.result() != 255:
             status = ExitStatus.from_returncode(task.result())
         self.exited.set_result(ChildExit(status, time.monotonic()))
-
-
-def _open_pidfd(pid: int) -> int:
-    """Return a pidfd of a child; -1 if asyncio has reaped it already."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
-    try:
-        # The pid may even be another process's by now: only our own child can be waited for.
-        os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError as error:
-        os.close(descriptor)
-        if not isinstance(error, ChildProcessError):
-            raise
-        return -1
-    return descriptor
 
 
 async def spawn_with_popen(spec: ChildSpec) -> Child:

@@ -162,8 +162,39 @@ def _kill(pid: int, number: int) -> bool:
     return True
 
 
+def open_child_pidfd(pid: int) -> int:
+    """Return a pidfd of a child; -1 if it is reaped already.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    try:
+        # The pid may even be another process's by now: only our own child can be waited for.
+        os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, ChildProcessError):
+            raise
+        return -1
+    return descriptor
+
+
+def lost_child(pid: int) -> PidfdChild:
+    """Return a child whose status the embedding program has taken before it was watched."""
+    child = PidfdChild(pid, -1)
+    child.exited.set_result(ChildExit(ExitStatus(), time.monotonic()))
+    return child
+
+
 class ReapedChild(PidfdChild):
-    """A child that is watched by pidfd and reaped here, by `wait4`."""
+    """A child that is watched by pidfd and reaped here, by `wait4`.
+
+    The embedding program may reap it first: then its status is lost.
+    """
 
     def __init__(self, pid: int, *, on_reaped: Callable[[int], object] = bool) -> None:
         """Watch a child that has just been started.
@@ -176,10 +207,12 @@ class ReapedChild(PidfdChild):
         Raises:
             OSError: no descriptor is left for the pidfd.
         """
-        # Nothing else reaps it, so the pid is still this child's.
-        super().__init__(pid, os.pidfd_open(pid))
+        super().__init__(pid, open_child_pidfd(pid))
         self._on_reaped = on_reaped
-        PidfdWatch(self._pidfd, self._reap)
+        if self._pidfd < 0:
+            self._end(255, ExitStatus(), None)
+        else:
+            PidfdWatch(self._pidfd, self._reap)
 
     def _reap(self) -> None:
         self._pidfd = -1  # the watch closes it
@@ -193,6 +226,9 @@ class ReapedChild(PidfdChild):
             code = os.waitstatus_to_exitcode(wait_status)
             status = ExitStatus.from_returncode(code)
             usage = usage_of(rusage)
+        self._end(code, status, usage)
+
+    def _end(self, code: int, status: ExitStatus, usage: ResourceUsage | None) -> None:
         self._on_reaped(code)
         self.exited.set_result(ChildExit(status, time.monotonic(), usage))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import os
 import resource
 import select
@@ -247,6 +248,28 @@ async def test_a_child_reaped_by_other_code_has_an_unknown_status(
     os.close(writer)
     os.waitpid(child.pid, 0)
     assert (await end_of(child)).status == ExitStatus()
+
+
+async def test_a_child_reaped_before_it_is_watched_has_an_unknown_status(
+    fitting_spawn: Spawner, devnull: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has run: that is no failure to start it, and it is not started again."""
+    real, reaped = os.pidfd_open, []
+
+    def reap_first(pid: int, flags: int = 0) -> int:
+        if pid not in reaped:
+            os.waitpid(pid, 0)
+            reaped.append(pid)
+        return real(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", reap_first)
+    child = await fitting_spawn(spec_of("true", to=devnull))
+    assert [child.pid] == reaped
+    assert child.has_ended()
+    assert not child.send_signal(signal.SIGTERM)
+    assert (await end_of(child)).status == ExitStatus()
+    del child
+    gc.collect()  # nothing warns of a process or a transport that is left open
 
 
 @pytest.mark.parametrize("code", [254, 255])
