@@ -1,0 +1,1 @@
+"""The interfaces of other launchers, over this package's own."""

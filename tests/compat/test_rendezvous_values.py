@@ -1,0 +1,118 @@
+"""The values of torch's rendezvous: parameters, registry, store info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_aio.compat.torch.rendezvous import (
+    RendezvousHandler,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+
+def parameters(**settings: Any) -> RendezvousParameters:
+    return RendezvousParameters("mine", "localhost:1", "run", 1, 2, **settings)
+
+
+class Handler(RendezvousHandler):
+    def __init__(self, backend: str = "mine") -> None:
+        self.backend = backend
+
+    def get_backend(self) -> str:
+        return self.backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise NotImplementedError
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1", True), ("Yes", True), (1, True), (True, True), ("f", False), (0, False), (None, None)],
+)
+def test_a_setting_is_a_bool(value: object, expected: bool | None) -> None:
+    assert parameters(flag=value).get_as_bool("flag") is expected
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, 1.5])
+def test_another_value_is_no_bool(value: object) -> None:
+    with pytest.raises(ValueError, match=r"flag: .* valid boolean value"):
+        parameters(flag=value).get_as_bool("flag")
+
+
+def test_a_setting_is_an_int() -> None:
+    assert parameters(n="7").get_as_int("n") == 7
+    assert parameters().get_as_int("n", 5) == 5
+    assert parameters().get("n") is None
+    with pytest.raises(ValueError, match=r"n: .* valid integer value \(got 'x'\)"):
+        parameters(n="x").get_as_int("n")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 2)])
+def test_node_counts_are_checked(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="_nodes: must be"):
+        RendezvousParameters("c10d", "", "run", low, high)
+
+
+def test_a_backend_has_one_creator() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("mine", create := lambda params: Handler())
+    registry.register("mine", create)
+    assert isinstance(registry.create_handler(parameters()), Handler)
+    with pytest.raises(ValueError, match="already registered"):
+        registry.register("mine", lambda params: Handler())
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ValueError, match="'mine' is not registered"):
+        RendezvousHandlerRegistry().create_handler(parameters())
+
+
+def test_a_handler_of_another_backend_is_refused() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("mine", lambda params: Handler("theirs"))
+    with pytest.raises(RuntimeError, match="'theirs' does not match"):
+        registry.create_handler(parameters())
+
+
+class DictStore:
+    """A torch store as far as `build` uses it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+
+def test_rank_0_publishes_where_the_workers_meet() -> None:
+    store = DictStore()
+    first = RendezvousStoreInfo.build(0, store, "10.0.0.1", server_port=77)
+    assert first == RendezvousStoreInfo("10.0.0.1", 77)
+    assert RendezvousStoreInfo.build(1, store, "10.0.0.2") == first
+
+
+def test_rank_0_takes_a_free_port() -> None:
+    assert RendezvousStoreInfo.build(0, DictStore(), "10.0.0.1").master_port > 0
