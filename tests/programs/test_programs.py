@@ -1,0 +1,100 @@
+"""Programs of torch's users, unmodified, under `aio-elastic run`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import REPOSITORY, Ended, run_cli
+
+PROGRAMS = Path(__file__).parent
+SECONDS = 300.0  # torch takes seconds to import, per process and attempt
+
+
+def found(module: str) -> bool:
+    """Return whether a module can be imported, without its import."""
+    return importlib.util.find_spec(module) is not None
+
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not found("torch"), reason="needs torch"),
+]
+
+
+def run_torch(*args: object, **options: object) -> Ended:
+    """Run a job of torch workers on CPUs to its end."""
+    env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "LOGLEVEL": None}
+    return run_cli("--tee=3", *args, env=env, seconds=SECONDS, **options)
+
+
+def test_ddp_resumes_from_its_snapshot(tmp_path: Path) -> None:
+    """Rank 1 is killed in epoch 2; the restart trains epochs 2 to 4 only."""
+    ended = run_torch(
+        *("--nproc-per-node=2", "--max-restarts=1", REPOSITORY / "examples/train_ddp.py"),
+        *("--snapshot", tmp_path / "snapshot.pt"),
+    )
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert "[default0]:attempt 1: training from epoch 2 of 5" in lines
+    assert [line.split(": loss")[0] for line in lines if ": loss" in line] == [
+        f"[default0]:epoch {epoch}" for epoch in range(5)
+    ]
+
+
+def test_fsdp_resumes_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """The program itself compares the parameters with those of an uninterrupted training."""
+    ended = run_torch(
+        *("--nproc-per-node=2", "--max-restarts=1"),
+        *(PROGRAMS / "fsdp_checkpoint.py", tmp_path),
+    )
+    assert ended.code == 0, ended.err
+    assert "rank 1 (pid" in ended.err  # it was killed
+    assert sorted(ended.out.splitlines()) == [
+        f"[default{rank}]:rank {rank}: steps {first} to 5" for rank in (0, 1) for first in (0, 3)
+    ]
+
+
+def test_rpc_forms_again_after_a_restart() -> None:
+    """Every worker calls every other one in both attempts."""
+    ended = run_torch("--nproc-per-node=3", "--max-restarts=1", PROGRAMS / "rpc_sum.py")
+    assert ended.code == 0, ended.err
+    answers = {line for line in ended.out.splitlines() if "attempt 1" in line}
+    assert answers == {f"[default{n}]:rank {n}: attempt 1, 2 answers" for n in range(3)}
+
+
+@pytest.mark.skipif(not found("lightning"), reason="needs lightning")
+def test_lightning_resumes_a_fit(tmp_path: Path) -> None:
+    """Rank 1 is killed in epoch 2; the Trainer of the restart begins with that epoch."""
+    ended = run_torch(
+        *("--nproc-per-node=2", "--max-restarts=1"),
+        *(PROGRAMS / "lightning_resume.py", tmp_path),
+    )
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        epochs = [line for line in ended.out.splitlines() if f"rank {rank} of 2: epoch" in line]
+        assert [int(line[-1]) for line in epochs] == [0, 1, 2, 2, 3]
+        assert f"[default{rank}]:rank {rank}: finished after 4 epochs" in ended.out
+
+
+@pytest.mark.skipif(not found("accelerate"), reason="needs accelerate")
+@pytest.mark.parametrize(
+    ("script", "last"),
+    [
+        ("test_script", "**Test reinstantiated state**"),
+        ("test_sync", "`sync_each_batch=False`**"),
+        ("test_ops", "testing sending tensors across devices"),
+    ],
+)
+def test_accelerates_own_scripts(script: str, last: str) -> None:
+    """Of its test suite, which `accelerate test` runs."""
+    spec = importlib.util.find_spec("accelerate")
+    assert spec is not None
+    assert spec.origin is not None
+    scripts = Path(spec.origin).parent / "test_utils/scripts"
+    ended = run_torch("--nproc-per-node=2", scripts / f"{script}.py")
+    assert ended.code == 0, ended.err
+    assert last in ended.out
+    assert "[default1]:" in ended.out
