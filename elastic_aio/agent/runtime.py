@@ -99,7 +99,8 @@ class LocalRuntime:
         self.nproc = nproc
         self.publish = publish
         self.clock = PausableClock()
-        self.program = Program(spec, spawner, overrides)
+        self._spawner = spawner
+        self.program = Program(spec, self._spawn_listed, overrides)
         self.master_ports = MasterPorts(spec)
         self.output = JobOutput(spec, run_id=run_id, host=host, publish=publish, console=console)
         self.exit_numbers = itertools.count()
@@ -317,6 +318,10 @@ class LocalRuntime:
         if not self.program.uses_forkserver:
             child_spec = _with_original_limit(child_spec)
         return await self.program.spawner(child_spec)
+
+    async def _spawn_listed(self, child_spec: ChildSpec) -> Child:
+        with self.tree.starting():
+            return await self._spawner(child_spec)
 
     @property
     def _standard_streams(self) -> StandardStreams:

@@ -8,8 +8,14 @@ closed on exec.  A pidfd does not notice an exec, and a pipe stays open in every
 that the embedding program forks; a lock is not inherited by forks.
 
 Then all descendants of the workers get SIGNAL, and SIGKILL after GRACE seconds, again and
-again until none is found: a worker that was being spawned has its marker only after its
-exec, and a process that forks can hide a child from one scan of /proc (see `tree`).
+again until none is found: a process that forks can hide a child from one scan of /proc
+(see `tree`).
+
+A worker that was being started has the job's marker only after its exec, which can take
+long on a slow file system; until then it shows the supervisor's program.  So if the session
+list says that a worker was being started, the guardian waits for the exec of each process
+that shows this program, or none, and is not older.  It signals none of them before: the
+embedding program may have forked it.
 """
 
 from __future__ import annotations
@@ -33,11 +39,11 @@ else:
     import proc_scan
     import session_list
 
-# Seconds without a descendant before the job counts as gone.  A child that was being
-# spawned when its parent was killed needs about a millisecond until its exec; on a
-# busy host it may be a hundred.
+# Seconds without a descendant before the job counts as gone.
 _QUIET_S = 0.25
 _LIMIT_S = 10.0
+# Seconds for which execs are waited for.
+_EXEC_S = 60.0
 # Seconds between two scans, before and after SIGKILL is sent: the kernel reports no forks
 # of other processes to an unprivileged one.
 _GRACE_SCAN_S = 0.02
@@ -55,17 +61,19 @@ def main() -> int:
         except (OSError, ValueError):
             continue  # reserved by the C library
     _check_kernel(sessions)
+    program = _program_of_parent()
     if _is_locked(sessions):  # else the supervisor has ended by now
         os.write(report, b"!")
         os.close(report)
         fcntl.lockf(sessions, fcntl.LOCK_EX)
-    is_ended = end_job(
-        sys.argv[3].encode("ascii"),
-        since,
-        session_list.read_session_list(sessions),
-        number,
-        float(sys.argv[6]),
-    )
+    workers = session_list.read_session_list(sessions)
+    starting = workers.pop(session_list.STARTING, None)
+    hidden = [] if starting is None else proc_scan.list_execs(starting.opened, program)
+    marker, grace = sys.argv[3].encode("ascii"), float(sys.argv[6])
+    is_ended = end_job(marker, since, workers, number, grace)
+    if hidden:
+        _wait_for_execs(hidden, program)
+        is_ended = end_job(marker, since, workers, number, grace)
     return 0 if is_ended else 1
 
 
@@ -75,6 +83,22 @@ def _check_kernel(sessions: int) -> None:
     signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)
     session_list.read_session_list(sessions)
+
+
+def _program_of_parent() -> tuple[int, int] | None:
+    me = proc_scan.read_process(int(os.readlink("/proc/self")))
+    return None if me is None else proc_scan.program_of(me.parent)
+
+
+def _wait_for_execs(hidden: list[proc_scan.ProcEntry], program: tuple[int, int] | None) -> None:
+    end = time.monotonic() + _EXEC_S
+    while time.monotonic() < end:
+        try:
+            if not any(proc_scan.may_be_in_exec(process, program) for process in hidden):
+                return
+        except OSError:
+            pass  # no descriptor for a moment: look again
+        time.sleep(_GRACE_SCAN_S)
 
 
 def _is_locked(sessions: int) -> bool:

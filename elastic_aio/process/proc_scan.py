@@ -129,6 +129,46 @@ def read_process(pid: int) -> ProcEntry | None:
         return None
 
 
+def program_of(pid: int) -> tuple[int, int] | None:
+    """Return device and inode of what a process executes; None: gone, or another user's."""
+    try:
+        status = os.stat(f"/proc/{pid}/exe")
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def may_be_in_exec(process: ProcEntry, program: tuple[int, int] | None) -> bool:
+    """Return whether a process, which `program` has started, may not have ended its exec.
+
+    It shows the program of its parent first, and then, in the exec, no arguments.
+
+    Raises:
+        OSError: this process has no descriptor or memory left.
+    """
+    present = read_process(process.pid)
+    if present is None or present.start != process.start or present.is_dead:
+        return False
+    if present.flags & (_PF_KTHREAD | _PF_EXITING):
+        return False
+    is_before = program is not None and program_of(process.pid) == program
+    return is_before or _read(f"/proc/{process.pid}/cmdline") == b""
+
+
+def list_execs(since: int, program: tuple[int, int] | None) -> list[ProcEntry]:
+    """Return the processes that started at `since` ticks or later and may be in an exec.
+
+    Returns none if this process has no descriptor or memory left.
+    """
+    me = os.readlink("/proc/self")
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != me]
+        entries = [entry for pid in pids if (entry := read_process(pid)) is not None]
+        return [item for item in entries if item.start >= since and may_be_in_exec(item, program)]
+    except OSError:
+        return []
+
+
 class ScanCache:
     """Processes that the next scans of a job need not look at, or need not wait for.
 

@@ -9,6 +9,9 @@ write short.  A line of 64 bytes lies within one page of the file, which the ker
 at once; should it be torn even so, the checksum tells, and only this entry is lost: its
 processes are then found by the marker, as before they were listed (see `proc_scan`).
 
+A row with the number 0 (`STARTING`) says that a child is being started since these ticks.
+It has neither a session nor the marker before its exec, which a file system can delay.
+
 The guardian runs this file in a bare interpreter, so it imports little.
 """
 
@@ -21,6 +24,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     from collections.abc import Iterable
 
+STARTING = 0
+"""The number of the row of a child that is being started."""
 _LINE = 64
 _BODY = _LINE - 9
 
@@ -67,6 +72,53 @@ def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> No
     for row, session in enumerate(sessions, 1):
         write_session(descriptor, row - 1, session)
     os.ftruncate(descriptor, row * _LINE)
+
+
+class SessionList:
+    """The sessions of a job's workers by number, as `sessions`, and the list of them."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Begin without sessions; the caller closes `descriptor`, after `detach`."""
+        self.sessions: dict[int, WorkerSession] = {}
+        self._starting: list[WorkerSession] = []  # one at most
+        self._descriptor = descriptor
+
+    def add(self, session: WorkerSession) -> None:
+        """List a session."""
+        self.sessions[session.number] = session
+        self._write(session)
+
+    def close(self, session: WorkerSession, ticks: int) -> None:
+        """Note when the leader was reaped."""
+        session.closed = ticks
+        if self.sessions.get(session.number) is session:
+            self._write(session)
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove some sessions."""
+        for number in numbers:
+            del self.sessions[number]
+        if self._descriptor >= 0:
+            write_session_list(self._descriptor, [*self.sessions.values(), *self._starting])
+
+    def set_starting(self, since: int | None) -> None:
+        """Note that a child is being started since these ticks; None: not any more."""
+        self._starting = [] if since is None else [WorkerSession(STARTING, since)]
+        if self._descriptor < 0:
+            return
+        for row in self._starting:
+            write_session(self._descriptor, len(self.sessions), row)
+        if since is None:
+            os.ftruncate(self._descriptor, len(self.sessions) * _LINE)
+
+    def detach(self) -> None:
+        """Write no more."""
+        self._descriptor = -1
+
+    def _write(self, session: WorkerSession) -> None:
+        if self._descriptor >= 0:  # else a process that could not be killed has ended after all
+            row = list(self.sessions).index(session.number)
+            write_session(self._descriptor, row, session)
 
 
 def read_session_list(descriptor: int) -> dict[int, WorkerSession]:

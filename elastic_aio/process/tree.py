@@ -44,7 +44,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -54,7 +55,7 @@ from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child
 from elastic_aio.process.exits import Watches
 from elastic_aio.process.orphans import Orphans
-from elastic_aio.process.session_list import WorkerSession, write_session, write_session_list
+from elastic_aio.process.session_list import SessionList, WorkerSession
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
@@ -96,9 +97,8 @@ class ProcessTree:
         # One tick earlier: processes of the present tick may be older or newer.
         self._since = proc_scan.ticks_now() - 1 if since is None else since
         self._clock = clock
-        self._session_list = session_list
+        self._listed = SessionList(session_list)
         self._leaders: dict[int, Child] = {}
-        self._sessions: dict[int, WorkerSession] = {}
         self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._server: Child | None = None
@@ -119,6 +119,18 @@ class ProcessTree:
         """Name of a variable in the environment of every worker."""
         return self._marker.decode("ascii")
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Tell the guardian that a child is being started, which it may not recognize yet.
+
+        It has executed its program when the block ends, and `add` may follow later.
+        """
+        self._listed.set_starting(proc_scan.ticks_now() - 1)
+        try:
+            yield
+        finally:
+            self._listed.set_starting(None)
+
     def add(self, leader: Child) -> None:
         """Add a child that has just been started, and let it run its program."""
         self._leaders[self._list(leader).number] = leader
@@ -128,8 +140,8 @@ class ProcessTree:
         entry = _read_process(pid)
         # Not readable: it has started now, give or take a tick.
         opened = proc_scan.ticks_now() if entry is None else entry.start
-        session = self._sessions[pid] = WorkerSession(pid, opened)
-        self._write_session(session)
+        session = WorkerSession(pid, opened)
+        self._listed.add(session)
         leader.release()
         if leader.exited.done():
             self._close(session)
@@ -192,7 +204,7 @@ class ProcessTree:
     async def _scan(self) -> list[proc_scan.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
         scan = proc_scan.find_descendants(
-            self._marker, self._since, self._sessions, self._descendants, self._cache
+            self._marker, self._since, self._listed.sessions, self._descendants, self._cache
         )
         yielder = _Yielder()
         while True:
@@ -364,34 +376,25 @@ class ProcessTree:
         return [(pid, leader) for pid, leader in leaders if not leader.exited.done()]
 
     def _forget_ended(self) -> None:
-        for pid, leader in list(self._leaders.items()):
-            if leader.exited.done():
-                del self._leaders[pid]
-                del self._sessions[pid]
-                self._signals.pop(leader.pid, None)
+        ended = {pid: leader for pid, leader in self._leaders.items() if leader.exited.done()}
+        for pid, leader in ended.items():
+            del self._leaders[pid]
+            self._signals.pop(leader.pid, None)
         if not self._leaders:
             self._descendants.clear()
-        if self._session_list >= 0:
-            write_session_list(self._session_list, self._sessions.values())
+        self._listed.remove(ended)
 
     def _close(self, session: WorkerSession) -> None:
-        session.closed = proc_scan.ticks_now()
-        if self._sessions.get(session.number) is session:
-            self._write_session(session)
+        self._listed.close(session, proc_scan.ticks_now())
 
     async def aclose(self) -> None:
         """Stop writing the session list, whose file is about to be closed, and adopting orphans.
 
         Idempotent; safe to call again after cancellation.
         """
-        self._session_list = -1
+        self._listed.detach()
         self._free_descriptors()
         await self.orphans.aclose()
-
-    def _write_session(self, session: WorkerSession) -> None:
-        if self._session_list >= 0:  # else a process that could not be killed has ended after all
-            row = list(self._sessions).index(session.number)
-            write_session(self._session_list, row, session)
 
 
 class _Yielder:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +29,8 @@ from elastic_aio.process.guardian_process import (
 )
 from elastic_aio.spec.stop import StopPlan
 from tests.support.children import until_sync
-from tests.support.leaks import alive
+from tests.support.cli import running
+from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.both_loops
 
@@ -404,3 +407,47 @@ def test_the_guardian_is_small() -> None:
         timeout=60,
     )
     assert done.stdout == "[]\n"
+
+
+# A launcher whose worker is a file on which another process has a lease.
+LAUNCHER = """
+import sys
+from elastic_aio import LaunchSpec, LogSpec, run
+run(LaunchSpec([sys.argv[1], "99"], logs=LogSpec(log_dir="/dev/null")))
+"""
+
+
+@contextmanager
+def slow_to_execute(path: Path) -> Iterator[Callable[[], None]]:
+    """Let every exec of a file wait, as on a slow file system; yield what waits for an exec.
+
+    A write lease delays an open until its holder gives it up, which a signal asks for
+    (F_SETLEASE of fcntl(2)); the kernel takes it away after 45 s.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def wait_for_exec() -> None:
+        assert signal.sigtimedwait([signal.SIGIO], GUARD) is not None, "it is not executed"
+
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield wait_for_exec
+    finally:
+        os.close(descriptor)
+        signal.sigtimedwait([signal.SIGIO], 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_exec_takes_long_ends_too(tmp_path: Path) -> None:
+    """It has neither a session on the list nor the marker when its launcher is killed."""
+    program = tmp_path / "program"
+    shutil.copy("/bin/sleep", program)
+    with running([sys.executable, "-c", LAUNCHER, str(program)]) as launcher:
+        with slow_to_execute(program) as wait_for_exec:
+            wait_for_exec()
+            launcher.send(signal.SIGKILL)
+            assert launcher.wait() == 128 + signal.SIGKILL
+            time.sleep(1)  # this long the exec takes; the guardian has nothing to report
+        until_sync(lambda: not leaked_processes(), "the end of the worker", 10)

@@ -21,7 +21,7 @@ from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian_process import GuardedJob
-from elastic_aio.process.session_list import read_session_list
+from elastic_aio.process.session_list import STARTING, read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
 from tests.support.leaks import alive
@@ -237,6 +237,20 @@ async def test_escalate_to_kill_shortens_later_stops(bench: Bench) -> None:
     bench.tree.escalate_to_kill()
     assert await bench.stop(LONG) == []
     assert status(ignoring) == ExitStatus(signal=9)
+
+
+async def test_a_child_that_is_being_started_is_on_the_session_list(bench: Bench) -> None:
+    """Behind the workers that run, and as long as it has not executed its program."""
+    first = await bench.add("sleep", "99")
+    with bench.tree.starting():
+        assert list(read_session_list(bench.sessions)) == [first.pid, STARTING]
+        assert await bench.stop(LONG) == []
+        (row,) = read_session_list(bench.sessions).values()
+        assert (row.number, row.closed) == (STARTING, None)
+        assert row.opened <= proc_scan.ticks_now()
+    assert read_session_list(bench.sessions) == {}
+    second = await bench.add("sleep", "99")
+    assert list(read_session_list(bench.sessions)) == [second.pid]
 
 
 async def test_nothing_else_is_signalled(bench: Bench) -> None:
