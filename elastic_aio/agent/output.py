@@ -13,7 +13,7 @@ from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.errors import SpawnError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.files import RunDirectory
-from elastic_aio.logs.lines import PrefixFields, make_prefix
+from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_directory, plan_logs
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import Console, Sink, open_console
@@ -147,7 +147,7 @@ class JobOutput:
                             self._spec.role, ranks.rank, ranks.local_rank, attempt, self._host, name
                         )
                         relay = streams.relays.pop(plan.path, None)
-                        self._follow(plan, plan.path, relay, fields)
+                        self._follow(plan, plan.path, relay, fields, logs.prefix)
             except OSError as error:
                 raise _log_error(error) from error
             yield streams.descriptors
@@ -163,7 +163,12 @@ class JobOutput:
     # -------------------------------------------------------------- a stream
 
     def _follow(
-        self, plan: StreamPlan, path: str, relay: Relay | None, fields: PrefixFields
+        self,
+        plan: StreamPlan,
+        path: str,
+        relay: Relay | None,
+        fields: PrefixFields,
+        own_prefix: str | None,
     ) -> None:
         """Show a stream as it grows, or, of a relayed one, what its file does not take."""
         attempt = fields.attempt
@@ -178,6 +183,8 @@ class JobOutput:
             self._tee = Tee(self._on_console_lost)
         sink = self._console.out if fields.stream == "stdout" else self._console.err
         prefix = make_prefix(self._spec.logs.prefix, fields, _timestamp)
+        if own_prefix is not None:
+            prefix = fixed_prefix(own_prefix)
 
         def on_lost(why: str, lost: int | None) -> None:
             self._publish(

@@ -185,5 +185,10 @@ def make_prefix(
     parsed = Template(template or DEFAULT_PREFIX)
     if "timestamp" in parsed.template:
         return lambda: parsed.safe_substitute(values, timestamp=now()).encode("utf-8", "replace")
-    fixed = parsed.safe_substitute(values).encode("utf-8", "replace")
+    return fixed_prefix(parsed.safe_substitute(values))
+
+
+def fixed_prefix(text: str) -> Callable[[], bytes]:
+    """Return a function that returns a prefix."""
+    fixed = text.encode("utf-8", "replace")
     return lambda: fixed

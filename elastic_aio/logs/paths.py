@@ -46,12 +46,16 @@ class StreamPlan(Struct, frozen=True):
 
 
 class WorkerLogs(Struct, frozen=True):
-    """The streams and the error file of one worker; without a directory, no files."""
+    """The streams and the error file of one worker; without a directory, no files.
+
+    Shown lines have `prefix`, or else the prefix of the `LogSpec`.
+    """
 
     stdout: StreamPlan
     stderr: StreamPlan
     directory: str | None
     error_file: str
+    prefix: str | None = None
 
 
 def run_prefix(run_id: str) -> str:
@@ -117,6 +121,7 @@ def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
         stderr=stream("stderr", destinations.stderr),
         directory=context.directory,
         error_file=destinations.error_file,
+        prefix=destinations.prefix,
     )
 
 

@@ -239,6 +239,8 @@ class LogDestinations:
     """Path of torch's error file; empty for none."""
     shown: frozenset[str] = frozenset()
     """Which of "stdout" and "stderr" are copied from their files to the console."""
+    prefix: str | None = None
+    """Prefix of the lines on the console, as it is; None is that of the `LogSpec`."""
 
 
 class LogLayout(LogSpec):
