@@ -12,6 +12,7 @@ from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import Notifier, wait_shielded
+from elastic_aio.events import WorkerExited
 from elastic_aio.outcome import Failure
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult
@@ -40,9 +41,14 @@ class BareGroup:
         self.name = spec.role
         self.local_ranks: Sequence[int] = range(len(overrides.args))
         changed = self._changed = Notifier()
+        listeners = self._exit_listeners = list[Callable[[WorkerExited], None]]()
 
-        def notify(_: object) -> None:
-            changed.notify_all()  # without a reference to this object, which may be collected
+        def notify(change: object) -> None:
+            # Without a reference to this object, which may be collected.
+            changed.notify_all()
+            if isinstance(change, WorkerExited):
+                for listener in listeners:
+                    listener(change)
 
         self._notify = notify
         self.agent = Agent(
@@ -78,6 +84,14 @@ class BareGroup:
         except BaseException:  # a cancellation too: started workers must not stay
             await self.agent.__aexit__(None, None, None)
             raise
+
+    def on_exit(self, listener: Callable[[WorkerExited], None]) -> None:
+        """Call `listener` for each worker that exits from now on."""
+        self._exit_listeners.append(listener)
+
+    def send_signal(self, local_rank: int, number: int) -> None:
+        """Send a signal to one worker, if it runs."""
+        self._driver.forward(number, self.records[local_rank].pid)
 
     # --------------------------------------------------------------- questions
 

@@ -166,9 +166,9 @@ class Driver:
         self._runtime.tree.escalate_to_kill()
         self.request_stop("an immediate stop was requested")
 
-    def forward(self, signal: int) -> tuple[int, ...]:
-        """Send a signal to the leader of each live worker; return their pids."""
-        pids = self._runtime.tree.signal_leaders(signal)
+    def forward(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
+        """Send a signal to the leader of each live worker, or to one; return their pids."""
+        pids = self._runtime.tree.signal_leaders(signal, pid)
         self._event_log.append(
             SignalForwarded(attempt=self._runtime.attempt, signal=signal, pids=pids)
         )

@@ -91,6 +91,11 @@ class ProcessContext:
         """Whether all processes have exited and all resources are released."""
         return self._group.is_over
 
+    @property
+    def joined(self) -> frozenset[int]:
+        """Indexes of the processes that `join` has seen to exit."""
+        return frozenset(self._joined)
+
     async def __aenter__(self) -> ProcessContext:
         """Return the context; its processes run already."""
         return self

@@ -239,9 +239,10 @@ class ProcessTree:
         """Return the signals that stops have sent to a leader while it was running."""
         return frozenset(self._signals.get(pid, ()))
 
-    def signal_leaders(self, number: int) -> tuple[int, ...]:
-        """Send a signal to the leaders only; return the pids that received it."""
-        return tuple(pid for pid, leader in self._leaders.items() if leader.send_signal(number))
+    def signal_leaders(self, number: int, pid: int | None = None) -> tuple[int, ...]:
+        """Send a signal to the leaders only, or to one; return the pids that received it."""
+        wanted = [leader for leader in self._leaders.values() if pid in (None, leader.pid)]
+        return tuple(leader.pid for leader in wanted if leader.send_signal(number))
 
     async def signal_all(self, number: int) -> None:
         """Send a signal to all live processes of the job, once."""

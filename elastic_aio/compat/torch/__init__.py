@@ -5,6 +5,9 @@ The names are torch's, and so are their arguments, results and exceptions; what 
 its objects, such as a `Store`.
 
 torch.distributed.elastic.rendezvous    elastic_aio.compat.torch.rendezvous
+torch.distributed.elastic.multiprocessing    elastic_aio.compat.torch.multiprocessing
+torch.distributed.elastic.multiprocessing.errors    elastic_aio.compat.torch.errors
+torch.multiprocessing.spawn    elastic_aio.compat.torch.multiprocessing.spawn
 
 docs/guides/migrate-from-torchrun.md lists what differs on purpose.
 """

@@ -1,0 +1,251 @@
+"""Where torch's processes write: `Std`, `LogsSpecs` and the `LogsDest` that it makes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+
+from elastic_aio.logs.paths import run_prefix
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
+
+__all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
+
+logger = logging.getLogger(__name__)
+
+_MAPPING = r"^(\d+:[0123],)*(\d+:[0123])$"
+_VALUE = r"^[0123]$"
+
+
+class Std(IntFlag):
+    """Standard streams."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = OUT | ERR
+
+    @classmethod
+    def from_str(cls, vm: str) -> Std | dict[int, Std]:
+        """Read `0` to `3`, or `RANK:MASK,RANK:MASK` for ranks of any size.
+
+        Raises:
+            ValueError: the text has neither form.
+        """
+        if re.match(_VALUE, vm):
+            return Std(int(vm))
+        if not re.match(_MAPPING, vm):
+            raise ValueError(f"{vm} does not match: <{_VALUE}> or <{_MAPPING}>")
+        pairs = (part.split(":") for part in vm.split(","))
+        return {int(rank): Std(int(mask)) for rank, mask in pairs}
+
+
+def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
+    """Return the streams of each local rank; a mapping leaves the others at `Std.NONE`."""
+    if isinstance(val_or_map, Std):
+        return dict.fromkeys(range(local_world_size), val_or_map)
+    return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
+
+
+@dataclass
+class LogsDest:
+    """Paths by local rank; an empty path is a stream of the launcher's own."""
+
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+    tee_stdouts: dict[int, str] = field(default_factory=dict)
+    tee_stderrs: dict[int, str] = field(default_factory=dict)
+    error_files: dict[int, str] = field(default_factory=dict)
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+
+
+class LogsSpecs(ABC):
+    """Says where processes write; a plug-in defines `reify` and `root_log_dir`."""
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | dict[int, Std] = Std.NONE,
+        tee: Std | dict[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            log_dir: base directory.
+            redirects: streams that go to files only.
+            tee: streams that go to files and to the console.
+            local_ranks_filter: local ranks that the console shows; None is all.
+        """
+        self._root_log_dir = log_dir
+        self._redirects = redirects
+        self._tee = tee
+        self._local_ranks_filter = local_ranks_filter
+
+    @abstractmethod
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the paths of one attempt, and make their directories.
+
+        Args:
+            envs: variables of the processes by local rank; each gets
+                `TORCHELASTIC_ERROR_FILE`.
+        """
+
+    @property
+    @abstractmethod
+    def root_log_dir(self) -> str:
+        """The base directory."""
+
+
+class DefaultLogsSpecs(LogsSpecs):
+    """The layout `<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/stdout.log`.
+
+    Without `log_dir` a temporary directory is made when it is needed.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | dict[int, Std] = Std.NONE,
+        tee: Std | dict[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        """Make the base directory; the arguments are those of `LogsSpecs`.
+
+        Raises:
+            NotADirectoryError: it is a file.
+        """
+        if log_dir and log_dir != os.devnull:
+            if os.path.isfile(log_dir):
+                raise NotADirectoryError(f"log_dir: {log_dir} is a file")
+            os.makedirs(log_dir, exist_ok=True)
+        super().__init__(log_dir or None, redirects, tee, local_ranks_filter)
+        self._run_log_dir: str | None = None
+        self._is_temporary = False
+
+    def __repr__(self) -> str:
+        return (
+            f"DefaultLogsSpecs(root_log_dir={self._root_log_dir}, redirects={self._redirects}, "
+            f"tee={self._tee}, local_ranks_filter={self._local_ranks_filter})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DefaultLogsSpecs) and self._settings() == other._settings()
+
+    __hash__ = None  # type: ignore[assignment]  # the settings can be dicts
+
+    def _settings(self) -> tuple[object, ...]:
+        return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+
+    @property
+    def root_log_dir(self) -> str:
+        """The base directory; a temporary one is made now."""
+        if self._root_log_dir is None:
+            self._root_log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+            self._is_temporary = True
+        return self._root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the paths of one attempt, whose number is `TORCHELASTIC_RESTART_COUNT`.
+
+        The logs of an attempt with the same number are kept: the new directory then gets a
+        further number.
+        """
+        if not envs:
+            logger.warning("Empty envs map provided when defining logging destinations.")
+        common = envs[0] if envs else {}
+        directory = self._make_attempt(common)
+        redirects = to_map(self._redirects, len(envs))
+        tee = to_map(self._tee, len(envs))
+        dest = LogsDest(
+            filtered_stdout=f"{directory}/filtered_stdout.log",
+            filtered_stderr=f"{directory}/filtered_stderr.log",
+        )
+        for rank in range(len(envs)):
+            if directory == os.devnull:
+                _plan_nothing(dest, rank)
+            else:
+                own = f"{directory}/{rank}"
+                os.mkdir(own)
+                self._plan(dest, rank, own, redirects[rank], tee[rank])
+            path = dest.error_files[rank]
+            envs[rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
+        return dest
+
+    def _make_attempt(self, env: Mapping[str, str]) -> str:
+        root = self.root_log_dir
+        if root == os.devnull:
+            return os.devnull
+        if self._run_log_dir is None or not os.path.isdir(self._run_log_dir):
+            os.makedirs(root, exist_ok=True)
+            prefix = run_prefix(env.get("TORCHELASTIC_RUN_ID", "test_run_id"))
+            self._run_log_dir = tempfile.mkdtemp(prefix=prefix, dir=root)
+            logger.info("log directory set to: %s", self._run_log_dir)
+        first = f"{self._run_log_dir}/attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        directory, number = first, 1
+        while os.path.exists(directory):
+            directory, number = f"{first}.{number}", number + 1
+        os.mkdir(directory)
+        return directory
+
+    def _plan(self, dest: LogsDest, rank: int, directory: str, redirects: Std, tee: Std) -> None:
+        is_muted = bool(self._local_ranks_filter) and rank not in (self._local_ranks_filter or ())
+        for bit, name, paths, shown in (
+            (Std.OUT, "stdout", dest.stdouts, dest.tee_stdouts),
+            (Std.ERR, "stderr", dest.stderrs, dest.tee_stderrs),
+        ):
+            if (redirects | tee) & bit:
+                paths[rank] = f"{directory}/{name}.log"
+                if tee & bit and not is_muted:
+                    shown[rank] = paths[rank]
+            else:
+                paths[rank] = os.devnull if is_muted else ""
+        dest.error_files[rank] = f"{directory}/error.json"
+        logger.info("Setting worker%s reply file to: %s", rank, dest.error_files[rank])
+
+    def tidy(self) -> None:
+        """Remove what is empty of a temporary base directory."""
+        if self._is_temporary and self._root_log_dir is not None:
+            for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
+                try:
+                    os.rmdir(directory)
+                except OSError:
+                    continue  # not empty
+
+
+def _plan_nothing(dest: LogsDest, rank: int) -> None:
+    dest.stdouts[rank] = dest.stderrs[rank] = ""
+    dest.tee_stdouts[rank] = dest.tee_stderrs[rank] = dest.error_files[rank] = os.devnull
+
+
+class ReifiedLayout(LogLayout):
+    """A `LogsDest` as the layout of this library's own log files."""
+
+    def __init__(self, dest: LogsDest, prefixes: Mapping[int, str] | None = None) -> None:
+        """Keep the paths, and the prefixes of shown lines by local rank."""
+        super().__init__(log_dir=os.devnull)
+        object.__setattr__(self, "_dest", dest)  # a frozen dataclass
+        object.__setattr__(self, "_prefixes", dict(prefixes or {}))
+
+    _dest: LogsDest
+    _prefixes: dict[int, str]
+
+    def plan(self, worker: LogLayoutContext) -> LogDestinations:
+        """Return the streams of one worker."""
+        dest, rank = self._dest, worker.local_rank
+        error_file = dest.error_files.get(rank, "")
+        paths = {"stdout": dest.stdouts[rank], "stderr": dest.stderrs[rank]}
+        tee = {"stdout": dest.tee_stdouts.get(rank), "stderr": dest.tee_stderrs.get(rank)}
+        return LogDestinations(
+            stdout=paths["stdout"] or None,
+            stderr=paths["stderr"] or None,
+            error_file="" if error_file == os.devnull else error_file,
+            shown=frozenset(name for name, path in paths.items() if path and tee[name] == path),
+            prefix=self._prefixes.get(rank),
+        )
