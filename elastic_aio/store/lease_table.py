@@ -137,6 +137,9 @@ class LeaseTable:
             holder.last_received_at = min(now, holder.last_received_at + seconds)
         for lease in self._leases.values():
             lease.ends_at += seconds
+        # The earlier deadlines have passed, and would be taken for another pause.
+        for lease in self._leases.values():
+            self._push(lease)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due, or None."""

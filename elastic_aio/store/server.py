@@ -260,8 +260,9 @@ class StoreServer:
         if deadline is not None and self.keyspace.leases.has_any:
             deadline = min(deadline, self._now() + PAUSE_RESOLUTION)
         if self._timer is not None:
-            # A timer that is too early does no harm.
-            if deadline is not None and self._timer_at <= deadline:
+            # A timer that is too early does no harm, and one that is late measures a pause.
+            is_late = self._timer_at < self._now()
+            if deadline is not None and (is_late or self._timer_at <= deadline):
                 return
             self._timer.cancel()
             self._timer = None

@@ -204,6 +204,33 @@ async def test_a_late_timer_expires_no_lease_before_the_sockets_are_read(
             await lease.wait_ended()
 
 
+async def test_a_pause_extends_leases_once(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests arrive in the first iteration after it, before the timer and after it."""
+    paused: list[float] = []
+    server._on_pause = paused.append
+    async with connect(server.endpoint) as store, store.lease(2.0, linger=0.2) as lease:
+        await lease.set("here", "1")
+        leases = server.keyspace.leases
+        (record,) = leases._leases.values()
+        assert record.holder is not None
+        leases.forget(record.holder, server._now())
+        server._rearm()
+        assert server._timer is not None
+        now = server.loop.time() + 5.0
+        monkeypatch.setattr(server, "_now", lambda: now)
+        server._rearm()  # as by a request
+        server._timer.cancel()
+        server._on_timer()
+        for _ in range(3):
+            server._rearm()
+            assert server._timer_at > now - 1.0
+        assert len(paused) == 1
+        assert 4.0 < paused[0] <= 5.0
+        assert record.ends_at < now + 0.3
+
+
 class RecordingHolder(LeaseHolder):
     """A holder that records the end of its leases."""
 
