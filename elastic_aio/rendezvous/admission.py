@@ -121,7 +121,7 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         if not state.deadlines.arm(record.rank_held_since + state.settings.join_timeout):
             waited = f"waited {state.settings.join_timeout:g} s (join_timeout)"
             _reject(state, record, f"{why}; {waited}")
-        elif status.is_busy:
+        elif status.is_in_round:
             state.outbox.send(record, StopRound(status.round, why))
         else:
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum, why))

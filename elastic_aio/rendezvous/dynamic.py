@@ -332,6 +332,14 @@ class DynamicRendezvous(Rendezvous):
                     self._draining = None
 
 
+def order_timeout(spec: LaunchSpec) -> float:
+    """Return how many seconds a member may leave orders without an acknowledgement.
+
+    A suspended node is lost by its lease, and not by its silence.
+    """
+    return max(28.0, 2 * spec.rendezvous.heartbeat_timeout)
+
+
 def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
     settings = spec.rendezvous
     return RoundSettings(
@@ -344,8 +352,7 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         # Torch's own clients send no token, and worker 0 may want to host its store.
         shared_store=fixed_ranks and settings.token is None and spec.host_store,
         overlap=settings.overlap,
-        # A suspended node is lost by its lease, and not by its silence.
-        order_timeout=max(28.0, 2 * settings.heartbeat_timeout),
+        order_timeout=order_timeout(spec),
         policy=changed_settings(spec.max_restarts, spec.restart),
         has_decide=spec.restart.decide is not None,
     )

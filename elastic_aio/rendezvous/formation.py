@@ -171,6 +171,8 @@ def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: st
     cause = state.restart.cause = state.next_cause(why)
     reason = "another round is to begin" if cause is None else cause.why
     for record in running:
+        if record.is_probing and not record.status.is_busy:
+            continue  # its acknowledgement is on its way, and it must still probe
         number = max(state.round.number, record.status.round)
         state.outbox.send(record, StopRound(number, reason))
     if state.phase is not CoordinatorPhase.FORMING:
@@ -255,7 +257,7 @@ def _placements(
 def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float) -> None:
     """Stop running workers, and send all waiting members the list of present nodes."""
     for record in candidates:
-        if record.status.is_busy:
+        if record.status.is_in_round:
             is_placed = record.member in state.round.placements
             why = state.restart.stop_reason if is_placed else "the nodes wait for others"
             state.outbox.send(record, StopRound(record.status.round, why))
@@ -268,7 +270,7 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
     deadlines.arm(deadlines.now + _REPEAT_S)
     event = replace(forming, time_left=round(until - deadlines.now, 1))
     for record in candidates:
-        if not record.status.is_busy:
+        if not record.status.is_in_round:
             state.outbox.send(record, WaitForNodes(event))
     state.outbox.publish(event)
 

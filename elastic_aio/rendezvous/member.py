@@ -123,9 +123,8 @@ class Member:
             return []
         self._acked = position
         is_repeated, self._order = order.body == self._order, order.body
-        if is_repeated and not isinstance(order.body, (ProbePeers, StandBy, WaitForNodes)):
-            # The coordinator waits for an acknowledgement.
-            self._update()
+        if is_repeated and not isinstance(order.body, (ProbePeers, WaitForNodes)):
+            self._update()  # acknowledges the order
             return []
         match order.body:
             case StartRound():
@@ -133,10 +132,12 @@ class Member:
             case StopRound(round, why):
                 return self._stop(round, why)
             case ProbePeers(round, address, port):
+                self._update()
                 return [Probe(round, address, port)]
             case WaitForNodes(forming):
                 return [forming]
             case StandBy(round, maximum, why):
+                self._update()
                 if self._is_standing_by:
                     return []
                 self._is_standing_by = True
@@ -237,13 +238,13 @@ class Member:
 
     def _stop(self, round: int, why: str) -> list[MemberEffect]:
         if round < self.status.round:
+            self._update()
             return []
         self._stopping = max(round, self._stopping)
         if self.status.is_busy or self.has_succeeded:
-            self._update()  # acknowledges the order
+            self._update()
             return [StopRound(self.status.round, why)]
-        if self.status.stopped_round < round:
-            self._update(stopped_round=round)
+        self._update(stopped_round=max(round, self.status.stopped_round))
         return []
 
     def _update(self, **changes: object) -> None:

@@ -108,6 +108,8 @@ class MemberRecord:
     """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)
     """Term and serial of that order."""
+    first_sent: tuple[int, int] | None = None
+    """Term and serial of the first order; None before it."""
     sent_at: float = 0.0
     """When it was first sent, in monotonic seconds."""
     check_at: float = 0.0
@@ -149,6 +151,11 @@ class MemberRecord:
     def has_acked(self) -> bool:
         """Whether it has seen the last order."""
         return self.status.acked >= self.sent_as
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether its status follows an order to this record: earlier ones have no effect now."""
+        return self.first_sent is not None and self.status.acked >= self.first_sent
 
     @property
     def is_probing(self) -> bool:

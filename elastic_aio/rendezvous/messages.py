@@ -138,6 +138,11 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         return self.phase in (MemberPhase.RUNNING, MemberPhase.FAILING)
 
     @property
+    def is_in_round(self) -> bool:
+        """Whether its agent follows a round: its workers run, or all of them have succeeded."""
+        return self.is_busy or self.phase is MemberPhase.SUCCEEDED
+
+    @property
     def round(self) -> int:
         """The round of the last placement; -1 for none."""
         return -1 if self.placement is None else self.placement.round

@@ -4,9 +4,9 @@ Pure.  Orders are level-triggered: each one states everything the member must do
 the latest order for a member is sent, and an unchanged one is not sent again, unless the
 member neither obeys nor acknowledges it in time.
 
-* A member acknowledges by its next status (`acked`).  Most orders change its status at
-  once, so an acknowledgement costs no message of its own; an order that comes again is
-  acknowledged by a status for that alone.
+* A member acknowledges by its next status (`acked`), which it writes at once after every
+  order but `WaitForNodes`.  Most orders change the status, so their acknowledgement costs
+  no message of its own.
 * Each order is checked at intervals, and resent if it is not acknowledged.  After
   `CHECKS` checks the member counts as lost.
 * A member that has acknowledged a stop has the time of its own stop plan and `MARGIN_S`.
@@ -65,7 +65,8 @@ class Outbox:
         self.term = term
         self.now = 0.0
         """Monotonic seconds of the last `check`."""
-        self._interval = timeout / ((1 << (CHECKS + 1)) - 1)
+        self.interval = timeout / ((1 << (CHECKS + 1)) - 1)
+        """Seconds until an order is sent again for the first time."""
         self._serial = 0
         self._sends: dict[str, tuple[tuple[int, int], OrderBody]] = {}
         self._others: list[CoordinatorEffect] = []
@@ -91,9 +92,7 @@ class Outbox:
         self._number(record, body)
         if not is_prolonged:  # another reason gives no more time to stop
             record.sent_at, record.checks = self.now, 0
-            # A probe has no other acknowledgement than its result.
-            probing = PROBE_TIMEOUT if isinstance(body, ProbePeers) else 0.0
-            self._watch(record, probing + self._interval)
+            self._watch(record, self.interval)
 
     def observe(self, record: MemberRecord) -> None:
         """Take a new status of a member: it may have done what its order wants."""
@@ -105,6 +104,7 @@ class Outbox:
     def _number(self, record: MemberRecord, body: OrderBody) -> None:
         self._serial += 1
         record.sent_as = (self.term, self._serial)
+        record.first_sent = record.first_sent or record.sent_as
         if isinstance(body, StartRound):
             record.begun = record.sent_as
         # Removed first: the dictionary keeps the order of the last change.
@@ -142,7 +142,7 @@ class Outbox:
                     self._number(record, record.sent)
                 # A job that is slow must not be slowed further.
                 self._watch(
-                    record, self._interval * (1 if record.has_acked else (1 << record.checks))
+                    record, self.interval * (1 if record.has_acked else (1 << record.checks))
                 )
         self.waiting = self._longest_wait()
         return lost
@@ -155,9 +155,9 @@ class Outbox:
         names = ", ".join([one.name for one in late if one.sent == first.sent][:NAMES_MAX])
         until = first.check_at
         if first.has_acked:
-            until += (self._checks_allowed(first) - first.checks) * self._interval
+            until += (self._checks_allowed(first) - first.checks) * self.interval
         else:
-            until += self._interval * sum(1 << n for n in range(first.checks + 1, CHECKS + 1))
+            until += self.interval * sum(1 << n for n in range(first.checks + 1, CHECKS + 1))
         return Waiting(f"{names}: not {_wanted(first)}", first.sent_at, until)
 
     def _watch(self, record: MemberRecord, seconds: float) -> None:
@@ -174,7 +174,7 @@ class Outbox:
             return CHECKS
         is_probe = isinstance(record.sent, ProbePeers)
         allowed = PROBE_TIMEOUT if is_probe else record.status.stop_time
-        return math.ceil((allowed + MARGIN_S) / self._interval)
+        return math.ceil((allowed + MARGIN_S) / self.interval)
 
     # ------------------------------------------------------------------ effects
 
@@ -202,7 +202,7 @@ def is_settled(record: MemberRecord) -> bool:
     status = record.status
     match record.sent:
         case StopRound(round):
-            return not status.is_busy and status.stopped_round >= round
+            return record.has_acked and not status.is_busy and status.stopped_round >= round
         case ProbePeers(round):
             return status.probed_round == round
         case StartRound() | RestartPending() | MembersDone() | EndJob() as body:

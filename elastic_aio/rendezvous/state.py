@@ -188,10 +188,17 @@ class CoordinatorState:
     # --------------------------------------------------------------- one member
 
     def is_stopped(self, record: MemberRecord) -> bool:
-        """Whether no workers of this round or of an earlier one run on a member."""
+        """Whether no workers of this round or of an earlier one run on a member, nor will.
+
+        A `StartRound` order of a former coordinator, or to a former session of the member,
+        may still be on its way.  The member drops it once it has seen an order of this
+        coordinator.  Before the first round at a store there is no such order.
+        """
         status = record.status
+        is_first = self.outbox.term == 1 and self.round.number < 0
         is_placed = record.member in self.round.placements
-        return not status.is_busy and not (is_placed and status.stopped_round < self.round.number)
+        is_open = is_placed and status.stopped_round < self.round.number
+        return not (status.is_busy or is_open) and (is_first or record.is_synchronized)
 
     def has_placement(self, record: MemberRecord) -> bool:
         """Whether a member has taken its placement in the round."""

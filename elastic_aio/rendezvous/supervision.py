@@ -142,7 +142,8 @@ def _probe_joiners(
     probing = 0
     for record in state.unplaced():
         status = record.status
-        if status.is_busy:
+        if status.is_in_round:
+            # A success in a round that the others have replaced is none: they repeat it.
             why = "the others have formed another round meanwhile"
             state.outbox.send(record, StopRound(status.round, why))
         elif lead is None or len(ready) + probing >= free or _is_too_early(state, record):

@@ -13,6 +13,7 @@ from typing import Final
 from elastic_aio.events import Event, RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.dynamic import order_timeout
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,
@@ -22,18 +23,17 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     WaitForNodes,
 )
+from elastic_aio.rendezvous.outbox import Outbox
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.rounds import RoundChecker, brief
 from elastic_aio.testing.store import SimStore
+from elastic_aio.testing.virtual_time import RATE_MIN
 
-OBEY_S: Final = 6.0
-"""Seconds without a fault within which a member acknowledges an order and stops workers.
-
-The coordinator sends it again after 4 s.
-"""
+_OBEY_MARGIN_S: Final = 2.0
+"""Seconds for the stop of workers, and for messages; hosts are not slow meanwhile."""
 
 _ROUNDS_PER_FAULT: Final = 4
 """How many rounds a fault may lead to at most, on average."""
@@ -73,6 +73,7 @@ class InvariantChecker:
         stores: all stores that there were, by instance; ordered.
         rounds: the checks of rounds.
         outcomes: how the job has ended, by the name of each node on which it has.
+        obey_s: seconds without a fault within which an order is obeyed.
         faults: how many faults there were; new nodes and failing workers count.
         event_hook: called with each event of each node.
         order_hook: called with the store, the member and the body of each order.
@@ -89,6 +90,7 @@ class InvariantChecker:
         self.was_partitioned = False
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
+        self.obey_s = _obey_s(spec)
         self._network = network
         self._time = network.time
         self._seed = seed
@@ -178,7 +180,7 @@ class InvariantChecker:
             position = order.term, order.serial
             obligation = self._obligations[key] = _Obligation(order.body, position, now)
             if not isinstance(order.body, WaitForNodes | StandBy | Reject):
-                self._time.at(now + OBEY_S, self._check_obeyed, store, member, obligation)
+                self._time.at(now + self.obey_s, self._check_obeyed, store, member, obligation)
 
     def _check_obeyed(self, store: SimStore, member: str, obligation: _Obligation) -> None:
         is_newest = self._obligations[store.instance, member] is obligation
@@ -188,11 +190,12 @@ class InvariantChecker:
         if obligation.is_obeyed(status):
             return
         now = self._time.now
-        calm_since = max(obligation.since, self._calm_since) if self._network.is_calm else now
-        if now < calm_since + OBEY_S:
-            self._time.at(calm_since + OBEY_S, self._check_obeyed, store, member, obligation)
+        calm_since = max(obligation.since, self._calm_since, self._network.repaired_at)
+        due = (calm_since if self._network.is_calm else now) + self.obey_s
+        if now < due:
+            self._time.at(due, self._check_obeyed, store, member, obligation)
         else:
-            self.fail(f"{member} has not obeyed {obligation} within {OBEY_S:g} s: {status}")
+            self.fail(f"{member} has not obeyed {obligation} within {self.obey_s:g} s: {status}")
 
     # --------------------------------------------------------------- the nodes
 
@@ -237,3 +240,14 @@ class InvariantChecker:
         self.outcomes[node.name] = outcome
         if node.process.files or node.running is not None:
             self.fail(f"{node.name} has left {list(node.process.files)}, {node.running}")
+
+
+def _obey_s(spec: LaunchSpec) -> float:
+    """Return within how many seconds without a fault an order is obeyed, or its member gone.
+
+    An order that was lost on the way is sent again after the first interval of the outbox.
+    A member that was killed counts as present until its lease ends: `heartbeat_timeout`
+    after its last byte, or after the resumption of the store's host, by the store's clock.
+    """
+    resent_after = Outbox(0, order_timeout(spec)).interval
+    return max(resent_after, spec.rendezvous.heartbeat_timeout / RATE_MIN) + _OBEY_MARGIN_S

@@ -45,6 +45,8 @@ class Network:
         """Both ends of those that may still carry something; ordered."""
         self.on_accepted: Callable[[Listener, object], None] = lambda listener, protocol: None
         """Called with the protocol of each connection that a server has accepted."""
+        self.repaired_at = 0.0
+        """When the last data arrives that a partition has held back."""
         self._delay = delay
         self._blocked: set[tuple[str, str]] = set()
 
@@ -285,6 +287,8 @@ class SimTransport(asyncio.Transport):
         # Segments of one direction keep their order.
         arrival = self._network.arrival(self.loop.host, peer.loop.host) + late
         self._last_arrival = max(arrival, self._last_arrival)
+        if late:
+            self._network.repaired_at = max(self._last_arrival, self._network.repaired_at)
         self._network.time.at(self._last_arrival, peer.loop.receive, peer._on_segment, segment)
 
     def _time_out(self) -> None:
@@ -440,11 +444,5 @@ class SimTransport(asyncio.Transport):
         self._protocol = protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        match name:
-            case "sockname":
-                return self.name
-            case "peername":
-                return None if self.peer is None else self.peer.name
-            case "socket":
-                return self
-        return default
+        peer = None if self.peer is None else self.peer.name
+        return {"sockname": self.name, "peername": peer, "socket": self}.get(name, default)

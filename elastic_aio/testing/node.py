@@ -32,6 +32,7 @@ from elastic_aio.rendezvous.base import (
     Rendezvous,
     RoundSucceeded,
     StartRound,
+    StopRound,
 )
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous, make_static
 from elastic_aio.spec.job import LaunchSpec
@@ -176,6 +177,8 @@ class SimNode:
                 self.is_standing_by = self.has_succeeded = False
                 self.placement = placement
                 self.observer.on_round_ordered(self, instruction)
+            case StopRound(round) if self.placement is None or round >= self.placement.round:
+                self.has_succeeded = False
             case EndJob(outcome):
                 self.is_ending = True
                 self.observer.on_end_ordered(self, outcome)

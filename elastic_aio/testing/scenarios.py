@@ -10,11 +10,11 @@ from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.testing.invariants import OBEY_S
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.settings import WorkerBehavior
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
+from elastic_aio.testing.virtual_time import RATE_MIN
 
 
 def run_random_scenario(seed: int, spec: LaunchSpec | None = None) -> Simulation:
@@ -135,7 +135,7 @@ class Scenario:
             for name in self._names:
                 self._add_or_restart(name)
         sim.run_until(self._is_together, self._settle_s)
-        sim.run_until(sim.checker.is_tidy, OBEY_S)
+        sim.run_until(sim.checker.is_tidy, sim.checker.obey_s)
 
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome."""
@@ -243,7 +243,7 @@ class Scenario:
         rank = random.choice([None, None, None, 0, 1])
         if self._is_static:
             rank = self._names.index(name)
-        rate = random.choice([1.0, 0.97, 1.03])
+        rate = random.choice([1.0, RATE_MIN, 2 - RATE_MIN])
         offset = random.choice([0.0, 7200.0, -86400.0])
 
         def add() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+RATE_MIN: Final = 0.97
+"""Speed of the slowest clock of a random scenario; the fastest is as much too fast."""
 
 
 class VirtualTime:

@@ -25,6 +25,7 @@ from elastic_aio.rendezvous.base import (
     EndJob,
     NodeInfo,
     RoundStopped,
+    RoundSucceeded,
     StartRound,
     StopRound,
 )
@@ -386,6 +387,22 @@ def test_a_member_of_an_older_round_is_stopped_first() -> None:
     assert StopRound(0, "the others have formed another round meanwhile") in harness.done["b"]
     assert harness.ranks == {"a": 0, "b": 1}
     assert harness.coordinator.round == 2
+
+
+def test_a_success_in_a_round_that_the_others_have_replaced_is_none() -> None:
+    """The node was lost, succeeded, and has returned; the job is full without it."""
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", "b")
+    former = harness.members["b"]
+    harness.lose("b")
+    harness.join("d")
+    assert harness.ranks == {"a": 0, "d": 1}
+    former.report(RoundSucceeded(0))
+    harness.members["b"] = former
+    harness.settle(1)
+    why = "the others have formed another round meanwhile"
+    assert harness.done["b"][-2:] == [StopRound(0, why), NodeStandby(round=2, maximum=2)]
+    harness.lose("d")
+    assert harness.ranks == {"a": 0, "b": 1}
 
 
 # ------------------------------------------------------------ rejected nodes
@@ -882,6 +899,29 @@ def test_a_start_order_of_a_predecessor_is_dropped() -> None:
     assert orders["b"].placement.formed_by == "1.c"
     assert late.on_order(Order(1, 50, orders["b"])) == []
     assert ranks == {"a": 0, "b": 1}
+
+
+def test_a_round_waits_for_members_that_may_obey_a_predecessor() -> None:
+    """The order of the predecessor is still on its way, and the status says nothing of it."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a")
+    harness.drop_orders("b")
+    harness.join("b")
+    order = harness.dropped["b"]
+    assert isinstance(order.body, StartRound)
+    harness.elect("e")
+    harness.settle()
+    harness.settle(1)
+    assert harness.ranks == {}, "a has stopped, and b may start"
+    harness.perform("b", harness.members["b"].on_order(order))
+    harness.settle(2)
+    assert harness.ranks == {"b": 1}
+    order = harness.dropped["b"]
+    assert isinstance(order.body, StopRound)
+    harness.restore_orders()
+    harness.perform("b", harness.members["b"].on_order(order))
+    harness.settle(3)
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert harness.coordinator.round == 1
 
 
 def test_a_successor_learns_how_many_members_are_done() -> None:
