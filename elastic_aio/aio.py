@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -25,6 +27,36 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 T = TypeVar("T")
 P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
+
+
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+def separate_in_forks(loop: asyncio.AbstractEventLoop) -> None:
+    """Give the copy of `loop` in each fork of this process an epoll set of its own.
+
+    A fork shares the set with its parent (epoll(7)).  If it closes its copy of the loop, as
+    `sys.exit` in a coroutine does, it would remove all that the parent waits for.
+    """
+    _loops.add(loop)
+
+
+def _separate_loops() -> None:
+    for loop in _loops:
+        # Neither asyncio nor uvloop has a public way to the set: what lacks these names stays.
+        get_descriptor = getattr(loop, "_get_backend_id", None)  # uvloop
+        if get_descriptor is None:
+            get_descriptor = getattr(getattr(loop, "_selector", None), "fileno", None)
+        try:
+            descriptor = get_descriptor() if get_descriptor is not None else -1
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
+                with select.epoll() as empty:
+                    os.dup2(empty.fileno(), descriptor, inheritable=False)
+        except (OSError, ValueError):
+            continue  # closed, or no descriptor is left
+
+
+os.register_at_fork(after_in_child=_separate_loops)
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -69,12 +101,13 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     then a new coroutine is started.  It must therefore be idempotent, and it must be
     bounded in time.
 
-    Cancellation: raised after the coroutine has ended.
+    Cancellation: raised after the coroutine has ended; in a fork at once.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled; the coroutine has ended.
         Exception: raised by the coroutine.
     """
+    process = os.getpid()
     task = create_task(start())
     cancelled: asyncio.CancelledError | None = None
     while True:
@@ -82,6 +115,8 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
             await wait_shielded(task)
         except asyncio.CancelledError as error:
             cancelled = error
+            if os.getpid() != process:
+                raise  # the work is the parent's
         if not task.cancelled():
             break
         task = create_task(start())
@@ -99,11 +134,12 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
     cancellation anew at every await; so the wait is also under an anyio shield.  A
     scope can exist only if anyio has been imported, hence the check of `sys.modules`.
 
-    Cancellation: raised after `future` is done.
+    Cancellation: raised after `future` is done; in a fork at once.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled; `future` is done.
     """
+    process = os.getpid()
     cancelled: asyncio.CancelledError | None = None
     with _anyio_shield():
         while not future.done():
@@ -111,6 +147,8 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
+                if os.getpid() != process:
+                    raise  # what it waits for happens in the parent
     if cancelled is not None:
         raise cancelled
 

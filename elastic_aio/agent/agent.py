@@ -154,7 +154,12 @@ class Agent:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the job if it still runs, and wait until nothing of it is left."""
+        """Stop the job if it still runs, and wait until nothing of it is left.
+
+        In a fork of the process that entered the block this does nothing.
+        """
+        if self._driver is not None and self._driver.is_copy:
+            return
         is_cancelled = isinstance(error, asyncio.CancelledError)
         reason = "the launch was cancelled" if is_cancelled else "the agent's block was left"
         self._started_driver.is_left = True
@@ -275,6 +280,8 @@ class Agent:
     def _started_driver(self) -> Driver:
         if self._driver is None:
             raise RuntimeError("the job has not been started: use `async with Agent(spec)`")
+        if self._driver.is_copy:
+            raise RuntimeError("the job runs in the process that has forked this one")
         return self._driver
 
 

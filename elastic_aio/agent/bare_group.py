@@ -150,8 +150,11 @@ class BareGroup:
     async def stop(self, plan: StopPlan | None = None) -> None:
         """Stop everything that is left by `plan`, or by the group's own, and release everything.
 
-        Idempotent.  Cancellation: raised after the group is over.
+        Idempotent; does nothing in a fork of the process that started the group.
+        Cancellation: raised after the group is over.
         """
+        if self.agent._driver is not None and self.agent._driver.is_copy:
+            return
         self._driver.is_left = True
         self._driver.request_stop("the group was stopped", plan=plan)
         await wait_shielded(self._driver.done)

@@ -4,6 +4,10 @@ No task holds the job's life in its frame: an input is handed to the state machi
 once, and an effect that takes time is a task whose result is the next input.  So it
 does not matter which task an event loop that shuts down cancels first: a cancelled
 effect asks the state machine to stop the job, and a cancelled stop is started again.
+
+The embedding program may fork while a job runs.  The fork has a copy of everything here,
+and its event loop cancels the copied tasks when it is closed (`sys.exit` in a coroutine).
+But the job is the parent's, so a copy does nothing: it takes no input and closes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import create_task, run_shielded, wait_shielded
+from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
@@ -79,6 +83,7 @@ class Driver:
             machine: decides what to do.
             event_log: gets every event.
         """
+        self._pid = os.getpid()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
@@ -120,6 +125,7 @@ class Driver:
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )
+        separate_in_forks(asyncio.get_running_loop())
         keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
         self._tasks.add(keeper)
         keeper.add_done_callback(self._tasks.discard)
@@ -133,16 +139,23 @@ class Driver:
         try:
             await asyncio.wait([self.done])
         except asyncio.CancelledError:
+            if self.is_copy:
+                raise
             self.request_stop(_SHUTDOWN)
             await wait_shielded(self.done)
             if not self.is_left:
                 self._warn("when its event loop was shut down")
             raise
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a copy in a fork of the process that runs the job."""
+        return os.getpid() != self._pid
+
     def abandon(self) -> None:
         """Stop the job, since its agent was garbage-collected."""
         loop = self.done.get_loop()
-        if self.is_left or self.done.done() or loop.is_closed():
+        if self.is_left or self.is_copy or self.done.done() or loop.is_closed():
             return
         if loop.is_running():
             loop.call_soon_threadsafe(self.request_stop, "the agent was garbage-collected")
@@ -197,7 +210,7 @@ class Driver:
     def _on_input(self, received: Input) -> None:
         """Hand an input to the state machine and perform the effects that it returns."""
         self._inputs.append(received)
-        if self._is_handling:
+        if self._is_handling or self.is_copy:
             return
         self._is_handling = True
         try:
@@ -241,6 +254,8 @@ class Driver:
 
         def on_done(task: asyncio.Task[Input | None]) -> None:
             self._tasks.discard(task)
+            if self.is_copy:
+                return
             if task in self._abandoned:
                 self._abandoned.discard(task)
             elif task.cancelled():

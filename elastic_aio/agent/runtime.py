@@ -99,6 +99,7 @@ class LocalRuntime:
         self.nproc = nproc
         self.publish = publish
         self.clock = PausableClock()
+        self._pid = os.getpid()
         self._spawner = spawner
         self.program = Program(spec, self._spawn_listed, overrides)
         self.master_ports = MasterPorts(spec)
@@ -172,8 +173,10 @@ class LocalRuntime:
         """Show the rest of the output and release everything; see the module for the order.
 
         Returns whether a log directory remains.  Idempotent; safe to call again after
-        cancellation.
+        cancellation.  A copy in a fork closes nothing, since all of it is the parent's.
         """
+        if os.getpid() != self._pid:
+            return False
         await self.master_ports.aclose()
         await self.output.aclose()
         await self._close_fork_server()

@@ -8,6 +8,7 @@ yet stays in the file, so a blocked console costs no memory.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -177,6 +178,7 @@ class _Pump:
     """Copies to one sink, a chunk of each grown file in turn."""
 
     def __init__(self, sink: Sink, on_lost: Callable[[Sink, str], None]) -> None:
+        self._pid = os.getpid()
         self._sink = sink
         self._on_lost = on_lost
         self._queue: deque[LogTailer] = deque()
@@ -206,8 +208,8 @@ class _Pump:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         # A loop that shuts down cancels this task too, while the workers are still being
-        # stopped and write their last lines.
-        if task.cancelled() and not self._is_closed:
+        # stopped and write their last lines; in a fork of this process there is nothing to copy.
+        if task.cancelled() and not self._is_closed and os.getpid() == self._pid:
             self._start()
 
     async def _run(self) -> None:

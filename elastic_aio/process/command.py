@@ -175,6 +175,8 @@ class _AsyncioChild(PidfdChild):
         self._wait_task.add_done_callback(self._on_waited)
 
     def _on_waited(self, task: asyncio.Task[int]) -> None:
+        if self._is_copy:
+            return
         if task.cancelled():
             # The loop shuts down and cancels all tasks, while the stop of the tree still
             # waits for this exit.

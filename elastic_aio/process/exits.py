@@ -125,6 +125,7 @@ class PidfdChild:
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
+        self._parent = os.getpid()
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
         self._pidfd = pidfd
         subreaper.own.add(pid)
@@ -134,12 +135,17 @@ class PidfdChild:
         state = str(self.exited.result().status) if self.exited.done() else "running"
         return f"<Child {self.pid}: {state}>"
 
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this is a copy in a fork of the parent, which has no such child."""
+        return os.getpid() != self._parent
+
     def has_ended(self) -> bool:
         return self._pidfd < 0 or has_ended(self._pidfd)
 
     def send_signal(self, number: int) -> bool:
         # A zombie accepts signals too (kill(2)), so the check comes first.
-        if self.has_ended():
+        if self._is_copy or self.has_ended():
             return False
         try:
             signal.pidfd_send_signal(self._pidfd, number)

@@ -199,6 +199,7 @@ class _LoopAnchor:
     """
 
     def __init__(self, descriptor: int, on_collected: Callable[[], None]) -> None:
+        self._pid = os.getpid()
         self._descriptor = descriptor
         self._on_collected = on_collected
         asyncio.get_running_loop().add_reader(descriptor, self._on_readable)
@@ -208,7 +209,8 @@ class _LoopAnchor:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-        self._on_collected()
+        if os.getpid() == self._pid:  # else a fork has closed its copy of the loop
+            self._on_collected()
 
 
 class _Process:

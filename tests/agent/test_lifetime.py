@@ -152,3 +152,63 @@ def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
         assert program.wait() == 0, program.err
         assert "ResourceWarning" in program.err
     until_sync(lambda: not leaked_processes())  # the guardian looks twice
+
+
+# Forks in a coroutine while a job runs; the fork leaves by `sys.exit`.
+FORKING = """
+import asyncio, os, sys, uvloop
+from pathlib import Path
+from elastic_aio import Agent, LaunchSpec, launch
+from elastic_aio.multiprocessing import start_processes
+from tests.support.children import noted, until
+factory, how = sys.argv[1:3]
+notes, argv, envs = Path(os.environ["NOTES"]), sys.argv[3:], {i: {"RANK": str(i)} for i in (0, 1)}
+spec = LaunchSpec(argv, nproc_per_node=2)
+
+async def fork():
+    pids = await until(noted(notes, 2))
+    fork = os.fork()
+    if not fork:
+        sys.exit(7)
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    pidfd = os.pidfd_open(fork)
+    loop.add_reader(pidfd, ended.set)
+    await ended.wait()
+    loop.remove_reader(pidfd)
+    print("fork", os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+    for pid in pids:
+        os.kill(pid, 0)
+    assert not (notes / "stopped").exists()
+    await loop.run_in_executor(None, print, "a thread wakes the loop")
+
+async def main():
+    if how == "task":
+        job = asyncio.ensure_future(launch(spec))
+        await fork()
+        job.cancel()
+        await asyncio.wait([job])
+    elif how == "block":
+        async with Agent(spec):
+            await fork()
+    else:
+        async with start_processes("g", argv, {0: (), 1: ()}, envs):
+            await fork()
+
+make = uvloop.new_event_loop if factory == "uvloop" else asyncio.SelectorEventLoop
+with asyncio.Runner(loop_factory=make) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("how", ["block", "task", "group"])
+def test_a_fork_that_exits_leaves_the_job_alone(how: str, loop: str, tmp_path: Path) -> None:
+    """Its copy of the job neither stops the workers nor waits for them, and the loop of its
+    parent goes on."""
+    argv = [sys.executable, "-c", FORKING, loop, how, *POLITE]
+    with running(argv, env={"NOTES": str(tmp_path)}) as program:
+        assert program.wait() == 0, program.err
+        assert program.out.splitlines()[-2:] == ["fork 7", "a thread wakes the loop"]
+        assert "Traceback" not in program.err
+        assert "Task was destroyed" not in program.err
+    assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
