@@ -319,6 +319,25 @@ def test_a_handler_that_was_installed_meanwhile_stays(loop: str) -> None:
 
 
 @loops
+def test_a_handler_of_the_loop_is_called_inside_the_block(loop: str) -> None:
+    """The loop learns of its own signals through a descriptor that the block replaces."""
+    lines, _ = printed_by(
+        loop,
+        """
+        async def main():
+            called = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, called.set)
+            with ReceivedSignals([signal.SIGTERM]):
+                send(signal.SIGUSR2)
+                await asyncio.wait_for(called.wait(), 10)
+                print("called")
+        run(main)
+        """,
+    )
+    assert lines == ["called"]
+
+
+@loops
 def test_a_forked_process_has_the_previous_handlers(loop: str) -> None:
     """`terminate()` of a child of multiprocessing ends it."""
     lines, _ = printed_by(

@@ -95,6 +95,15 @@ async def test_a_write_waits_for_a_full_pipe(pipe: tuple[int, int]) -> None:
     assert not is_nonblocking(writer)
 
 
+async def test_two_descriptors_of_one_file_share_a_sink(pipe: tuple[int, int]) -> None:
+    """Two sinks would write into each other's lines when the pipe is full."""
+    _, writer = pipe
+    duplicate = os.dup(writer)
+    with opened(writer) as one, opened(duplicate) as two:
+        assert one is two
+    os.close(duplicate)
+
+
 async def test_a_full_pipe_needs_no_further_descriptor(pipe: tuple[int, int]) -> None:
     """None may be left at the moment when the pipe is full."""
     reader, writer = pipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -102,6 +103,17 @@ async def test_other_children_are_neither_found_nor_reaped(
     sleeper.kill()
     sleeper.wait()
     os.waitpid(pid, 0)  # a leader, which the library leaves to the program
+
+
+@pytest.mark.usefixtures("adopting")
+async def test_no_child_is_regarded_as_adopted_while_one_is_started(tmp_path: Path) -> None:
+    """A child that has just been forked is not known as this package's own yet."""
+    pid = run_daemon(tmp_path, 99, "double")
+    with subreaper.spawning():
+        assert list(subreaper.adopted()) == []
+    assert pid in [entry.pid for entry in subreaper.adopted()]
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: pid not in own_children(), "the orphan is reaped")
 
 
 async def test_nothing_is_adopted_without_a_request(tmp_path: Path) -> None:
