@@ -18,10 +18,11 @@ from elastic_aio.aio import Notifier, create_task, run_shielded, running_loop
 from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.checks import check_number, checked_token, parse_host_port
 from elastic_aio.spec.restart import Backoff
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import wire
 from elastic_aio.store.base import MIN_TTL, Store, check_timeout
 from elastic_aio.store.handles import Lease, Watch
-from elastic_aio.store.handshake import LinkOptions, open_link
+from elastic_aio.store.handshake import LinkOptions, client_context, open_link
 from elastic_aio.store.link import LinkLost
 from elastic_aio.store.link_plain import PLAIN_PEER, PlainLink
 from elastic_aio.store.link_tagged import TaggedLink
@@ -54,6 +55,7 @@ class RemoteStore(Store):
         peer_timeout: float = 10.0,
         min_ttl: float = MIN_TTL,
         token: str | None = None,
+        tls: TlsSpec | None = None,
         ping_when_idle: bool = False,
         survive_server_restart: bool = True,
     ) -> None:
@@ -70,6 +72,8 @@ class RemoteStore(Store):
             min_ttl: seconds; the shortest `ttl` that `lease` accepts (2).  The interval
                 of heartbeats is at least half of it.
             token: the server's token, if it has one.
+            tls: connect over TLS; `ca` verifies the server, `cert` and `key` are this
+                client's, if the server requires a certificate.
             ping_when_idle: ping an idle server of this package, so that its suspension is
                 detected within `reply_timeout`: its kernel keeps the connection.
             survive_server_restart: reconnect to a new server at the endpoint, which has none
@@ -78,7 +82,8 @@ class RemoteStore(Store):
         Raises:
             SpecError: an argument is invalid.
             StoreTimeout: on entering; no server answered in time.
-            StoreRefused: on entering; the peer is not a store, or has another token.
+            StoreRefused: on entering; the peer is not a store, has another token, or does
+                not accept this client over TLS, or this client the peer.
         """
         super().__init__(wait_timeout, min_ttl)
         host, port = parse_host_port("endpoint", endpoint)
@@ -86,7 +91,9 @@ class RemoteStore(Store):
         check_timeout(reconnect_for)
         check_number("reply_timeout", reply_timeout, above=0)
         check_number("peer_timeout", peer_timeout, above=0)
-        self._options = LinkOptions(host, port, checked_token(token), reply_timeout, peer_timeout)
+        self._options = LinkOptions(
+            host, port, checked_token(token), reply_timeout, peer_timeout, client_context(tls)
+        )
         self._connect_timeout = timeout
         self._reconnect_for = reconnect_for
         self._ping_when_idle = ping_when_idle

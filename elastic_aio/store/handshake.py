@@ -9,20 +9,26 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreRefused
+from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import replies, wire
 from elastic_aio.store.link import LinkLost
-from elastic_aio.store.link_plain import PlainLink
+from elastic_aio.store.link_plain import NO_STORE, PlainLink
 from elastic_aio.store.link_tagged import TaggedLink
 from elastic_aio.store.sockets import enable_keepalive
+
+if TYPE_CHECKING:
+    from elastic_aio.store.tls import TlsContext
 
 _PING_NONCE: Final = 0x0E1A5A10
 """An arbitrary number, which the server sends back: every torch client begins with a PING."""
 
-_NO_STORE: Final = "the peer does not answer like a TCPStore server"
+_SPEAKS_TLS: Final = (
+    "the store speaks TLS: give tls_ca, and tls_cert and tls_key if it requires a certificate"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,20 @@ class LinkOptions:
     token: str | None
     reply_timeout: float
     peer_timeout: float
+    tls: TlsContext | None = None
+
+
+def client_context(tls: TlsSpec | None) -> TlsContext | None:
+    """Return the TLS context of a client; None without TLS.
+
+    Raises:
+        SpecError: a file cannot be used.
+    """
+    if (checked := checked_tls(tls)) is None:
+        return None
+    from elastic_aio.store.tls import TlsContext
+
+    return TlsContext(checked, is_server=False)
 
 
 async def open_link(
@@ -75,21 +95,51 @@ async def open_link(
         return await _choose_dialect(link, options)
     except BaseException as error:
         link.fail("the handshake was not completed")
-        if isinstance(error, LinkLost) and link.is_malformed:
-            raise StoreRefused(_NO_STORE) from None
+        if isinstance(error, LinkLost) and link.refusal:
+            raise StoreRefused(link.refusal) from None
         raise
 
 
 async def _connect(
     link: PlainLink, options: LinkOptions, sock: socket.socket | None = None
 ) -> None:
+    if options.tls is None:
+        await _connect_protocol(link, options, sock)
+    else:
+        await _connect_tls(link, options, options.tls, sock)
+    link.open()
+
+
+async def _connect_protocol(
+    protocol: asyncio.Protocol, options: LinkOptions, sock: socket.socket | None
+) -> asyncio.Transport:
     loop = asyncio.get_running_loop()
     if sock is None:
-        transport, _ = await loop.create_connection(lambda: link, options.host, options.port)
+        transport, _ = await loop.create_connection(lambda: protocol, options.host, options.port)
     else:
-        transport, _ = await loop.create_connection(lambda: link, sock=sock)
+        transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
     enable_keepalive(transport.get_extra_info("socket"), options.peer_timeout)
-    transport.write(wire.OPENING)
+    return transport
+
+
+async def _connect_tls(
+    link: PlainLink, options: LinkOptions, tls: TlsContext, sock: socket.socket | None
+) -> None:
+    from elastic_aio.store.tls_transport import TlsTransport
+
+    # The zone of an IPv6 address is a matter of this host.
+    name = tls.spec.server_name or options.host.partition("%")[0]
+    layer = TlsTransport(link, tls.current(), name)
+    transport = await _connect_protocol(layer, options, sock)
+    try:
+        await layer.wait_open()
+    except ConnectionError:
+        raise (
+            StoreRefused(link.refusal) if link.refusal else LinkLost(link.ended.result())
+        ) from None
+    except BaseException:  # a cancellation: the connection has no other owner
+        transport.abort()
+        raise
 
 
 async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | TaggedLink:
@@ -124,4 +174,5 @@ async def _authenticate(link: TaggedLink, token: str, hello: replies.HelloReply)
 
 def _check_pong(nonce: Any) -> None:
     if nonce != _PING_NONCE:
-        raise StoreRefused(_NO_STORE)
+        begin = int(nonce).to_bytes(4, "little")
+        raise StoreRefused(_SPEAKS_TLS if wire.TLS_ALERT.startswith(begin[:2]) else NO_STORE)

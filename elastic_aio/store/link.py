@@ -41,6 +41,8 @@ class Link(asyncio.Protocol):
         self._ping_interval = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.instance = b""
+        self.refusal = ""
+        """Why another attempt does not help, if the peer cannot be used."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """Done when the connection has ended, with the reason."""
 
@@ -59,6 +61,10 @@ class Link(asyncio.Protocol):
         if not self.ended.done() and not isinstance(error, TimeoutError):
             self.last_received_at = self._loop.time()  # a FIN or RST of the peer's kernel
         self.fail(str(error) if error else "the peer closed the connection")
+
+    def tls_failed(self, reason: str) -> None:
+        self.refusal = reason
+        self.fail(reason)
 
     def pause_writing(self) -> None:
         self._is_write_paused = True

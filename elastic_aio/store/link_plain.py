@@ -20,6 +20,7 @@ from elastic_aio.store.link import WITH_COUNT, Link, LinkLost, fail_if_pending
 from elastic_aio.store.replies import KIND_OF, ReplyReader, ReplyTooLarge
 from elastic_aio.store.wire import WireError, encode
 
+NO_STORE: Final = "the peer does not answer like a TCPStore server"
 PLAIN_PEER: Final = "the peer is a plain TCPStore server: no leases and no watches"
 
 _MAX_IDLE: Final = 8
@@ -37,18 +38,20 @@ class PlainLink(Link):
         self._reader = ReplyReader()
         # Each with whether the reply is due at once; that of a WAIT is not.
         self._pending: deque[tuple[asyncio.Future[Any], bool]] = deque()
-        self.is_malformed = False
-        """Whether the peer has sent something else than replies of a store."""
         self._opener = opener
         self._idle: list[PlainLink] = []
         self._waiting: set[PlainLink] = set()
+
+    def open(self) -> None:
+        """Send the opening, which the peer does not answer."""
+        self._transport.write(wire.OPENING)
 
     def data_received(self, data: bytes) -> None:
         self.last_received_at = self._loop.time()
         try:
             results = self._reader.read(data)
         except WireError as error:
-            self.is_malformed = True
+            self.refusal = NO_STORE
             self.fail(f"the peer {error}")
             return
         self._is_batching = len(results) > 1

@@ -6,7 +6,8 @@ not read its replies; it calls `on_drop` once and frees what the peer has sent. 
 a peer does not read, its requests are not read either.
 
 Without a token, the server serves every client.  With one, it serves only clients of
-this package that know it: torch's protocol cannot carry a token.
+this package that know it: torch's protocol cannot carry a token.  With certificates it
+serves only clients that speak TLS, and torch's do not.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
 from elastic_aio.errors import HostError
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
+from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import replies, wire
 from elastic_aio.store.acceptor import Acceptor
 from elastic_aio.store.keyspace import Keyspace
@@ -28,6 +30,9 @@ from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.server_link import ServerLink
 from elastic_aio.store.sockets import bind_listeners, format_endpoint
 
+if TYPE_CHECKING:
+    from elastic_aio.store.tls import TlsContext
+
 PAUSE_RESOLUTION: Final = 1.0
 """Seconds between timers while there are leases, and so the error of a measured pause."""
 
@@ -36,6 +41,19 @@ _LATE: Final = 0.05
 
 _CLOSE_TIMEOUT: Final = 1.0
 """Seconds for the last replies to leave when the server closes."""
+
+
+def server_context(tls: TlsSpec | None) -> TlsContext | None:
+    """Return the TLS context of a server; None without TLS.
+
+    Raises:
+        SpecError: a file cannot be used.
+    """
+    if (checked := checked_tls(tls)) is None:
+        return None
+    from elastic_aio.store.tls import TlsContext
+
+    return TlsContext(checked, is_server=True)
 
 
 class StoreServer:
@@ -52,6 +70,8 @@ class StoreServer:
             16 characters; each side proves to the other that it knows the token.
         admit_hosts: with a token, also serve torch's clients on this host, and on each host
             from which a client has proved the token.
+        tls: serve only clients that speak TLS, with the certificate `cert`; with a `ca`, only
+            those that have a certificate of it.  torch's clients do not speak TLS.
         limits: limits on clients; None: the defaults.
         on_drop: called with each connection that the server closes for a fault.
         listening: bound sockets to use instead of `host` and `port`; the server
@@ -68,6 +88,7 @@ class StoreServer:
         *,
         token: str | None = None,
         admit_hosts: bool = False,
+        tls: TlsSpec | None = None,
         limits: ServerLimits | None = None,
         on_drop: Callable[[Dropped], None] | None = None,
         listening: Sequence[socket.socket] = (),
@@ -76,12 +97,13 @@ class StoreServer:
         """Configure a server; nothing is bound yet.
 
         Raises:
-            SpecError: the port or the token is invalid.
+            SpecError: the port or the token is invalid, or a file of `tls` cannot be used.
         """
-        self._host = None if host is None else checked_text("host", host)
-        self._port = checked_port("port", port, at_least=0)
+        host = None if host is None else checked_text("host", host)
+        self._address = host, checked_port("port", port, at_least=0)
         self._token = checked_token(token)
         self._known_hosts: set[str] | None = set() if admit_hosts else None
+        self._tls = server_context(tls)
         self._on_drop = on_drop
         self._on_pause = on_pause
         self.limits = limits = checked_part("limits", limits, ServerLimits)
@@ -115,13 +137,13 @@ class StoreServer:
     @property
     def port(self) -> int:
         """The bound port; before `start`, the configured one."""
-        return int(self._sockets[0].getsockname()[1]) if self._sockets else self._port
+        return int(self._sockets[0].getsockname()[1]) if self._sockets else self._address[1]
 
     @property
     def endpoint(self) -> str:
         """`host:port` of the first bound address; before `start`, as configured."""
         if not self._sockets:
-            return f"{self._host or '*'}:{self._port}"
+            return f"{self._address[0] or '*'}:{self._address[1]}"
         return format_endpoint(self._sockets[0].getsockname())
 
     @property
@@ -139,9 +161,9 @@ class StoreServer:
         """
         self.loop = asyncio.get_running_loop()
         if not self._sockets:
-            self._sockets = bind_listeners(self._host, self._port, self.limits.peer_timeout)
+            self._sockets = bind_listeners(*self._address, self.limits.peer_timeout)
         self._acceptor = Acceptor(
-            self._sockets, lambda: Connection(self), lambda: len(self._connections)
+            self._sockets, self._make_protocol, lambda: len(self._connections)
         )
         try:
             self._acceptor.start()
@@ -186,6 +208,14 @@ class StoreServer:
             sock.close()
         self._sockets.clear()
 
+    def _make_protocol(self) -> asyncio.Protocol:
+        connection = Connection(self)
+        if self._tls is None:
+            return connection
+        from elastic_aio.store.tls_transport import TlsTransport
+
+        return TlsTransport(connection, self._tls.current())
+
     # For the connections: the `ConnectionServer`.
 
     def _now(self) -> float:
@@ -200,10 +230,10 @@ class StoreServer:
         return is_room and not self._acceptor.is_closed
 
     def _evict_stranger(self) -> bool:
-        """Drop the oldest client that has not sent the token; return whether there was one."""
+        """Drop the oldest client in its handshake; return whether there was one."""
         for connection in self._connections:
-            if not connection.is_authenticated and not connection.is_gone:
-                connection.drop("made room for another client before it sent the token")
+            if connection.is_in_handshake and not connection.is_gone:
+                connection.drop("made room for another client before it completed the handshake")
                 return True
         return False
 

@@ -57,9 +57,10 @@ class Connection(ServerLink, Client):
                 self.drop("sent too much without the token")
                 return
         try:
-            requests = self._reader.read(data)
-            if self._is_in_handshake:
-                self._end_handshake()
+            if self.is_in_handshake:
+                requests = self._read_handshake(data)
+            else:
+                requests = self._reader.read(data)
             if self._is_paused:
                 # Received before reading was paused.
                 self._backlog.extend(requests)
@@ -74,10 +75,19 @@ class Connection(ServerLink, Client):
             self._server.loop.call_soon(self._resume)
         self._time_partial()
 
+    def _read_handshake(self, data: bytes) -> list[Request]:
+        if not self._reader.is_opened and data.startswith(wire.TLS_HANDSHAKE):
+            self._append(wire.NOT_TLS)
+            self.drop("speaks TLS, which this store does not", is_graceful=True)
+            return []
+        requests = self._reader.read(data)
+        self._end_handshake()
+        return requests
+
     def _end_handshake(self) -> None:
         """End the handshake, and its deadline, if it is complete."""
         if self.is_authenticated and self._reader.is_opened:
-            self._is_in_handshake = False
+            self.is_in_handshake = False
             self._cancel_deadline()
 
     def _time_partial(self) -> None:
@@ -88,7 +98,7 @@ class Connection(ServerLink, Client):
             self._account_partial(self._reader.partial_size)
             if self._timer is None:
                 self._set_deadline(self._server.limits.stall_timeout, "left a request unfinished")
-        elif self._timer is not None and not self._is_in_handshake:
+        elif self._timer is not None and not self.is_in_handshake:
             self._cancel_deadline()
             self._account_partial(0)
 

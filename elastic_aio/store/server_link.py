@@ -46,7 +46,7 @@ class ConnectionServer(Protocol):
 
 
 class ServerLink(asyncio.Protocol):
-    """Base of a server's connection; subclasses read and serve requests."""
+    """Base of a server's connection, with or without TLS; subclasses read and serve requests."""
 
     _transport: asyncio.Transport
 
@@ -59,7 +59,8 @@ class ServerLink(asyncio.Protocol):
         self._queue = ReplyQueue(server.buffers)
         # Requests that were received before reading was paused.
         self._backlog: list[Request] = []
-        self._is_in_handshake = True
+        self.is_in_handshake = True
+        """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
         self._is_paused = self._is_held = False
         self.is_gone = False
         self._batches_served = 0
@@ -70,17 +71,20 @@ class ServerLink(asyncio.Protocol):
         self._is_paused = self._uses_queue = True
         if not self.is_gone and not self._transport.is_closing():
             self._transport.pause_reading()
-            if not self._is_in_handshake:  # which has a deadline of its own
+            if not self.is_in_handshake:  # which has a deadline of its own
                 self._cancel_deadline()
                 self._set_deadline(self._server.limits.stall_timeout, "does not read its replies")
 
     def resume_writing(self) -> None:
         self._is_paused = False
         if not self.is_gone:
-            if not self._is_in_handshake:
+            if not self.is_in_handshake:
                 self._cancel_deadline()
             # Not now: the transport may be in the middle of a write.
             self._server.loop.call_soon(self._resume)
+
+    def tls_failed(self, reason: str) -> None:
+        self.drop(reason, is_graceful=True)
 
     def _resume(self) -> None:
         raise NotImplementedError
@@ -159,7 +163,7 @@ class ServerLink(asyncio.Protocol):
             self._timer = None
 
     def _on_deadline(self, seconds: float, reason: str, served: int) -> None:
-        if self._batches_served != served and not self._is_paused and not self._is_in_handshake:
+        if self._batches_served != served and not self._is_paused and not self.is_in_handshake:
             # The unfinished request is a later one than when the deadline was set.
             self._set_deadline(seconds, reason)
         else:

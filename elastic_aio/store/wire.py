@@ -70,6 +70,13 @@ WATCH_PREFIX: Final = 0x8E
 
 OPENING: Final = struct.pack("<BI", VALIDATE, MAGIC)
 
+TLS_ALERT: Final = bytes((21, 3, 3, 0, 2, 2, 10))
+"""What a server with TLS sends to a client without: the fatal alert unexpected_message."""
+TLS_HANDSHAKE: Final = bytes((22, 3))
+"""How a client with TLS begins."""
+NOT_TLS: Final = b"the store does not speak TLS\n"
+"""What a server without TLS sends to it: no record of TLS begins like this."""
+
 # Shapes of requests.  KEY_n is a key and n values; from KEYS on the key itself is empty, and
 # from NOTHING on the size is fixed.
 UNKNOWN, KEY, KEY_1, KEY_2, KEY_3, KEY_NUMBER, KEYS, PAIRS, NOTHING, WORD, WORDS = range(11)

@@ -1,0 +1,72 @@
+"""The certificates of a store and its clients: `TlsSpec`, frozen and checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from os import PathLike
+
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import checked_path, checked_text, set_fields
+
+
+def checked_tls(value: object, name: str = "tls") -> TlsSpec | None:
+    """Return the TLS settings of a server, client or node."""
+    if value is not None and not isinstance(value, TlsSpec):
+        raise SpecError(name, value, "must be a TlsSpec or None")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSpec:
+    """The files with which a store and its clients prove who they are, all in PEM format.
+
+    A server needs `cert` and `key`, a client `ca`, and a node that may be either all three.
+    The files are read when a server or client is made, and again when they have changed.
+
+    Raises:
+        SpecError: one line naming the field, the problem and the value.
+    """
+
+    cert: str | PathLike[str] | None = None
+    """File with the certificate of this side, followed by those of intermediate CAs."""
+    key: str | PathLike[str] | None = None
+    """File with the private key of `cert`, not encrypted; the same file may hold both."""
+    ca: str | PathLike[str] | None = None
+    """File with the certificates of the CAs that the other side's certificate is verified by."""
+    client_auth: bool | None = None
+    """Whether a server requires a certificate of `ca` from its clients; None: if it has a `ca`."""
+    server_name: str | None = None
+    """Name or address that the server's certificate must have; None: the host of the endpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("cert", "key", "ca"):
+            path = getattr(self, name)
+            set_fields(self, **{name: None if path is None else checked_path(f"tls.{name}", path)})
+        for name, other in (("cert", "key"), ("key", "cert")):
+            if getattr(self, name) is None and getattr(self, other) is not None:
+                raise SpecError(f"tls.{name}", None, f"is needed with tls.{other}")
+        if self.client_auth is not None and not isinstance(self.client_auth, bool):
+            raise SpecError("tls.client_auth", self.client_auth, "must be True, False or None")
+        if self.client_auth and self.ca is None:
+            raise SpecError("tls.ca", None, "is needed to verify the certificates of clients")
+        if self.server_name is not None and not checked_text("tls.server_name", self.server_name):
+            raise SpecError("tls.server_name", "", "must not be empty")
+
+    @property
+    def requires_client_cert(self) -> bool:
+        """Whether a server with these settings requires certificates of its clients."""
+        return self.ca is not None if self.client_auth is None else self.client_auth
+
+    def for_host(self, host: str) -> TlsSpec:
+        """Return the same settings for a server at `host`, unless `server_name` is set."""
+        return self if self.server_name is not None else replace(self, server_name=host)
+
+    def check_server(self) -> None:
+        """Raise `SpecError` if a server lacks something."""
+        if self.cert is None:
+            raise SpecError("tls.cert", None, "is needed by a server, with tls.key")
+
+    def check_client(self) -> None:
+        """Raise `SpecError` if a client lacks something."""
+        if self.ca is None:
+            raise SpecError("tls.ca", None, "is needed to verify the store's certificate")

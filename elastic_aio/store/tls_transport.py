@@ -1,0 +1,249 @@
+"""TLS between a protocol and its connection: the same on every event loop.
+
+asyncio's own TLS layer drops the alert that says why a handshake has failed, and knows a
+connection only after it; here a connection counts, and has its deadline, from its first
+byte.  The layer has no buffer and no flow control of its own: what arrives is decrypted
+and delivered at once, and what is written is encrypted and passed on at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any, Final, Protocol, cast
+
+from elastic_aio.store.tls import tls_reason
+from elastic_aio.store.wire import TLS_ALERT
+
+_RECORD_TYPES: Final = range(20, 24)
+"""First bytes of a TLS record (RFC 8446, 5.1)."""
+
+_RECORD: Final = 16 << 10
+_EOF: Final = "the peer closed the connection in the TLS handshake: it may not speak TLS"
+
+_CLIENT_REASONS: Final = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the store requires a client certificate (give tls_cert"
+    " and tls_key)",
+    "TLSV1_ALERT_UNKNOWN_CA": "tls_cert: is not signed by a CA of the store",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "tls_cert: has expired, says the store",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "tls_cert: is refused by the store",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "tls_cert: is not for clients, says the store",
+}
+_SERVER_REASONS: Final = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "presented no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA of this store's certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "refuses this store's certificate, which has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refuses this store's certificate, whose name is another",
+}
+
+
+class TlsUser(Protocol):
+    """An `asyncio.Protocol` that may be run over TLS.
+
+    `tls_failed` closes the connection: it cannot be encrypted, or a side is not accepted.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+    def connection_lost(self, error: Exception | None) -> None: ...
+    def data_received(self, data: bytes) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+    def tls_failed(self, reason: str) -> None: ...
+
+
+class TlsTransport(asyncio.Transport, asyncio.Protocol):
+    """The transport of a protocol, and the protocol of the connection below.
+
+    The protocol's `connection_made` comes with the connection.  What it writes before the
+    end of the handshake is sent after it.
+    """
+
+    def __init__(
+        self, user: TlsUser, context: ssl.SSLContext, server_name: str | None = None
+    ) -> None:
+        """Prepare the layer of one connection.
+
+        Args:
+            user: the protocol.
+            context: of this side.
+            server_name: name or address of the server, whose certificate must have it; None:
+                this side is the server.
+
+        Raises:
+            ValueError: the name cannot be one.
+        """
+        super().__init__()
+        self._user = user
+        self._is_server = server_name is None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=self._is_server,
+            server_hostname=server_name,
+        )
+        self._is_open = self._has_received = self._has_failed = False
+        self._unsent: list[bytes] = []
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait_open(self) -> None:
+        """Wait until the handshake is complete.
+
+        Cancellation: leaves the connection open.
+
+        Raises:
+            ConnectionError: the connection has ended; the protocol knows why.
+        """
+        await asyncio.shield(self._opened)
+
+    # The protocol of the connection.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not subclasses of asyncio's.
+        self._raw = cast("asyncio.Transport", transport)
+        self._user.connection_made(self)
+        if not self._is_server:
+            self._advance()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(ConnectionError(_EOF))
+            self._opened.exception()  # mark it as retrieved: the waiter may have been cancelled
+            if not isinstance(error, TimeoutError):
+                error = ConnectionError(_EOF)
+        self._user.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._has_received:
+            self._has_received = True
+            if data[0] not in _RECORD_TYPES:
+                self._refuse_plain()
+                return
+        self._incoming.write(data)
+        if self._is_open or self._advance():
+            self._read()
+
+    def pause_writing(self) -> None:
+        self._user.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._user.resume_writing()
+
+    def _advance(self) -> bool:
+        """Continue the handshake; return whether it is complete."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+            return False
+        except ssl.SSLError as error:
+            self._fail(error)
+            return False
+        self._is_open = True
+        self._flush()
+        unsent, self._unsent = self._unsent, []
+        for data in unsent:
+            self.write(data)
+        if not self._opened.done():
+            self._opened.set_result(None)
+        return True
+
+    def _read(self) -> None:
+        """Decrypt what has arrived, and deliver it."""
+        received: list[bytes] = []
+        failure: ssl.SSLError | None = None
+        try:
+            while self._incoming.pending or self._tls.pending():
+                received.append(self._tls.read(_RECORD))
+        except ssl.SSLWantReadError:
+            pass  # the rest of a record is to come
+        except ssl.SSLError as error:
+            failure = error
+        self._flush()  # the peer may have asked for new keys
+        if received:
+            self._user.data_received(b"".join(received))
+        if isinstance(failure, ssl.SSLZeroReturnError):
+            self._raw.close()
+        elif failure is not None:
+            self._fail(failure)
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        self._flush()  # the alert
+        if isinstance(error, ssl.SSLCertVerificationError):
+            if self._is_server:
+                reason = f"presented a certificate that is refused: {error.verify_message}"
+            else:
+                reason = f"the certificate of the store is refused: {error.verify_message}"
+        else:
+            reasons = _SERVER_REASONS if self._is_server else _CLIENT_REASONS
+            reason = reasons.get(error.reason, f"failed in TLS: {tls_reason(error)}")
+        self._end(reason)
+
+    def _refuse_plain(self) -> None:
+        if self._is_server:
+            self._raw.write(TLS_ALERT)
+            self._end("does not speak TLS, which this store requires")
+        else:
+            self._end("the store does not speak TLS (remove tls_ca)")
+
+    def _end(self, reason: str) -> None:
+        self._has_failed = True
+        self._user.tls_failed(reason)
+
+    def _flush(self) -> None:
+        if self._outgoing.pending and not self._raw.is_closing():
+            self._raw.write(self._outgoing.read())
+
+    # The transport of the protocol.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Encrypt and send; before the end of the handshake, keep."""
+        if not self._is_open:
+            self._unsent.append(bytes(data))
+            return
+        with memoryview(data) as view:
+            sent = 0
+            while sent < len(view):
+                sent += self._tls.write(view[sent:])
+        self._flush()
+
+    def close(self) -> None:
+        """Send what was written, and the end of the stream; close the connection."""
+        if self._is_open and not self._raw.is_closing():
+            try:
+                self._tls.unwrap()
+            except ssl.SSLError:
+                pass  # the peer's end of the stream is not waited for
+            self._flush()
+        self._raw.close()
+
+    def abort(self) -> None:
+        """Close the connection now; after an alert, once that is sent."""
+        if self._has_failed:
+            self._raw.close()
+        else:
+            self._raw.abort()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closing or closed."""
+        return self._raw.is_closing()
+
+    def pause_reading(self) -> None:
+        """Receive nothing until `resume_reading`."""
+        self._raw.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive again."""
+        self._raw.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Replace the protocol."""
+        self._user = cast("TlsUser", protocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """Return the protocol."""
+        return cast("asyncio.BaseProtocol", self._user)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return the information of the connection, or the `ssl_object`."""
+        return self._tls if name == "ssl_object" else self._raw.get_extra_info(name, default)
