@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.stop import SignalSpec as SignalSpec
     from elastic_aio.spec.stop import StopPlan as StopPlan
     from elastic_aio.spec.stop import StopStep as StopStep
+    from elastic_aio.spec.tls import TlsSpec as TlsSpec
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -146,5 +147,6 @@ else:
                 "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
             ),
             "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
+            "elastic_aio.spec.tls": "TlsSpec",
         },
     )

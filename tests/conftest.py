@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tests.support.certificates import Authority, can_make_certificates
 from tests.support.clock import VirtualClockLoop
 from tests.support.leaks import Resources, begin_session
 from tests.support.netns import why_impossible
@@ -101,3 +102,11 @@ def _netns(request: pytest.FixtureRequest) -> Iterator[None]:
     with Path(tempfile.gettempdir(), "elastic_aio-netns.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A certificate authority of the test run."""
+    if not can_make_certificates():
+        pytest.skip("needs the openssl command")
+    return Authority(tmp_path_factory.mktemp("authority"))

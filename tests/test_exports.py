@@ -86,6 +86,7 @@ PUBLIC = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "TlsSpec",
     "WorkerAbandoned",
     "WorkerError",
     "WorkerExited",

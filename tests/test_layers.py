@@ -44,6 +44,7 @@ PURE = {
     "spec.rendezvous",
     "spec.restart",
     "spec.stop",
+    "spec.tls",
     "logs.lines",
     "logs.paths",
     "agent.machine",

@@ -3,7 +3,7 @@
 ::
 
     aio-elastic events --rdzv-endpoint HOST:PORT[,...] --rdzv-id ID
-                       [--token-file FILE] [--json] [--after N] [--timeout SECONDS]
+                       [--token-file FILE] [--tls-ca FILE] [--json] [--after N] [--timeout SECONDS]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elastic_aio.cli.options import (
     parse_int,
     print_error,
 )
+from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.events import event_to_json
@@ -78,6 +79,7 @@ def _parser() -> OptionParser:
         help="id of the run (default 'none', as for a run)",
     )
     add_token_option(parser, "file with the store's token")
+    add_client_tls_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print each event as a line of JSON (default: text)"
     )
@@ -105,6 +107,7 @@ async def _follow(arguments: argparse.Namespace) -> None:
         arguments.rdzv_endpoint,
         arguments.rdzv_id,
         token=arguments.token,
+        tls=tls_of(arguments, is_server=False),
         after=arguments.after,
         timeout=arguments.timeout,
     )

@@ -8,6 +8,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.cli.options import UsageError, invalid_value, parse_number
+from elastic_aio.cli.tls_options import parse_switch
 
 TIMES: Final = {
     "join_timeout": 1,
@@ -23,8 +24,9 @@ _STATIC_TIMEOUT: Final = "900"
 """Seconds; torchrun's default for its static backend."""
 
 SWITCHES: Final = ("is_host", "keep_workers", "overlap", "reuse")
-_YES: Final = frozenset({"1", "true", "t", "yes", "y"})
-_NO: Final = frozenset({"0", "false", "f", "no", "n"})
+
+TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_name")
+"""Keys of `TlsSpec`."""
 
 _OPTION_OF_PARAMETER: Final = {
     "backend": "--rdzv-backend",
@@ -43,7 +45,7 @@ _WITHOUT_EFFECT: Final = {
 """torchrun's keys that have no effect here, and their replacements."""
 
 _KNOWN: Final = frozenset(
-    {*TIMES, *SWITCHES, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"}
+    {*TIMES, *SWITCHES, *TLS, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"}
 )
 
 
@@ -52,12 +54,14 @@ class Conf(Struct, frozen=True):
 
     Attributes:
         settings: fields of `RendezvousSpec`.
+        tls: fields of `TlsSpec`; empty without TLS.
         token_file: path of the token's file, which has not been read.
         pairs: all keys and values as text.
         warnings: lines to print at the start.
     """
 
     settings: Mapping[str, Any]
+    tls: Mapping[str, Any]
     token_file: str | None
     pairs: Mapping[str, str]
     warnings: tuple[str, ...]
@@ -84,13 +88,13 @@ def parse_conf(text: str, backend: str) -> Conf:
         if key in TIMES:
             settings[key] = _seconds(key, value, TIMES[key])
         elif key in SWITCHES:
-            if value.lower() not in _YES | _NO:
-                raise invalid_value(f"--rdzv-conf: {key}", "must be true or false", value)
-            settings[key] = value.lower() in _YES
+            settings[key] = parse_switch(f"--rdzv-conf: {key}", value)
         elif key in _WITHOUT_EFFECT:
             parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
             warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+    tls: dict[str, Any] = {}
     if backend in ("c10d", "tcp", "static"):
+        tls = _tls(pairs)
         if (store_type := pairs.get("store_type", "tcp")) != "tcp":
             reason = "; a file store is not supported" if store_type == "file" else ""
             problem = f"must be 'tcp'{reason}"
@@ -102,7 +106,7 @@ def parse_conf(text: str, backend: str) -> Conf:
         ]
     if backend == "static" and settings.pop("is_host", None) is not None:
         warnings.append("--rdzv-conf: is_host has no effect: the node of rank 0 serves the store")
-    return Conf(settings, pairs.get("token_file"), pairs, tuple(warnings))
+    return Conf(settings, tls, pairs.get("token_file"), pairs, tuple(warnings))
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -113,6 +117,13 @@ def _pairs(text: str) -> dict[str, str]:
             raise invalid_value("--rdzv-conf", "must be KEY=VALUE,KEY=VALUE,...", text)
         pairs[key.strip()] = value.strip()
     return pairs
+
+
+def _tls(pairs: Mapping[str, str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key.removeprefix("tls_"): pairs[key] for key in TLS if key in pairs}
+    if (text := fields.get("client_auth")) is not None:
+        fields["client_auth"] = parse_switch("--rdzv-conf: tls_client_auth", text)
+    return fields
 
 
 def _seconds(key: str, text: str, least: int) -> float:

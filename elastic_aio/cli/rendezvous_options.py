@@ -19,6 +19,7 @@ from elastic_aio.cli.rdzv_conf import parse_conf
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import DEFAULT_PORT, STATIC_PORT, RendezvousSpec
+from elastic_aio.spec.tls import TlsSpec
 
 Values = Mapping[str, str | None]
 
@@ -121,6 +122,8 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
         if conf.token_file is not None:
             settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
+        if conf.tls:
+            settings["tls"] = TlsSpec(**conf.tls)
         if backend == "static":
             if nodes.minimum < nodes.maximum:
                 warnings.append(

@@ -3,10 +3,11 @@
 ::
 
     aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
-    aio-elastic store ping ENDPOINT [--timeout SECONDS] [--token-file FILE]
+                      [--tls-cert FILE --tls-key FILE [--tls-ca FILE]]
+    aio-elastic store ping ENDPOINT [--timeout SECONDS] [--token-file FILE] [--tls-ca FILE]
 
-A store without a token serves elastic_aio's and torch's clients.  A store with a token
-serves only elastic_aio's clients that know it, since torch's protocol has no field for one.
+A store without a token serves elastic_aio's and torch's clients.  A store with a token or
+TLS serves only elastic_aio's clients: torch's protocol has neither.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from elastic_aio.cli.options import (
     parse_number,
     print_error,
 )
+from elastic_aio.cli.tls_options import add_client_tls_options, add_server_tls_options, tls_of
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.sink import LineWriter, open_sink
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.rendezvous import DEFAULT_PORT
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, KeyspaceLimits, ServerLimits, StoreServer, connect
 from elastic_aio.text import one_line
 
@@ -88,6 +91,7 @@ def _serve_parser() -> OptionParser:
     add_token_option(
         parser, "file with the token that clients must present, which excludes torch's clients"
     )
+    add_server_tls_options(parser)
     return parser
 
 
@@ -99,28 +103,45 @@ def _ping_parser() -> OptionParser:
     parser.add_argument("endpoint", help="HOST:PORT or [IPV6]:PORT of the store")
     add_timeout_option(parser, 5, "seconds to keep trying")
     add_token_option(parser, "file with the store's token")
+    add_client_tls_options(parser)
     return parser
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
     host = None if arguments.host == "*" else arguments.host
+    tls = tls_of(arguments, is_server=True)
     log = _DropLog()
     server = StoreServer(
         host,
         arguments.port,
         token=arguments.token,
+        tls=tls,
         limits=ServerLimits(keyspace=KeyspaceLimits(stored=arguments.max_mib << 20)),
         on_drop=log.put,
     )
     try:
         with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:
             async with server:
-                access = "with a token" if arguments.token else "open"
+                access = _access(tls, arguments.token)
                 print(f"store listening on {server.endpoint} ({access})", flush=True)
                 await anext(signals)
     finally:
         await log.aclose()
     return 0
+
+
+def _access(tls: TlsSpec | None, token: str | None) -> str:
+    """Return what a client must have to be served."""
+    needs = ["TLS"] if tls else []
+    if tls and tls.requires_client_cert:
+        needs.append("a client certificate")
+    if token:
+        needs.append("a token")
+    return (
+        f"with {', '.join(needs[:-1])}{' and ' if needs[1:] else ''}{needs[-1]}"
+        if needs
+        else "open"
+    )
 
 
 class _DropLog:
@@ -160,6 +181,7 @@ async def _ping(arguments: argparse.Namespace) -> int:
         reply_timeout=arguments.timeout,
         reconnect_for=0,
         token=arguments.token,
+        tls=tls_of(arguments, is_server=False),
     ) as store:
         seconds = await store.ping()
         kind = "elastic_aio" if store.has_extensions else "plain TCPStore"

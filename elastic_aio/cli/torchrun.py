@@ -24,7 +24,7 @@ from elastic_aio.cli.options import (
     value_from_env,
     variable_of,
 )
-from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES
+from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES, TLS
 from elastic_aio.cli.rendezvous_options import (
     RENDEZVOUS_OPTIONS,
     Values,
@@ -175,7 +175,8 @@ _EPILOG = (
     " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
     " read_timeout (60), timeout (900; 'static' only), store_grace (heartbeat_timeout),"
     " keep_workers (true), overlap (false), reuse (false), is_host (detected), token_file"
-    " (path of a file with the store's token; no token)."
+    " (path of a file with the store's token; no token), tls_cert, tls_key and tls_ca (PEM files;"
+    " no TLS), tls_client_auth (true), tls_server_name (host of the endpoint)."
 )
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -332,6 +333,7 @@ _OPTION_OF_FIELD = {
     "endpoint": "--rdzv-endpoint",
     **{f"rendezvous.{key}": f"--rdzv-conf: {key}" for key in (*TIMES, *SWITCHES)},
     "rendezvous.token": "--rdzv-conf: token_file",
+    **{key.replace("_", ".", 1): f"--rdzv-conf: {key}" for key in TLS},
     "rendezvous.conf": "--rdzv-conf",
     "run_id": "--rdzv-id",
     "signals.stop": "--signals-to-handle",

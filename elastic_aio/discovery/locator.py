@@ -123,7 +123,7 @@ class StoreLocator:
         serve it or find one that no node serves.
 
         Raises:
-            SpecError: one of them is not HOST:PORT.
+            SpecError: one of them is not HOST:PORT, or a certificate cannot be used.
         """
         self._spec = spec
         self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
@@ -135,7 +135,10 @@ class StoreLocator:
             network=network or StoreNetwork(),
             only_of=run_id if is_exclusive else "",
             is_first_node=bool(spec.is_host),
+            tls=spec.tls,
         )
+        if spec.tls is not None:
+            _check_node(spec, [endpoint.host for endpoint in self._endpoints])
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
@@ -259,18 +262,22 @@ class StoreLocator:
         self._was_suspended.clear()
         owner = StoreOwner(self._options.run_id, is_node=True)
         self._server = server = StoreServer(
-            listening=sockets, token=self._spec.token, on_pause=self._on_pause
+            listening=sockets,
+            token=self._spec.token,
+            tls=self._spec.tls,
+            on_pause=self._on_pause,
         )
         server.keyspace.set(wire_key(OWNER_KEY, ""), owner.encode())
         await server.start()
         is_wildcard = addresses != monitor.own_addresses
-        handshake = await self._dial_own(server, monitor, is_wildcard=is_wildcard)
-        if handshake is None:
+        try:
+            handshake = await self._dial_own(server, monitor, is_wildcard=is_wildcard)
+        except StoreNotFound as error:
             # Binding succeeded, but the endpoint routes elsewhere (e.g. a NAT address),
-            # or another process bound it first.
+            # another process bound it first, or the certificate is for another host.
             self._server = None
             await server.aclose()
-            search.defer(index, "listening there, this node does not reach itself")
+            search.defer(index, f"listening there, this node does not reach itself: {error}")
             return None
         return self._located(monitor, handshake)
 
@@ -289,17 +296,24 @@ class StoreLocator:
 
     async def _dial_own(
         self, server: StoreServer, monitor: EndpointMonitor, *, is_wildcard: bool
-    ) -> StoreHandshake | None:
-        """Connect to this node's server as other nodes do; None if that leads elsewhere."""
-        port = server.port
+    ) -> StoreHandshake:
+        """Connect to this node's server as other nodes do.
+
+        Raises:
+            StoreNotFound: that leads elsewhere, or the server is not accepted.
+        """
+        port, host = server.port, monitor.endpoint.host
         addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
-        handshake = await self._dial_briefly(addresses, _OWN_TIMEOUT)
-        if handshake is None and is_wildcard:
+        try:
+            handshake = await self._dial_briefly(host, addresses)
+        except StoreNotFound:
+            if not is_wildcard:
+                raise
             # Others reach it by a translated address, which may not work from this host.
-            handshake = await self._dial_briefly(loopback_addresses(port), _OWN_TIMEOUT)
-        if handshake is not None and handshake.store.instance != server.instance:
+            handshake = await self._dial_briefly(host, loopback_addresses(port))
+        if handshake.store.instance != server.instance:
             await handshake.store.aclose()
-            return None
+            raise StoreNotFound("another store answers there", was_accepted=True)
         return handshake
 
     async def _dial_port_owner(self, monitor: EndpointMonitor) -> StoreHandshake | None:
@@ -311,7 +325,7 @@ class StoreLocator:
         port = monitor.endpoint.port
         try:
             addresses = (*monitor.addresses, *loopback_addresses(port))
-            return await dial_any(addresses, self._options)
+            return await dial_any(addresses, self._options.for_host(monitor.endpoint.host))
         except StoreNotFound as error:
             if not error.was_accepted:
                 return None
@@ -321,14 +335,13 @@ class StoreLocator:
                 f"{owner}, which this job cannot use: {error}"
             ) from None
 
-    async def _dial_briefly(
-        self, addresses: Sequence[Address], seconds: float
-    ) -> StoreHandshake | None:
+    async def _dial_briefly(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
+        options = replace(self._options.for_host(host), only_of="")
         try:
-            async with asyncio.timeout(seconds):
-                return await dial_any(addresses, replace(self._options, only_of=""))
-        except (StoreNotFound, TimeoutError):
-            return None
+            async with asyncio.timeout(_OWN_TIMEOUT):
+                return await dial_any(addresses, options)
+        except TimeoutError:
+            raise StoreNotFound("it does not answer") from None
 
     # ------------------------------------------ while this process serves the store
 
@@ -353,7 +366,7 @@ class StoreLocator:
         try:
             async with asyncio.timeout(_OTHER_TIMEOUT):
                 addresses = await resolve(endpoint.host, endpoint.port)
-                handshake = await dial_any(addresses, self._options)
+                handshake = await dial_any(addresses, self._options.for_host(endpoint.host))
         except (StoreNotFound, OSError):  # a TimeoutError is an OSError
             return False
         instance = handshake.store.instance
@@ -367,6 +380,16 @@ class StoreLocator:
         if self._server is not None:
             await self._server.aclose()
         self._store = self._server = None
+
+
+def _check_node(spec: RendezvousSpec, hosts: Sequence[str]) -> None:
+    """Raise `SpecError` if the certificates of a node cannot be used."""
+    from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only
+
+    assert spec.tls is not None
+    may_serve = spec.is_host is not False
+    names = hosts if spec.is_host else ()  # other nodes need not serve
+    check_tls(spec.tls, may_serve=may_serve, may_connect=True, names=names)
 
 
 def _public_address(monitor: EndpointMonitor, local_address: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
@@ -21,6 +22,7 @@ from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import RemoteStore, connect
 from elastic_aio.store.sockets import Address, format_endpoint
 from elastic_aio.text import one_line
@@ -84,6 +86,11 @@ class DialOptions(Struct, frozen=True):
     network: StoreNetwork
     only_of: str = ""
     is_first_node: bool = False
+    tls: TlsSpec | None = None
+
+    def for_host(self, host: str) -> DialOptions:
+        """Return the options for a store at `host`, whose certificate must have that name."""
+        return self if self.tls is None else replace(self, tls=self.tls.for_host(host))
 
     def objection(self, owner: StoreOwner) -> str:
         """Return why a store with this owner must not be used; empty if it may."""
@@ -179,6 +186,7 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
         reconnect_for=options.reconnect_for,
         peer_timeout=options.peer_timeout,
         token=options.token,
+        tls=options.tls,
         ping_when_idle=True,
         survive_server_restart=False,
     )
@@ -250,7 +258,7 @@ class EndpointMonitor:
         self.reason = "does not answer"
         """Why there is no store."""
         self._handshake: StoreHandshake | None = None
-        self._options = options
+        self._options = options.for_host(endpoint.host)
         self._on_change = on_change
         self._retry = asyncio.Event()
         self._resolved_at = 0.0

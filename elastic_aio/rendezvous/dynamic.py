@@ -349,8 +349,8 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         last_call_timeout=settings.last_call_timeout,
         keep_workers=settings.keep_workers,
         fixed_ranks=fixed_ranks,
-        # Torch's own clients send no token, and worker 0 may want to host its store.
-        shared_store=fixed_ranks and settings.token is None and spec.host_store,
+        # Torch's own clients have no token and no TLS; worker 0 may want to host its store.
+        shared_store=fixed_ranks and not (settings.token or settings.tls) and spec.host_store,
         overlap=settings.overlap,
         order_timeout=order_timeout(spec),
         policy=changed_settings(spec.max_restarts, spec.restart),

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -26,7 +26,9 @@ from elastic_aio.rendezvous.event_stream import (
 )
 from elastic_aio.spec.checks import check_number, checked_integer, checked_text
 from elastic_aio.spec.rendezvous import parse_endpoints
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Store, Watch, connect
+from elastic_aio.store.handshake import client_context
 
 _GAP_PATIENCE: Final = 2.0
 """Seconds after which the writer of a missing event counts as killed."""
@@ -36,7 +38,13 @@ _TURN: Final = 2.0
 
 
 def follow_job(
-    endpoint: str, run_id: str, *, token: str | None = None, after: int = -1, timeout: float = 30.0
+    endpoint: str,
+    run_id: str,
+    *,
+    token: str | None = None,
+    tls: TlsSpec | None = None,
+    after: int = -1,
+    timeout: float = 30.0,
 ) -> JobEvents:
     """Follow the events of a running job of several nodes, from any host.
 
@@ -51,6 +59,7 @@ def follow_job(
             store is used, at the start and when the store is lost.
         run_id: name of the run.
         token: the store's token, if it has one.
+        tls: certificates, if the store speaks TLS, as for `connect`.
         after: the `seq` of the last event that has been read already; -1 for none.
         timeout: seconds to search for a store, at the start and when it is lost.
 
@@ -62,7 +71,8 @@ def follow_job(
         raise SpecError("run_id", run_id, "must not be empty")
     checked_integer("after", after, at_least=-1)
     check_number("timeout", timeout, above=0)
-    return JobEvents(endpoints, run_id, token, after, timeout)
+    client_context(tls)  # only checked: it is loaded again for each connection
+    return JobEvents(endpoints, run_id, after, timeout, token=token, tls=tls)
 
 
 class JobEvents:
@@ -78,12 +88,12 @@ class JobEvents:
     """
 
     def __init__(
-        self, endpoints: Sequence[str], run_id: str, token: str | None, after: int, timeout: float
+        self, endpoints: Sequence[str], run_id: str, after: int, timeout: float, **access: Any
     ) -> None:
         """See `follow_job`."""
         self._endpoints = endpoints
         self._run_id = run_id
-        self._token = token
+        self._access = access  # the token and the certificates
         self._timeout = timeout
         self._identity: bytes | None = None
         self._job = ""
@@ -155,7 +165,9 @@ class JobEvents:
 
     async def _begin(self) -> None:
         """Connect to a store and take the events that it has."""
-        source = await _Subscription.open(self._endpoints, self._run_id, self._token, self._timeout)
+        source = await _Subscription.open(
+            self._endpoints, self._run_id, self._timeout, self._access
+        )
         self._source = source
         if source.record is None:
             return  # the run has not begun
@@ -233,7 +245,7 @@ class _Subscription(msgspec.Struct):
 
     @classmethod
     async def open(
-        cls, endpoints: Sequence[str], run_id: str, token: str | None, timeout: float
+        cls, endpoints: Sequence[str], run_id: str, timeout: float, access: Mapping[str, Any]
     ) -> _Subscription:
         """Connect to the first store that accepts the connection.
 
@@ -250,7 +262,7 @@ class _Subscription(msgspec.Struct):
                 left = max(0.0, end - loop.time())
                 turn = left if len(endpoints) == 1 else min(left, _TURN)
                 try:
-                    return await cls._open(endpoint, run_id, token, turn)
+                    return await cls._open(endpoint, run_id, turn, access)
                 except StoreRefused as error:
                     refusal = error
                 except (StoreTimeout, StoreLost) as error:
@@ -266,11 +278,11 @@ class _Subscription(msgspec.Struct):
 
     @classmethod
     async def _open(
-        cls, endpoint: str, run_id: str, token: str | None, turn: float
+        cls, endpoint: str, run_id: str, turn: float, access: Mapping[str, Any]
     ) -> _Subscription:
         async with contextlib.AsyncExitStack() as stack:
             # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
-            client = connect(endpoint, timeout=turn, reconnect_for=0, token=token)
+            client = connect(endpoint, timeout=turn, reconnect_for=0, **access)
             root: Store = await stack.enter_async_context(client)
             beginning = await stack.enter_async_context(root.watch(f"{run_prefix(run_id)}/run"))
             record = await read_run(root, run_id)

@@ -19,6 +19,7 @@ from elastic_aio.spec.checks import (
     parse_host_port,
     set_fields,
 )
+from elastic_aio.spec.tls import TlsSpec, checked_tls
 
 DEFAULT_PORT: Final = 29400
 """Port of an endpoint that names none; torchrun's for c10d."""
@@ -108,6 +109,11 @@ class RendezvousSpec:
     # Not in the repr: a spec may be logged.
     token: str | None = field(default=None, repr=False)
     """Secret that the store requires, of at least 16 characters; None for none."""
+    tls: TlsSpec | None = None
+    """Certificates with which the store is served, and reached, over TLS only; None for none.
+
+    The store of the workers is not affected: torch's clients do not speak TLS.
+    """
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
 
@@ -133,6 +139,7 @@ class RendezvousSpec:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
         checked_token(self.token, "rendezvous.token")
+        checked_tls(self.tls, "rendezvous.tls")
         set_fields(self, conf=checked_texts("rendezvous.conf", self.conf))
 
     @property
@@ -145,7 +152,12 @@ class RendezvousSpec:
         if any(endpoint.endswith(":0") for endpoint in self.endpoints):
             problem = "needs a port other than 0, the same on all nodes"
             raise SpecError("rendezvous.endpoint", self.endpoint, problem)
-        if self.backend != "static":
+        is_static = self.backend == "static"
+        if self.tls is not None:
+            self.tls.check_client()
+            if self.node_rank == 0 if is_static else self.is_host is not False:
+                self.tls.check_server()
+        if not is_static:
             return
         if len(self.endpoints) > 1:
             problem = "must be a single HOST:PORT with the backend 'static'"

@@ -64,7 +64,7 @@ class TlsSpec:
     def check_server(self) -> None:
         """Raise `SpecError` if a server lacks something."""
         if self.cert is None:
-            raise SpecError("tls.cert", None, "is needed by a server, with tls.key")
+            raise SpecError("tls.cert", None, "is needed to serve a store, with tls.key")
 
     def check_client(self) -> None:
         """Raise `SpecError` if a client lacks something."""

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 _PING_NONCE: Final = 0x0E1A5A10
 """An arbitrary number, which the server sends back: every torch client begins with a PING."""
 
-_SPEAKS_TLS: Final = (
-    "the store speaks TLS: give tls_ca, and tls_cert and tls_key if it requires a certificate"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
@@ -174,5 +170,4 @@ async def _authenticate(link: TaggedLink, token: str, hello: replies.HelloReply)
 
 def _check_pong(nonce: Any) -> None:
     if nonce != _PING_NONCE:
-        begin = int(nonce).to_bytes(4, "little")
-        raise StoreRefused(_SPEAKS_TLS if wire.TLS_ALERT.startswith(begin[:2]) else NO_STORE)
+        raise StoreRefused(NO_STORE)

@@ -23,6 +23,10 @@ from elastic_aio.store.wire import WireError, encode
 NO_STORE: Final = "the peer does not answer like a TCPStore server"
 PLAIN_PEER: Final = "the peer is a plain TCPStore server: no leases and no watches"
 
+_SPEAKS_TLS: Final = (
+    "the store speaks TLS: give tls_ca, and tls_cert and tls_key if it requires a certificate"
+)
+
 _MAX_IDLE: Final = 8
 """Idle connections that are kept for later waits."""
 
@@ -51,7 +55,7 @@ class PlainLink(Link):
         try:
             results = self._reader.read(data)
         except WireError as error:
-            self.refusal = NO_STORE
+            self.refusal = _SPEAKS_TLS if data.startswith(wire.TLS_ALERT[:2]) else NO_STORE
             self.fail(f"the peer {error}")
             return
         self._is_batching = len(results) > 1

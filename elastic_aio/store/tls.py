@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from elastic_aio.errors import SpecError
@@ -53,10 +54,18 @@ class TlsContext:
         return self._context
 
 
-def check_tls(tls: TlsSpec, *, may_serve: bool, may_connect: bool) -> None:
+def check_tls(
+    tls: TlsSpec, *, may_serve: bool, may_connect: bool, names: Sequence[str] = ()
+) -> None:
     """Check the files of a server, a client, or a node that may be either.
 
-    It takes a few milliseconds: each side makes a handshake with itself.
+    It takes a few milliseconds: the side makes handshakes with itself.
+
+    Args:
+        tls: the settings.
+        may_serve: whether it is a server.
+        may_connect: whether it is a client.
+        names: of these hosts, the node serves at least one.
 
     Raises:
         SpecError: a file cannot be used, or the certificate would be refused.
@@ -67,23 +76,33 @@ def check_tls(tls: TlsSpec, *, may_serve: bool, may_connect: bool) -> None:
         return
     if server is not None and client is not None:
         client.check_hostname = False
-        anchor = f"the certificates of {tls.ca}"
+        problem = f"is not accepted by {tls.ca}"
     else:
         # The CA of the other side may be another one: only the certificate itself is checked.
-        anchor = "OpenSSL"
-        server, client = _context(tls, is_server=True), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        server.verify_mode = ssl.CERT_NONE
+        server, client = _context(tls, is_server=True), _context(tls, is_server=False)
         client.check_hostname = False
-        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        client.load_verify_locations(tls.cert)
+        verifier, other = (client, server) if may_serve else (server, client)
+        verifier.verify_mode, other.verify_mode = ssl.CERT_REQUIRED, ssl.CERT_NONE
+        verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        verifier.load_verify_locations(tls.cert)
+        problem = "cannot be used"
+    if why := _refusal(server, client):
+        raise SpecError("tls.cert", tls.cert, f"{problem}: {why}")
+    client.check_hostname = True
+    names = names if tls.server_name is None else [tls.server_name]
+    if may_serve and names and all(_refusal(server, client, name) for name in names):
+        raise SpecError("tls.cert", tls.cert, f"is not for {' or '.join(names)}")
+
+
+def _refusal(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None = None) -> str:
+    """Return why a handshake between the two fails; empty if it does not."""
     try:
-        _shake_hands(server, client)
+        _shake_hands(server, client, name)
     except ssl.SSLCertVerificationError as error:
-        problem = f"is refused by {anchor}: {error.verify_message}"
-        raise SpecError("tls.cert", tls.cert, problem) from None
+        return str(error.verify_message)
     except ssl.SSLError as error:
-        problem = f"cannot be used: {tls_reason(error)}"
-        raise SpecError("tls.cert", tls.cert, problem) from None
+        return tls_reason(error)
+    return ""
 
 
 def tls_reason(error: ssl.SSLError) -> str:
@@ -169,11 +188,11 @@ def _stamp(path: Any) -> object:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> None:
     """Make a handshake in memory, each flight of which is one round of the loop."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (
-        client.wrap_bio(to_client, to_server, server_side=False),
+        client.wrap_bio(to_client, to_server, server_side=False, server_hostname=name),
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     for _ in range(3):

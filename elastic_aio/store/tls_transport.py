@@ -18,6 +18,10 @@ from elastic_aio.store.wire import TLS_ALERT
 _RECORD_TYPES: Final = range(20, 24)
 """First bytes of a TLS record (RFC 8446, 5.1)."""
 
+_NO_ISSUER: Final = (2, 18, 19, 20, 21)
+_OTHER_NAME: Final = (62, 64)
+"""Codes of OpenSSL (X509_V_ERR_...): self-signed or without its CA; another host or address."""
+
 _RECORD: Final = 16 << 10
 _EOF: Final = "the peer closed the connection in the TLS handshake: it may not speak TLS"
 
@@ -35,6 +39,16 @@ _SERVER_REASONS: Final = {
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "refuses this store's certificate, which has expired",
     "SSLV3_ALERT_BAD_CERTIFICATE": "refuses this store's certificate, whose name is another",
 }
+
+
+def _client_reason(error: ssl.SSLCertVerificationError) -> str:
+    """Return why the certificate of a server is refused, and which setting decides it."""
+    message = error.verify_message.rstrip(".")
+    if error.verify_code in _NO_ISSUER:
+        return f"tls_ca does not verify it: {message}"
+    if error.verify_code in _OTHER_NAME:
+        return f"{message} (tls_server_name sets another name)"
+    return message
 
 
 class TlsUser(Protocol):
@@ -152,18 +166,20 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         """Decrypt what has arrived, and deliver it."""
         received: list[bytes] = []
         failure: ssl.SSLError | None = None
+        is_over = False
         try:
-            while self._incoming.pending or self._tls.pending():
+            while not is_over and (self._incoming.pending or self._tls.pending()):
                 received.append(self._tls.read(_RECORD))
+                is_over = not received[-1]
         except ssl.SSLWantReadError:
             pass  # the rest of a record is to come
         except ssl.SSLError as error:
             failure = error
         self._flush()  # the peer may have asked for new keys
-        if received:
-            self._user.data_received(b"".join(received))
-        if isinstance(failure, ssl.SSLZeroReturnError):
-            self._raw.close()
+        if data := b"".join(received):
+            self._user.data_received(data)
+        if is_over:
+            self.close()
         elif failure is not None:
             self._fail(failure)
 
@@ -173,7 +189,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             if self._is_server:
                 reason = f"presented a certificate that is refused: {error.verify_message}"
             else:
-                reason = f"the certificate of the store is refused: {error.verify_message}"
+                reason = f"the certificate of the store is refused: {_client_reason(error)}"
         else:
             reasons = _SERVER_REASONS if self._is_server else _CLIENT_REASONS
             reason = reasons.get(error.reason, f"failed in TLS: {tls_reason(error)}")

@@ -9,6 +9,7 @@ import pytest
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.rdzv_conf import parse_conf
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.tls import TlsSpec
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,16 @@ def test_invalid_values(text: str, backend: str, message: str) -> None:
         parse_conf(text, backend)
     assert str(caught.value).startswith(f"--rdzv-conf: {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_the_keys_of_certificates_are_those_of_a_tls_spec() -> None:
+    """A plug-in may give them another meaning."""
+    text = "tls_cert=/c,tls_key=/k,tls_ca=/a,tls_client_auth=no,tls_server_name=store"
+    conf = parse_conf(text, "c10d")
+    assert conf.warnings == ()
+    assert TlsSpec(**conf.tls) == TlsSpec(
+        cert="/c", key="/k", ca="/a", client_auth=False, server_name="store"
+    )
+    assert parse_conf("tls_cert=x", "mail").tls == {}
+    with pytest.raises(UsageError, match="tls_client_auth: must be true or false"):
+        parse_conf("tls_client_auth=maybe", "c10d")

@@ -16,6 +16,7 @@ from elastic_aio.cli.options import choose_loop
 from elastic_aio.cli.store import main_store
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import StoreServer, connect
+from tests.support.certificates import Authority
 
 PROGRAM = (
     "import sys; from elastic_aio.cli.store import main_store; sys.exit(main_store(sys.argv[1:]))"
@@ -149,3 +150,50 @@ def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_loop("auto", serves_store=True) is uvloop.new_event_loop
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert choose_loop("auto", serves_store=True) is None
+
+
+@pytest.mark.parametrize(
+    ("client_auth", "access"),
+    [(None, "with TLS and a client certificate"), ("no", "with TLS")],
+)
+async def test_serves_over_tls(authority: Authority, client_auth: str | None, access: str) -> None:
+    """A probe with the options of a client reaches it; dropped ones are printed."""
+    tls = authority.issue()
+    files = [f"--tls-{name}={getattr(tls, name)}" for name in ("cert", "key", "ca")]
+    more = [] if client_auth is None else ["--tls-client-auth", client_auth]
+    process = await start("--host", "127.0.0.1", "--port", "0", *files, *more)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = (await process.stdout.readline()).decode()
+    assert line.endswith(f"({access})\n")
+    endpoint = line.split()[3]
+    own = files[2:] if client_auth else files
+    probe = await start("ping", endpoint, *own)
+    out, err = await probe.communicate()
+    assert (probe.returncode, err) == (0, b"")
+    assert b"(elastic_aio)" in out
+    probe = await start("ping", endpoint)
+    out, err = await probe.communicate()
+    assert (probe.returncode, out) == (1, b"")
+    assert err.startswith(b"aio-elastic store ping: the store speaks TLS: give tls_ca")
+    assert b"does not speak TLS, which this store requires" in await process.stderr.readline()
+    process.terminate()
+    await process.communicate()
+
+
+@pytest.mark.parametrize("command", [[], ["ping", "localhost:1"]])
+def test_mistakes_in_certificates_are_one_line(
+    capfd: pytest.CaptureFixture[str], authority: Authority, command: list[str]
+) -> None:
+    """Before anything is bound or connected."""
+    name = "store ping" if command else "store"
+    tls = authority.issue()
+    missing = "--tls-key: is needed with tls.cert (got None)"
+    no_file = "--tls-ca: must be a file that can be read: no such file or directory (got '/no')"
+    both = [f"--tls-cert={tls.cert}", f"--tls-key={tls.key}"]
+    for options, problem in (
+        ([f"--tls-cert={tls.cert}"], missing),
+        ([*both, "--tls-ca=/no"], no_file),
+    ):
+        assert main_store([*command, *options]) == 2
+        assert capfd.readouterr().err == f"aio-elastic {name}: {problem}\n"

@@ -78,6 +78,8 @@ _KINDS = [
     "memory",
     "ours",
     "plain",
+    "tls",
+    "plain over tls",
     pytest.param("libuv", marks=pytest.mark.torch),
     pytest.param("legacy", marks=pytest.mark.torch),
 ]
@@ -98,18 +100,20 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             other = await stack.enter_async_context(memory.another())
             yield Pair(memory, other, True, True, True)
             return
-        if kind in ("ours", "plain"):
-            server = await stack.enter_async_context(StoreServer("127.0.0.1"))
-            if kind == "plain":
+        tls = request.getfixturevalue("authority").issue() if kind.endswith("tls") else None
+        if kind in ("ours", "plain", "tls", "plain over tls"):
+            server = await stack.enter_async_context(StoreServer("127.0.0.1", tls=tls))
+            if kind.startswith("plain"):
                 hide_extensions(server)
             endpoint = server.endpoint
         else:
             start: Any = request.getfixturevalue("torch_server")
             endpoint = f"127.0.0.1:{start(kind)}"
-        one = await stack.enter_async_context(connect(endpoint, wait_timeout=20))
-        two = await stack.enter_async_context(connect(endpoint, wait_timeout=20))
-        assert one.has_extensions == (kind == "ours")
-        yield Pair(one, two, kind == "ours", kind != "legacy", kind == "ours")
+        one = await stack.enter_async_context(connect(endpoint, wait_timeout=20, tls=tls))
+        two = await stack.enter_async_context(connect(endpoint, wait_timeout=20, tls=tls))
+        is_ours = kind in ("ours", "tls")
+        assert one.has_extensions == is_ours
+        yield Pair(one, two, is_ours, kind != "legacy", is_ours)
 
 
 @pytest.fixture

@@ -333,7 +333,7 @@ async def test_a_client_without_the_token_makes_room(dropped: list[Dropped]) -> 
         assert await store.add("n") == 1
         assert await other.add("n") == 2
         assert {drop.reason for drop in dropped} == {
-            "made room for another client before it sent the token"
+            "made room for another client before it completed the handshake"
         }
         assert store.is_connected
         assert strangers
