@@ -17,7 +17,7 @@ PACKAGE = Path(elastic_aio.__file__).parent
 
 LAYERS: list[set[str]] = [
     {"_version", "errors", "outcome", "ranks", "spec", "events", "lazy", "text"},
-    {"aio", "worker"},
+    {"aio", "hardware", "worker"},
     {"channel", "signals"},
     {"process", "logs", "store"},
     {"discovery"},
@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"launcher", "multiprocessing"},
     {"cli", "plugins", "sync"},
     {"compat"},
-    {"__init__", "__main__"},
+    {"__init__", "__main__", "launch"},
 ]
 VALUES = LAYERS[0]
 PURE = {
@@ -45,6 +45,8 @@ PURE = {
     "spec.restart",
     "spec.stop",
     "spec.tls",
+    "hardware.cpus",
+    "hardware.numa",
     "logs.lines",
     "logs.paths",
     "agent.machine",
@@ -90,6 +92,7 @@ CONFINED = {
     "cloudpickle": {"process.calls"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {"compat.torch.handlers", "compat.torch.rendezvous"},
+    "pynvml": {"hardware.nvml"},
     "uvloop": {"cli.options"},
 }
 
@@ -299,8 +302,14 @@ def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:
-    """`elastic_aio.launch` must stay the function, whatever else is imported."""
-    assert not {name for name in vars(elastic_aio)["__all__"] if name in MODULES}
+    """`elastic_aio.launch` must stay the function, whatever else is imported.
+
+    The module of that name is for `python -m`; imported, it puts the function in its place.
+    """
+    assert {name for name in vars(elastic_aio)["__all__"] if name in MODULES} == {"launch"}
+    check = "assert elastic_aio.launch is elastic_aio.launcher.launch"
+    loaded_by(f"import elastic_aio.launch; import elastic_aio.launcher; {check}")
+    loaded_by(f"from elastic_aio import launch; import elastic_aio.launch; {check}")
 
 
 @pytest.mark.parametrize("name", MODULES)
