@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.job import LaunchSpec as LaunchSpec
     from elastic_aio.spec.job import Module as Module
     from elastic_aio.spec.job import NodeRange as NodeRange
+    from elastic_aio.spec.job import NumaMode as NumaMode
     from elastic_aio.spec.job import Script as Script
     from elastic_aio.spec.job import StartMethod as StartMethod
     from elastic_aio.spec.logs import LogSpec as LogSpec
@@ -139,7 +140,7 @@ else:
             "elastic_aio.rendezvous.event_reader": "JobEvents follow_job",
             "elastic_aio.report": "format_failure",
             "elastic_aio.spec.job": """
-                Command Function LaunchSpec Module NodeRange Script StartMethod
+                Command Function LaunchSpec Module NodeRange NumaMode Script StartMethod
             """,
             "elastic_aio.spec.logs": "LogSpec Std StdMap",
             "elastic_aio.spec.rendezvous": "RendezvousSpec",

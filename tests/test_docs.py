@@ -100,4 +100,5 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
     assert sections.keys() == options.keys()
     for command, section in sections.items():
         assert options[command] <= options_in(section), command
-    assert options_in(page) <= set().union(*options.values(), options_of())
+    launch = {"--use-env", "--local-rank"}  # of `python -m elastic_aio.launch`
+    assert options_in(page) <= set().union(launch, *options.values(), options_of())

@@ -55,6 +55,7 @@ PUBLIC = [
     "NodeRange",
     "NodeRefused",
     "NodeStandby",
+    "NumaMode",
     "OutputLost",
     "RendezvousFailed",
     "RendezvousSpec",
@@ -106,7 +107,7 @@ def test_the_public_names() -> None:
     assert vars(elastic_aio)["__all__"] == PUBLIC
 
 
-ALIASES = {"Decide", "EventListener", "StartMethod", "__version__"}
+ALIASES = {"Decide", "EventListener", "NumaMode", "StartMethod", "__version__"}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ALIASES])

@@ -26,6 +26,7 @@ LONG_FUNCTIONS = {
 }
 LARGE_CLASSES = {
     "rendezvous/messages.py MemberStatus",  # a wire record: the whole reported state of a node
+    "spec/job.py LaunchSpec",  # a public value: one field for each setting of a job
 }
 
 # A sentence names its subject, and a directory is called one (CONTRIBUTING.md, Prose).

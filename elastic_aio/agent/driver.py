@@ -324,6 +324,7 @@ class Driver:
             on_exit=self._on_exit,
             attempt=effect.attempt,
             restarts=effect.restarts,
+            round_number=effect.attempt if placement is None else placement.round,
             master=master,
         )
 

@@ -6,15 +6,22 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.errors import SpawnError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.files import RunDirectory
+from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
-from elastic_aio.logs.paths import StreamPlan, WorkerLogs, attempt_directory, plan_logs
+from elastic_aio.logs.paths import (
+    StreamPlan,
+    WorkerLogs,
+    attempt_directory,
+    filtered_logs,
+    plan_logs,
+)
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import Console, Sink, open_console
 from elastic_aio.logs.tee import Tee
@@ -107,10 +114,17 @@ class JobOutput:
             SpawnError: the directory cannot be made.
         """
         self._attempt = attempt
+        may_be_full = self._spec.logs.on_full == "console"
         try:
-            self.directory.make_attempt(attempt, may_be_full=self._spec.logs.on_full == "console")
+            self.directory.make_attempt(attempt, may_be_full=may_be_full)
+            for path in self._filtered_logs(attempt).values():
+                with suppress(*[OSError] if may_be_full else []):
+                    open(path, "ab").close()
         except OSError as error:
             raise _log_error(error) from error
+
+    def _filtered_logs(self, attempt: int) -> dict[str, str]:
+        return filtered_logs(self._spec.logs, self.directory.path, attempt)
 
     def plan(self, attempt: int, local_rank: int) -> WorkerLogs:
         """Return where one worker's output goes.
@@ -186,10 +200,33 @@ class JobOutput:
         if own_prefix is not None:
             prefix = fixed_prefix(own_prefix)
 
+        on_lost = self._loss_reporter(fields, path)
+        line_filter = self._line_filter(fields, on_lost)
+        if relay is None:
+            token = self._tee.follow(path, sink, prefix, on_lost, line_filter)
+        else:
+            relay.on_full = partial(self._report_full_disk, attempt, path)
+            relay.on_closed = partial(_report_rest, relay, on_lost)
+            shown_on = None if plan.is_muted else sink
+            token = self._tee.follow_relay(
+                relay,
+                shown_on,
+                prefix,
+                on_lost,
+                is_shown=plan.is_shown,
+                line_filter=line_filter if plan.is_shown else None,
+            )
+            if relay.error is not None:
+                self._report_full_disk(attempt, path)
+        self._tokens[attempt].append(token)
+
+    def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
+        """Return what reports that output of a stream is not shown, or not kept."""
+
         def on_lost(why: str, lost: int | None) -> None:
             self._publish(
                 OutputLost(
-                    attempt=attempt,
+                    attempt=fields.attempt,
                     rank=fields.rank,
                     local_rank=fields.local_rank,
                     stream=fields.stream,
@@ -199,16 +236,24 @@ class JobOutput:
                 )
             )
 
-        if relay is None:
-            token = self._tee.follow(path, sink, prefix, on_lost)
-        else:
-            relay.on_full = partial(self._report_full_disk, attempt, path)
-            relay.on_closed = partial(_report_rest, relay, on_lost)
-            shown_on = None if plan.is_muted else sink
-            token = self._tee.follow_relay(relay, shown_on, prefix, on_lost, is_shown=plan.is_shown)
-            if relay.error is not None:
-                self._report_full_disk(attempt, path)
-        self._tokens[attempt].append(token)
+        return on_lost
+
+    def _line_filter(
+        self, fields: PrefixFields, on_lost: Callable[[str, int | None], None]
+    ) -> LineFilter | None:
+        """Return what copies the selected lines of a stream; None if there is no filter."""
+        logs = self._spec.logs
+        is_out = fields.stream == "stdout"
+        texts = logs.duplicate_stdout_filters if is_out else logs.duplicate_stderr_filters
+        path = self._filtered_logs(fields.attempt).get(fields.stream)
+        if path is None:
+            return None
+
+        def on_error(error: OSError) -> None:
+            reason = (error.strerror or str(error)).lower()
+            on_lost(f"its selected lines cannot be written to {path}: {reason}", None)
+
+        return LineFilter(path, texts, on_error)
 
     def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
         self._publish(

@@ -3,56 +3,139 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
-from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
+from elastic_aio.spec.job import (
+    NPROC_ACCEPTED,
+    Command,
+    Function,
+    LaunchSpec,
+    Module,
+    Script,
+)
 from elastic_aio.worker.bootstrap import is_importing_main
+
+if TYPE_CHECKING:
+    from elastic_aio.hardware.accelerators import Accelerator
+
+ACCELERATORS: Final = "elastic_aio.accelerators"
+"""Entry point group of functions that return a number of devices, for `nproc_per_node`."""
 
 
 def resolve_nproc(spec: LaunchSpec) -> int:
     """Return the number of workers that `nproc_per_node` means on this host.
 
-    `cpu` counts the processors this process may run on, `gpu` the NVIDIA devices
-    it can see, `auto` the devices if there are any and else the processors.
+    `cpu` counts the processors this process may run on, `gpu`, `xpu` and the names of
+    private-use backends the devices it can see, `auto` the devices of the first kind that
+    exists and else the processors.
 
     Raises:
-        SpecError: there is no device, or the logs name a rank that does not exist.
+        SpecError: there is no device, the word is unknown, or the logs name a rank that
+            does not exist.
     """
     wanted = spec.nproc_per_node
     if not isinstance(wanted, int):
-        processors = len(os.sched_getaffinity(0))
-        devices = 0 if wanted == "cpu" else visible_gpus()
-        if wanted == "gpu" and not devices:
-            problem = "no NVIDIA device is visible; use a number, 'cpu' or 'auto'"
-            raise SpecError("nproc_per_node", wanted, problem)
-        wanted = devices or processors
+        wanted = _count(wanted, spec)
     spec.logs.check_with(wanted)
+    if spec.virtual_local_rank:
+        device_env(spec, wanted - 1)
     return wanted
 
 
-def visible_gpus() -> int:
-    """Count NVIDIA devices: those that CUDA_VISIBLE_DEVICES lists, or all that exist."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        present = sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
-    except OSError:
-        present = 0
-    if listed is None or not present:
-        return present
-    # CUDA takes the list up to the first entry that is no device.
-    count = 0
-    for entry in map(str.strip, listed.split(",")):
-        is_index = entry.isdecimal() and len(entry) < 6 and int(entry) < present
-        if not is_index and not re.fullmatch(r"(GPU|MIG)-[\w-]+(/\d+/\d+)?", entry):
-            break
-        count += 1
-    return count
+def _count(word: str, spec: LaunchSpec) -> int:
+    processors = len(os.sched_getaffinity(0))
+    if word == "cpu":
+        return processors
+    from elastic_aio.hardware.accelerators import PRIVATE_BACKENDS  # only words need devices
+
+    words = {
+        "gpu": "NVIDIA or AMD",
+        "xpu": "Intel",
+        "auto": "",
+        **dict.fromkeys(PRIVATE_BACKENDS, ""),
+    }
+    if word in words:
+        devices = len(visible_accelerators(spec, word))
+        if word == "auto":
+            return devices or processors
+    else:
+        devices = _count_by_plugin(word, words)
+    if not devices:
+        problem = f"no {words.get(word) or word} device is visible; use a number, 'cpu' or 'auto'"
+        raise SpecError("nproc_per_node", word, problem)
+    return devices
+
+
+def visible_accelerators(spec: LaunchSpec, word: str) -> list[Accelerator]:
+    """Return the devices that the workers of a job can see, of the kind that a word names."""
+    from elastic_aio.hardware.accelerators import DeviceSources, find_accelerators
+    from elastic_aio.hardware.nvml import read_nvml
+
+    env = {**os.environ, **spec.env}
+    sources = DeviceSources(env, read_nvml=read_nvml, is_divided=spec.virtual_local_rank)
+    return find_accelerators(word, sources)
+
+
+def _count_by_plugin(word: str, words: Iterable[str]) -> int:
+    from importlib.metadata import entry_points
+
+    plugins = entry_points(group=ACCELERATORS)
+    for entry in plugins.select(name=word):
+        try:
+            return int(entry.load()())
+        except Exception as error:
+            problem = f"the plug-in raised {error!r}"
+            raise SpecError("nproc_per_node", word, problem) from error
+    known = ", ".join(sorted({"cpu", *words, *plugins.names}))
+    raise SpecError("nproc_per_node", word, f"{NPROC_ACCEPTED}; words are {known}")
+
+
+def device_env(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
+    """Return the variable that leaves a worker its own device, with `virtual_local_rank`.
+
+    Raises:
+        SpecError: the variable of this process lists too few devices.
+    """
+    from elastic_aio.hardware.accelerators import device_of
+
+    word = spec.nproc_per_node if isinstance(spec.nproc_per_node, str) else "gpu"
+    env = {**os.environ, **spec.env}
+    name, value = device_of(local_rank, word, env)
+    if value is None:
+        problem = f"needs a device for local rank {local_rank}, and {name} is {env[name]!r}"
+        raise SpecError("virtual_local_rank", True, problem)
+    return {name: value}
+
+
+def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
+    """Return the CPUs that each worker is bound to, by local rank; empty without a binding.
+
+    Raises:
+        SpecError: a worker would have no device or no CPU.
+    """
+    if spec.numa_binding is None:
+        return []
+    from elastic_aio.hardware.accelerators import numa_node
+    from elastic_aio.hardware.numa import bind_workers
+    from elastic_aio.hardware.topology import read_topology
+
+    allowed = os.sched_getaffinity(0)
+    nodes = []
+    if spec.numa_binding != "cpu":
+        word = spec.nproc_per_node if isinstance(spec.nproc_per_node, str) else "auto"
+        nodes = [numa_node(device) for device in visible_accelerators(spec, word)]
+    return bind_workers(
+        spec.numa_binding,
+        read_topology(cpus=allowed),
+        allowed,
+        nproc=nproc,
+        device_nodes=nodes,
+    )
 
 
 def check_sigchld() -> None:

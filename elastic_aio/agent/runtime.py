@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from elastic_aio.agent.output import JobOutput
-from elastic_aio.agent.preflight import worker_env
+from elastic_aio.agent.preflight import device_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
@@ -60,7 +60,7 @@ from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
-from elastic_aio.worker.context import ERROR_FILE, WorkerContext
+from elastic_aio.worker.context import ERROR_FILE, REAL_LOCAL_RANK, WorkerContext
 
 
 class LocalRuntime:
@@ -112,6 +112,7 @@ class LocalRuntime:
         self._reserved = 0  # descriptors
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
+        self._cpus: list[frozenset[int]] = []
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -130,7 +131,8 @@ class LocalRuntime:
         Cancellation: nothing of the runtime is left open.
 
         Raises:
-            SpecError: the log directory cannot be used, or a function not be pickled.
+            SpecError: the log directory cannot be used, a function not be pickled, or a worker
+                not be bound.
             HostError: this host lacks something.
         """
         try:
@@ -141,6 +143,7 @@ class LocalRuntime:
 
     async def _open(self) -> None:
         self.program.check()
+        self._cpus = worker_cpus(self.spec, self.nproc)
         try:
             self._reserved = limit.reserve(self.nproc, self.program.descriptors_each)
             self._streams = StandardStreams()
@@ -256,7 +259,7 @@ class LocalRuntime:
             await self.master_ports.serve(*master)
         else:
             self.master_ports.introduce(*master)
-        return master
+        return self.master_ports.address_of(master[0]), master[1]
 
     async def prepare_attempt(self, attempt: int) -> None:
         """Drop the results of the previous attempt, and make the directory of this one.
@@ -270,7 +273,13 @@ class LocalRuntime:
     # -------------------------------------------------------------- a worker
 
     def environment(
-        self, ranks: WorkerRanks, restarts: int, master: tuple[str, int], error_file: str
+        self,
+        ranks: WorkerRanks,
+        *,
+        restarts: int,
+        round_number: int,
+        master: tuple[str, int],
+        error_file: str,
     ) -> dict[str, str]:
         """Return the environment variables of one worker."""
         overrides = self.program.overrides
@@ -287,8 +296,13 @@ class LocalRuntime:
             max_restarts=self.spec.max_restarts,
             use_agent_store=self.spec.host_store,
             error_file=error_file,
+            attempt=self.attempt,
+            round=round_number,
         )
         own = {**context.to_env(), self.tree.marker: "1"}
+        if self.spec.virtual_local_rank:
+            own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
+            own |= device_env(self.spec, ranks.local_rank)
         return worker_env(self.spec, ranks.local_world_size, own)
 
     async def spawn(
@@ -317,6 +331,7 @@ class LocalRuntime:
             stderr=streams[1],
             pass_fds=command.pass_fds,
             call=command.call,
+            cpus=self._cpus[local_rank] if self._cpus else frozenset(),
         )
         if not self.program.uses_forkserver:
             child_spec = _with_original_limit(child_spec)

@@ -52,6 +52,7 @@ class WorkerGroup:
         on_exit: Callable[[int, ChildExit], None],
         attempt: int = 0,
         restarts: int = 0,
+        round_number: int = 0,
         master: tuple[str, int] | None = None,
     ) -> None:
         """Begin an attempt; nothing is started yet.
@@ -63,6 +64,7 @@ class WorkerGroup:
                 record has been updated.
             attempt: number of the attempt.
             restarts: restarts after failures so far.
+            round_number: number of the round; of a single node that of the attempt.
             master: address and port at which the workers of all nodes meet; None if
                 all workers are on this host.
         """
@@ -75,6 +77,7 @@ class WorkerGroup:
         self._ranks = ranks
         self._on_exit = on_exit
         self._restarts = restarts
+        self._round_number = round_number
         self._master = master
         self._log_dir = runtime.begin_attempt(attempt)
         self._began, self._began_at = time.monotonic(), time.time()
@@ -121,7 +124,13 @@ class WorkerGroup:
                 # Each worker's descriptors are open only while it is spawned.
                 logs = runtime.output.plan(self.attempt, ranks.local_rank)
                 with runtime.output.open_streams(logs, self.attempt, ranks) as streams:
-                    env = runtime.environment(ranks, self._restarts, master, logs.error_file)
+                    env = runtime.environment(
+                        ranks,
+                        restarts=self._restarts,
+                        round_number=self._round_number,
+                        master=master,
+                        error_file=logs.error_file,
+                    )
                     child = await runtime.spawn(ranks.local_rank, env, streams)
             except SpawnError as error:
                 error.local_rank = ranks.local_rank

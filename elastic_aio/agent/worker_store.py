@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from elastic_aio.agent.preflight import free_port
 from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.spec.checks import format_host_port
@@ -116,12 +115,41 @@ async def bind_store(
         raise HostError(f"{error}; it is taken by {owner}") from None
 
 
+class HeldPort:
+    """A free port that is bound here and left to a worker; must be closed.
+
+    It does not listen, so a server that sets SO_REUSEADDR can bind the port too, as
+    torch's TCPStore does.  The kernel gives it to no other socket that asks for a free
+    port, socket(7).
+    """
+
+    def __init__(self) -> None:
+        """Bind a free port, on all addresses.
+
+        Raises:
+            HostError: there is no free port.
+        """
+        self._sockets = bind_listeners(None, 0, _PEER_TIMEOUT_S)
+        self.port: int = self._sockets[0].getsockname()[1]
+
+    def __repr__(self) -> str:
+        return f"<HeldPort {self.port}>"
+
+    async def aclose(self) -> None:
+        """Free the port.  Idempotent; safe to call again after cancellation."""
+        for held in self._sockets:
+            held.close()
+
+
 class ReservedPort(Struct, frozen=True):
-    """A port for the workers of a round; without a `store` it is not bound yet."""
+    """A port for the workers of a round; without a `store` it is not bound yet.
+
+    If the workers serve their store themselves, the port is only held for them.
+    """
 
     address: str
     port: int
-    store: WorkerStore | None
+    store: WorkerStore | HeldPort | None
 
 
 class MasterPorts:
@@ -137,6 +165,7 @@ class MasterPorts:
     def __init__(self, spec: LaunchSpec) -> None:
         """Begin without any port."""
         self._fixed_port = spec.master_port
+        self._fixed_address = spec.master_addr
         self._host_store = spec.host_store
         self._token = spec.rendezvous.token
         self._introduction: asyncio.Task[None] | None = None
@@ -144,7 +173,7 @@ class MasterPorts:
         self._reserved: list[ReservedPort] = []  # the last one is the current
         self._claimed: list[ReservedPort] = []
         self._unused: list[ReservedPort] = []
-        self._serving: WorkerStore | None = None
+        self._serving: WorkerStore | HeldPort | None = None
 
     def __repr__(self) -> str:
         ports = [reserved.port for reserved in self._reserved]
@@ -165,9 +194,11 @@ class MasterPorts:
     def _reserve_new(self, address: str) -> ReservedPort:
         if self._fixed_port is not None:
             return ReservedPort(address, self._fixed_port, None)
-        if not self._host_store:
-            return ReservedPort(address, free_port(), None)
-        store = WorkerStore(0, _bindable(address), self._token)
+        store: WorkerStore | HeldPort
+        if self._host_store:
+            store = WorkerStore(0, self._bindable(address), self._token)
+        else:
+            store = HeldPort()
         return ReservedPort(address, store.port, store)
 
     def claim(self, port: int) -> None:
@@ -184,10 +215,21 @@ class MasterPorts:
         Raises:
             HostError: the port cannot be bound.
         """
+        address = self.address_of(MASTER_ADDR)
         if self._host_store:
-            self._serving = await bind_store(self._fixed_port or 0)
-            return MASTER_ADDR, self._serving.port
-        return MASTER_ADDR, self._fixed_port or free_port()
+            self._serving = await bind_store(self._fixed_port or 0, self._bindable(MASTER_ADDR))
+        elif self._fixed_port is not None:
+            return address, self._fixed_port
+        else:
+            self._serving = HeldPort()
+        return address, self._serving.port
+
+    def address_of(self, address: str) -> str:
+        """Return the address for MASTER_ADDR: that of the spec, else `address`."""
+        return self._fixed_address or address
+
+    def _bindable(self, address: str) -> str | None:
+        return _bindable(self.address_of(address))
 
     async def serve(self, address: str, port: int) -> None:
         """Serve the workers of a round in which this node has group rank 0.
@@ -199,7 +241,7 @@ class MasterPorts:
         if claimed is not None and claimed.store is not None:
             self._serving = claimed.store
         elif self._host_store and port in self._ever_reserved:
-            self._serving = await bind_store(port, _bindable(address), self._token)
+            self._serving = await bind_store(port, self._bindable(address), self._token)
 
     def introduce(self, address: str, port: int) -> None:
         """Prove the token to the store of another node, so that it serves this node's workers.

@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_aio._version import __version__
 
@@ -22,6 +22,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
        aio-elastic --version
+       aio-torchrun [options] script [arguments of the script]
 
 `aio-elastic run --help` lists the options of a run; they are torchrun's.
 """
@@ -29,6 +30,20 @@ usage: aio-elastic run [options] script [arguments of the script]
 
 def entry() -> int:
     """Run `aio-elastic` with the arguments of this process; return the exit code."""
+    return _run_to_exit(main)
+
+
+def entry_torchrun() -> int:
+    """Run `aio-torchrun`, whose arguments are torchrun's; return the exit code."""
+    return _run_to_exit(main_torchrun)
+
+
+def entry_launch() -> int:
+    """Run `python -m elastic_aio.launch`; return the exit code."""
+    return _run_to_exit(main_launch)
+
+
+def _run_to_exit(main: Callable[[], int]) -> int:
     try:
         code = main()
     except KeyboardInterrupt:
@@ -78,16 +93,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
 
 
-def _run(argv: list[str], *, owns_process: bool) -> int:
+def main_torchrun(argv: Sequence[str] | None = None) -> int:
+    """Run `aio-torchrun`: `aio-elastic run` without its first word; return the exit code.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+    """
+    _fix_inherited_state()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return _run(arguments, owns_process=argv is None, prog="aio-torchrun")
+
+
+def main_launch(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m elastic_aio.launch`, as torch.distributed.launch; return the exit code.
+
+    Scripts get `--local-rank=N` as their first argument, except with `--use-env`.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+    """
+    _fix_inherited_state()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    prog = "python -m elastic_aio.launch"
+    return _run(arguments, owns_process=argv is None, prog=prog, is_launch=True)
+
+
+def _run(
+    argv: list[str],
+    *,
+    owns_process: bool,
+    prog: str = "aio-elastic run",
+    is_launch: bool = False,
+) -> int:
     """Run `aio-elastic run`; the guardian starts while the launcher is being imported."""
     from elastic_aio.cli.options import UsageError, print_error
     from elastic_aio.cli.torchrun import parse_run
     from elastic_aio.process.guardian_process import spawned_early
 
     try:
-        request = parse_run(argv, os.environ)
+        request = parse_run(argv, os.environ, prog=prog, is_launch=is_launch)
     except UsageError as error:
         return print_error("run", str(error), 2)
+    if request.is_dry_run:
+        from elastic_aio.cli.dry_run import main_dry_run
+
+        return main_dry_run(request)
     with spawned_early(request.spec.stop, request.spec.python):
         from elastic_aio.cli.run import main_run
 

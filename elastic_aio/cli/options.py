@@ -68,20 +68,17 @@ class OptionParser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
-def split_options(
-    argv: Sequence[str], options: Sequence[Option], unsupported: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
     """Separate options, in their full dashed spelling, from the script and its arguments.
 
     Args:
         argv: the whole command line after `run`.
-        options: the supported options.
-        unsupported: metavars of torchrun's other options by name, empty for flags.
+        options: the options.
 
     Raises:
-        UsageError: an option is unknown, ambiguous, unsupported, or lacks its value.
+        UsageError: an option is unknown or ambiguous, or lacks its value.
     """
-    metavars = {option.name: option.metavar for option in options} | {**unsupported, "help": ""}
+    metavars = {option.name: option.metavar for option in options} | {"help": ""}
     shorts = {option.short: option.metavar for option in options if option.short} | {"-h": ""}
     words: list[str] = []
     rest = list(argv)
@@ -95,8 +92,6 @@ def split_options(
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = _full_name(name.replace("_", "-"), metavars)
-            if name in unsupported:
-                raise UsageError(f"--{name}: is an option of torchrun that is not supported yet")
             if equals and not metavars[name]:
                 raise invalid_value(f"--{name}", "takes no value", value)
             words.append(f"--{name}{equals}{value}")
@@ -131,11 +126,11 @@ def _unknown_option(word: str) -> UsageError:
     return UsageError(f"{word}: is not an option (aio-elastic run --help lists the options)")
 
 
-def option_parser(options: Sequence[Option], epilog: str) -> OptionParser:
+def option_parser(options: Sequence[Option], epilog: str, prog: str) -> OptionParser:
     """Return the parser of the words that `split_options` returns."""
     parser = OptionParser(
-        prog="aio-elastic run",
-        usage="aio-elastic run [options] script [arguments of the script]",
+        prog=prog,
+        usage=f"{prog} [options] script [arguments of the script]",
         description="Run a script as a group of worker processes; restart the group when a"
         " worker fails.",
         epilog=epilog,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -43,6 +44,10 @@ _WITHOUT_EFFECT: Final = {
     "rank": "--node-rank sets the rank",
 }
 """torchrun's keys that have no effect here, and their replacements."""
+
+_QUOTES: Final = ("'", '"')
+# Up to a comma outside of quotes.
+_PART: Final = re.compile(r"""(?:^|(?<=,))(?:[^,=]*=\s*(?:"[^"]*"|'[^']*')\s*(?=,|$)|[^,]*)""")
 
 _KNOWN: Final = frozenset(
     {*TIMES, *SWITCHES, *TLS, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"}
@@ -111,11 +116,14 @@ def parse_conf(text: str, backend: str) -> Conf:
 
 def _pairs(text: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for part in text.split(",") if text.strip() else []:
+    for part in _PART.findall(text) if text.strip() else []:
         key, equals, value = part.partition("=")
-        if not key.strip() or not equals or not value.strip():
+        value = value.strip()
+        if value[:1] in _QUOTES and len(value) > 1 and value[-1] == value[0]:
+            value = value[1:-1]
+        if not key.strip() or not equals or not value or value[:1] in _QUOTES:
             raise invalid_value("--rdzv-conf", "must be KEY=VALUE,KEY=VALUE,...", text)
-        pairs[key.strip()] = value.strip()
+        pairs[key.strip()] = value
     return pairs
 
 

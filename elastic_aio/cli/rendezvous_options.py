@@ -61,7 +61,8 @@ RENDEZVOUS_OPTIONS: Final = (
     ),
     Option(
         "master-addr",
-        "host of the node with rank 0, for 'static' (default 127.0.0.1)",
+        "host of the node with rank 0, for 'static'; with one node and --master-port, MASTER_ADDR"
+        " of the workers (default 127.0.0.1)",
         metavar="ADDR",
     ),
     Option(
@@ -89,11 +90,13 @@ _SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
 class RendezvousOptions(Struct, frozen=True):
     """The number of nodes and their rendezvous.
 
-    `master_port` is the port of the workers' store; None takes a free one.
+    `master_addr` and `master_port` are of the workers' store; None takes the node's own
+    address and a free port.
     """
 
     nodes: NodeRange
     spec: RendezvousSpec
+    master_addr: str | None
     master_port: int | None
     warnings: tuple[str, ...]
 
@@ -149,7 +152,10 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
         **settings,
     )
     is_taken = any(endpoint.endswith(f":{port}") for endpoint in spec.endpoints)
-    return RendezvousOptions(nodes, spec, None if is_many and is_taken else port, tuple(warnings))
+    # As in torchrun, where both together select the static rendezvous of one node.
+    address = None if is_many or port is None else values["master_addr"]
+    port = None if is_many and is_taken else port
+    return RendezvousOptions(nodes, spec, address or None, port, tuple(warnings))
 
 
 def _nodes(values: Values, warnings: list[str]) -> NodeRange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
@@ -33,6 +34,15 @@ from elastic_aio.text import one_line
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import render_error_file, with_exit_code
 
+HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
+"""Makes a listener for events from what writes a line to standard error."""
+
+_OMP_NOTICE = f"""\
+{"*" * 41}
+OMP_NUM_THREADS is not set: each worker gets 1, so that the threads of all workers together do
+not overload this host. Set the variable to the number that is best for your program.
+{"*" * 41}"""
+
 _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
 
@@ -44,15 +54,17 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     """
     try:
         factory = choose_loop(request.loop)
-        events = _open_events(request.events_file)
         level = _level(os.environ.get("LOGLEVEL", ""))
+        make_handler = _handler_factory(request.event_log_handler)
+        events = _open_events(request.events_file)
     except UsageError as error:
-        return print_error("run", str(error), 2)
+        return print_error("run", as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
             return run_coroutine(
-                lambda: _run(request, events, level, received), loop_factory=factory
+                lambda: _run(request, events, level, received, make_handler),
+                loop_factory=factory,
             )
     except SpecError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
@@ -60,12 +72,27 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
         return print_error("run", str(error), 1)
 
 
+def _handler_factory(name: str) -> HandlerFactory | None:
+    """Return what makes the listener for `--event-log-handler`; None without one."""
+    if name == "null":
+        return None
+    from elastic_aio.cli.event_handlers import load_event_handler
+
+    return load_event_handler(name)
+
+
 async def _run(
-    request: RunRequest, events: int | None, level: int, received: ReceivedSignals
+    request: RunRequest,
+    events: int | None,
+    level: int,
+    received: ReceivedSignals,
+    make_handler: HandlerFactory | None,
 ) -> int:
     """Run a job, print its events and its failure report; return the exit code."""
     stderr = open_sink("stderr", 2)
     printer = _EventPrinter(stderr, level)
+    printer.warns_of_threads = not {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
+    handler = None if make_handler is None else make_handler(printer.print_line)
     events_sink = None if events is None else open_sink("events", events)
     recorder = None if events_sink is None else LineWriter(events_sink)
     for warning in request.warnings:
@@ -75,6 +102,8 @@ async def _run(
         printer.on_event(event)
         if recorder is not None:
             recorder.put(event_to_json(event) + b"\n")
+        if handler is not None:
+            handler(event)
 
     try:
         await supervise(
@@ -108,6 +137,12 @@ class _EventPrinter:
         self._held: list[Event] = []
         self.node = ""
         """The name of this host, from the latest event."""
+        self.warns_of_threads = False
+        """Whether to print once that several workers get OMP_NUM_THREADS=1."""
+
+    def print_line(self, line: str) -> None:
+        """Print a line as it is."""
+        self._writer.put(f"{line}\n".encode("utf-8", "replace"))
 
     def print(self, text: str) -> None:
         lines = "".join(f"aio-elastic: {line}\n" for line in text.split("\n"))
@@ -134,6 +169,10 @@ class _EventPrinter:
         level, text = describe(event)
         if level >= self._level:
             self.print(text)
+        if isinstance(event, JobStarted) and event.nproc_per_node > 1 and self.warns_of_threads:
+            self.warns_of_threads = False
+            if level >= self._level:
+                self.print(_OMP_NOTICE)
 
     def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
         """Print the failure report if workers failed, else one line."""

@@ -8,12 +8,13 @@ after the script left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.cli.options import (
-    Option,
     UsageError,
     invalid_value,
     option_parser,
@@ -22,19 +23,18 @@ from elastic_aio.cli.options import (
     parse_seconds,
     split_options,
     value_from_env,
-    variable_of,
 )
 from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES, TLS
 from elastic_aio.cli.rendezvous_options import (
-    RENDEZVOUS_OPTIONS,
     Values,
     parse_rendezvous_options,
 )
+from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
-from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan
+from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.worker.scripts import run_script
 
 
@@ -48,6 +48,8 @@ class RunRequest(Struct, frozen=True):
         loop: "auto", "asyncio" or "uvloop".
         warnings: lines to print at the start.
         variables: the PET_* variables of this job, by the options that they set.
+        event_log_handler: "null", "console" or the name of a plug-in.
+        is_dry_run: whether to print the plan only.
     """
 
     spec: LaunchSpec
@@ -56,165 +58,67 @@ class RunRequest(Struct, frozen=True):
     loop: str
     warnings: tuple[str, ...]
     variables: Mapping[str, str] = {}
+    event_log_handler: str = "null"
+    is_dry_run: bool = False
 
 
-_OPTIONS = (
-    *RENDEZVOUS_OPTIONS,
-    Option(
-        "nproc-per-node",
-        "workers per node: a number, 'cpu' (one per usable CPU), 'gpu' (one per visible GPU) or"
-        " 'auto' (GPUs if there are any, else CPUs) (default 1)",
-        metavar="N",
-    ),
-    Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
-    Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
-    Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
-    Option("module", "run a module, as `python -m` does (default: a script)", short="-m"),
-    Option("no-python", "execute the program itself instead of a Python script"),
-    Option(
-        "log-dir",
-        "directory for logs; '/dev/null' keeps none (default: a temporary directory when needed)",
-        metavar="DIR",
-    ),
-    Option(
-        "redirects",
-        "streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank as"
-        " in '0-3:3,10:1' (default 0)",
-        short="-r",
-        metavar="STREAMS",
-    ),
-    Option(
-        "tee",
-        "streams written to log files and to the console; values as for --redirects (default 0)",
-        short="-t",
-        metavar="STREAMS",
-    ),
-    Option(
-        "local-ranks-filter",
-        "local ranks whose tee'd streams reach the console, as in '0,2' (default: all)",
-        metavar="RANKS",
-    ),
-    Option(
-        "signals-to-handle",
-        "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
-        " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
-        metavar="NAMES",
-    ),
-    Option(
-        "shutdown-timeout",
-        f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
-        metavar="SECONDS",
-    ),
-    Option(
-        "stdin",
-        "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
-        " (default 'null')",
-        metavar="SOURCE",
-        has_variable=False,
-    ),
-    Option(
-        "log-prefix",
-        "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
-        metavar="TEMPLATE",
-        has_variable=False,
-    ),
-    Option(
-        "on-full",
-        "when the disk of the log files is full: 'fail' (the worker's write fails) or 'console'"
-        " (the console shows what the files do not take) (default 'fail')",
-        metavar="ACTION",
-        has_variable=False,
-    ),
-    Option(
-        "logs-specs",
-        "name of the plug-in that lays out the logs (default 'default')",
-        metavar="NAME",
-        has_variable=False,
-    ),
-    Option("run-path", "run the script as a function's worker, in this launcher's Python"),
-    Option(
-        "start-method",
-        "start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
-        " (default 'spawn', with --preload 'forkserver')",
-        metavar="NAME",
-    ),
-    Option(
-        "preload",
-        "modules that the fork server imports once for the workers of all attempts, as in"
-        " 'torch,numpy' (default: none)",
-        metavar="MODULES",
-        has_variable=False,
-    ),
-    Option(
-        "events",
-        "append every event to FILE as a line of JSON (default: none)",
-        metavar="FILE",
-        has_variable=False,
-    ),
-    Option(
-        "loop",
-        "event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which takes"
-        " asyncio)",
-        metavar="NAME",
-        has_variable=False,
-    ),
-)
-_UNSUPPORTED = {
-    "event-log-handler": "NAME",
-    "duplicate-stdout-filters": "TEXT",
-    "duplicate-stderr-filters": "TEXT",
-    "numa-binding": "KIND",
-    "virtual-local-rank": "",
-}
-"""Metavars of torchrun's options that are not supported yet; empty for a flag."""
-
-_EPILOG = (
-    "Options have torchrun's names, with dashes or underscores. torchrun's options also have"
-    " PET_* variables as defaults, such as PET_NPROC_PER_NODE=4. Keys of --rdzv-conf, times in"
-    " whole seconds, with defaults:"
-    " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
-    " read_timeout (60), timeout (900; 'static' only), store_grace (heartbeat_timeout),"
-    " keep_workers (true), overlap (false), reuse (false), is_host (detected), token_file"
-    " (path of a file with the store's token; no token), tls_cert, tls_key and tls_ca (PEM files;"
-    " no TLS), tls_client_auth (true), tls_server_name (host of the endpoint)."
-)
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
-def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> RunRequest:
+def parse_run(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    prog: str = "aio-elastic run",
+    is_launch: bool = False,
+) -> RunRequest:
     """Parse the arguments of `aio-elastic run`.
 
     Args:
         argv: everything after `run`.
         env: the environment, for `PET_*` and torch's variables.
+        prog: the command, for its help.
+        is_launch: accept `--use-env` and pass `--local-rank`, as torch.distributed.launch.
 
     Raises:
         UsageError: one line that names the option, the problem and the value.
         SystemExit: after `--help`, with code 0.
     """
-    options, program = split_options(argv, _OPTIONS, _UNSUPPORTED)
-    values = vars(option_parser(_OPTIONS, _EPILOG).parse_args(options))
+    accepted = (*RUN_OPTIONS, USE_ENV) if is_launch else RUN_OPTIONS
+    options, program = split_options(argv, accepted)
+    values = vars(option_parser(accepted, RUN_EPILOG, prog).parse_args(options))
     if not program:
-        raise UsageError("a script is required: aio-elastic run [options] script [arguments]")
+        raise UsageError(f"a script is required: {prog} [options] script [arguments]")
     variables: dict[str, str] = {}
-    for option in _OPTIONS:
+    for option in accepted:
         if values[option.dest] is None and (value := value_from_env(option, env)) is not None:
             values[option.dest] = value
             variables[f"--{option.name}"] = option.variable
-    for name in _UNSUPPORTED:
-        variable = variable_of(name)
-        if env.get(variable, "") not in ("", "0", "null"):
-            raise UsageError(f"{variable}: --{name} of torchrun is not supported yet")
+    if values["signals_to_handle"] is None and (names := env.get(_SIGNALS_VARIABLE)):
+        values["signals_to_handle"] = names
+        variables["--signals-to-handle"] = _SIGNALS_VARIABLE
+    if is_launch:
+        program = _with_local_rank(values, program)
     try:
         return replace(_request(values, program, env), variables=variables)
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
 
 
+def _with_local_rank(values: Values, program: list[str]) -> list[str]:
+    """Put `--local-rank` before the script's arguments, except with `--use-env`."""
+    if values["use_env"]:
+        return program
+    if values["no_python"] and not values["run_path"]:
+        raise UsageError("--no-python: needs --use-env: --local-rank is for Python scripts")
+    return [program[0], "--local-rank=${local_rank}", *program[1:]]
+
+
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
-    warnings = []
+    warnings = _usage_warnings(values)
     if (interval := values["monitor_interval"]) is not None:
         parse_seconds("--monitor-interval", interval, is_positive=True)
         warnings.append("--monitor-interval has no effect: workers are not polled")
@@ -232,11 +136,12 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         args=args,
         start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
         preload=preload,
-        nproc_per_node=nproc if number is None else number,  # type: ignore[arg-type]  # LaunchSpec checks it
+        nproc_per_node=nproc if number is None else number,
         nnodes=rendezvous.nodes,
         max_restarts=parse_number("--max-restarts", values["max_restarts"] or "0"),
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
+        master_addr=rendezvous.master_addr,
         master_port=rendezvous.master_port,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         logs=logs,
@@ -244,6 +149,8 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
         rendezvous=rendezvous.spec,
         python=env.get("PYTHON_EXEC") or None,
+        numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
+        virtual_local_rank=bool(values["virtual_local_rank"]),
     )
     return RunRequest(
         spec,
@@ -251,7 +158,20 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         values["events"],
         values["loop"] or "auto",
         (*warnings, *rendezvous.warnings),
+        event_log_handler=values["event_log_handler"] or "null",
+        is_dry_run=bool(values["dry_run"]),
     )
+
+
+def _usage_warnings(values: Values) -> list[str]:
+    """Return a line for each option of workers that has no effect on these."""
+    method = values["start_method"]
+    if method == "fork" and not values["run_path"]:
+        return ["--start-method fork has no effect without --run-path: scripts are spawned"]
+    if (method == "forkserver" or values["preload"]) and values["no_python"]:
+        option = "--preload" if values["preload"] else "--start-method forkserver"
+        return [f"{option} has no effect with --no-python"]
+    return []
 
 
 def _program(
@@ -269,8 +189,11 @@ def _program(
 
 
 def _logs(values: Values, env: Mapping[str, str]) -> LogSpec:
-    # A plug-in may be older than this setting.
-    others = {} if values["on_full"] is None else {"on_full": values["on_full"]}
+    # A plug-in may be older than these settings.
+    others: dict[str, Any] = {} if values["on_full"] is None else {"on_full": values["on_full"]}
+    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if texts := _filters(values[name] or ""):
+            others[name] = texts
     return _log_layout(values["logs_specs"])(
         log_dir=values["log_dir"] or None,
         redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
@@ -287,15 +210,28 @@ def _log_layout(name: str | None) -> Callable[..., LogSpec]:
         return LogSpec
     from importlib.metadata import entry_points
 
-    plugins = entry_points(group=ENTRY_POINTS)
-    for entry in plugins.select(name=name):
+    found = [*entry_points(group=ENTRY_POINTS), *entry_points(group="torchrun.logs_specs")]
+    for entry in found:
+        if entry.name != name:
+            continue
         try:
             layout: Callable[..., LogSpec] = entry.load()
         except Exception as error:
             raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
-        return layout
-    known = ", ".join(sorted({"default", *plugins.names}))
+        if entry.group == ENTRY_POINTS:
+            return layout
+        from elastic_aio.cli.torch_logs import TorchLogLayout
+
+        return partial(TorchLogLayout, layout)
+    known = ", ".join(sorted({"default", *(entry.name for entry in found)}))
     raise invalid_value("--logs-specs", f"must be one of: {known}", name)
+
+
+def _filters(text: str) -> list[str]:
+    """Split a list at its commas; a doubled one belongs to the text."""
+    # NUL cannot occur in an argument.
+    texts = text.replace(",,", "\0").split(",") if text else []
+    return [part.replace("\0", ",") for part in texts]
 
 
 def _ranks(value: str) -> frozenset[int]:
@@ -349,7 +285,7 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
     message = str(error)
     if isinstance(error, SpecError):
         name = error.field.rpartition(".")[2]
-        same_name = (f"--{option.name}" for option in _OPTIONS if option.dest == name)
+        same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
         option = _OPTION_OF_FIELD.get(error.field) or next(same_name, error.field)
         problem = error.problem.replace("start_method='forkserver'", "--start-method forkserver")
         message = str(SpecError(option, error.value, problem))

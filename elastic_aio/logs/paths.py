@@ -3,6 +3,7 @@
 The layout is that of torch.distributed.elastic::
 
     <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run_id>_<random>/attempt_<n>/filtered_{stdout,stderr}.log
 """
 
 from __future__ import annotations
@@ -68,6 +69,18 @@ def run_prefix(run_id: str) -> str:
 def attempt_directory(run_directory: str, attempt: int) -> str:
     """Return the directory of one attempt."""
     return f"{run_directory}/attempt_{attempt}"
+
+
+def filtered_logs(spec: LogSpec, run_directory: str | None, attempt: int) -> dict[str, str]:
+    """Return the files for the lines that duplicate filters select, by the stream's name."""
+    if run_directory is None or spec.is_off:
+        return {}
+    directory = attempt_directory(run_directory, attempt)
+    filters = {
+        "stdout": spec.duplicate_stdout_filters,
+        "stderr": spec.duplicate_stderr_filters,
+    }
+    return {name: f"{directory}/filtered_{name}.log" for name, texts in filters.items() if texts}
 
 
 def plan_logs(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import Frame, Lines, LineSplitter, LongLine, Piece, with_prefix
 from elastic_aio.logs.log_file import CHUNK, LogFile
 from elastic_aio.logs.sink import Sink
@@ -35,6 +36,7 @@ class LogTailer:
         on_lost: Callable[[str, int | None], None],
         *,
         offset: int = 0,
+        line_filter: LineFilter | None = None,
     ) -> None:
         """Follow an open file, which this object closes.
 
@@ -45,6 +47,7 @@ class LogTailer:
             on_lost: called with the reason why output is not shown, and the number of
                 bytes, None if it is unknown.
             offset: where to begin.
+            line_filter: gets every line too; of one that is too long for memory its beginning.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,6 +58,7 @@ class LogTailer:
         self._file = file
         self._is_truncated = False
         self._prefix = prefix
+        self._filter = line_filter
         self._splitter = LineSplitter(offset)
         # Read but not written yet; empty except after a cancellation.
         self._queue: deque[Piece | _LongLineRest] = deque()
@@ -142,6 +146,9 @@ class LogTailer:
                 case LongLine(start, end):
                     self._pending_frame, self._shown_frame = b"", None
                     self._queue.appendleft(_LongLineRest(start, end))
+                    if self._filter is not None:
+                        beginning = self._file.read_again(start, end)
+                        self._filter.copy(beginning + b"\n", self._prefix())
                     await self.sink.write(self._prefix())
                 case _LongLineRest(start, end):
                     await self._show_rest(start, end)
@@ -149,6 +156,8 @@ class LogTailer:
                     await self._show_frame(text)
 
     async def _show_lines(self, block: bytes) -> None:
+        if self._filter is not None:
+            self._filter.copy(block, self._prefix())
         if self._shown_frame is not None:
             first, _, rest = block.partition(b"\n")
             if first == self._shown_frame:

@@ -16,6 +16,7 @@ from itertools import count
 
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
@@ -46,6 +47,7 @@ class Tee:
         sink: Sink,
         prefix: Callable[[], bytes],
         on_lost: Callable[[str, int | None], None],
+        line_filter: LineFilter | None = None,
     ) -> int:
         """Show a file while it grows; return a token for `finish`.
 
@@ -55,12 +57,14 @@ class Tee:
             prefix: returns the prefix of lines that are read now.
             on_lost: called with the reason why output is not shown, and the number of
                 bytes, None if it is unknown.
+            line_filter: gets every line too.
 
         Raises:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
-        self._show(token, LogTailer(LogFile.open(path), sink, prefix, on_lost))
+        file = LogFile.open(path)
+        self._show(token, LogTailer(file, sink, prefix, on_lost, line_filter=line_filter))
         self._watcher.add(path, token)
         return token
 
@@ -72,6 +76,7 @@ class Tee:
         on_lost: Callable[[str, int | None], None],
         *,
         is_shown: bool,
+        line_filter: LineFilter | None = None,
     ) -> int:
         """Show a relayed stream, or only what its file does not take; return a token.
 
@@ -81,6 +86,7 @@ class Tee:
             prefix: as for `follow`.
             on_lost: as for `follow`.
             is_shown: whether all of it is shown.
+            line_filter: gets every line that is shown too.
         """
         token = next(self._tokens)
         self._relays[token] = relay
@@ -90,7 +96,9 @@ class Tee:
         def show() -> None:
             if sink is not None and token not in self._tailers:
                 file = RelayedFile(relay)
-                tailer = LogTailer(file, sink, prefix, on_lost, offset=relay.kept)
+                tailer = LogTailer(
+                    file, sink, prefix, on_lost, offset=relay.kept, line_filter=line_filter
+                )
                 self._show(token, tailer)
                 relay.on_data = partial(self._pumps[sink].wake, tailer)
 

@@ -21,7 +21,7 @@ class ChildSpec(Struct, frozen=True):
     `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and 2;
     the caller closes them.  `pass_fds` are inherited under their own numbers.  Every
     child leads a session of its own.  A forked child runs `call` in place of `argv`;
-    it returns the exit code.
+    it returns the exit code.  With `cpus` the child is bound to these before it runs.
     """
 
     argv: tuple[str, ...]
@@ -32,6 +32,7 @@ class ChildSpec(Struct, frozen=True):
     stderr: int
     pass_fds: tuple[int, ...] = ()
     call: Callable[[], int] | None = None
+    cpus: frozenset[int] = frozenset()
 
 
 class ChildExit(Struct, frozen=True):

@@ -35,6 +35,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from elastic_aio.aio import create_task
@@ -105,6 +107,25 @@ def _options(spec: ChildSpec) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _bound_to(cpus: frozenset[int]) -> Iterator[None]:
+    """Bind this thread to some CPUs, if there are any, while it spawns a child.
+
+    The child inherits that, sched_setaffinity(2): it is bound before its program runs, and
+    no further process or program is needed for it.
+    """
+    if not cpus:
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # these CPUs have been taken from this process meanwhile
+            os.sched_setaffinity(0, own)
+
+
 async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """Start a child through asyncio, which will reap it.
 
@@ -114,6 +135,8 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
+    if spec.cpus:
+        return await spawn_with_popen(spec)  # which spawns in one step, see `_bound_to`
     with subreaper.spawning():
         try:
             process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
@@ -198,7 +221,8 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
         SpawnError: the child could not be started.
     """
     try:
-        process = subprocess.Popen(_argv(spec), **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
+        with _bound_to(spec.cpus):
+            process = subprocess.Popen(_argv(spec), **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
     except OSError as error:
         raise spawn_error(error, spec) from error
     try:

@@ -51,7 +51,7 @@ async def spawn_by_fork(spec: ChildSpec) -> Child:
         except OSError as error:
             raise spawn_error(error, spec) from error
         try:
-            detach = partial(_detach, supervisor, reader, writer)
+            detach = partial(_detach, supervisor, reader, writer, spec.cpus)
             return _WaitingChild(_fork(spec, detach), writer)
         except OSError as error:
             os.close(writer)
@@ -113,14 +113,16 @@ def _wait_until_released(supervisor: int, reader: int, writer: int) -> None:
     os.close(reader)
 
 
-def _detach(supervisor: int, reader: int, writer: int) -> None:
-    """Detach the child from the parent's event loop, and reset its signals.
+def _detach(supervisor: int, reader: int, writer: int, cpus: frozenset[int]) -> None:
+    """Detach the child from the parent's event loop, bind it, and reset its signals.
 
     A new policy detaches it, so that it can run a loop of its own: the old one would
     detach its child watcher, which would remove from the kernel's epoll set, shared with
     the parent, what the parent waits for.
     """
     _wait_until_released(supervisor, reader, writer)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         asyncio.set_event_loop_policy(None)

@@ -200,6 +200,7 @@ class _Channel:
                     "cwd": spec.cwd,
                     "numbers": list(spec.pass_fds),
                     "soft_limit": limit.original,
+                    "cpus": spec.cpus,
                 }
                 file.write(pickle.dumps(content))
                 file.flush()

@@ -156,6 +156,8 @@ class _Server:
             if (soft := request["soft_limit"]) is not None:
                 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            if request["cpus"]:
+                os.sched_setaffinity(0, request["cpus"])
 
         def call() -> int:
             for descriptor in streams:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, cast
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
+    checked_host,
     checked_integer,
     checked_items,
     checked_part,
@@ -32,9 +33,11 @@ from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
+NumaMode = Literal["node", "socket", "exclusive", "core-complex", "cpu"]
 
 # More than any host runs; results and logs of so many workers still fit into memory.
 _NPROC_MAX: Final = 65_536
+NPROC_ACCEPTED: Final = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu', 'xpu' or 'auto'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,12 @@ class LaunchSpec:
 
     `${local_rank}` is replaced in those of commands; a function gets any picklable values.
     """
-    nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1
-    """Workers per node; "cpu", "gpu" and "auto" count what the host has."""
+    nproc_per_node: int | str = 1
+    """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
+
+    So does the name of a private-use backend: "npu", "mlu", "musa", "hpu", or that of a plug-in
+    of the entry point group `elastic_aio.accelerators`.
+    """
     nnodes: NodeRange = NodeRange()
     """Nodes of the job: N, "MIN:MAX" or a pair."""
     max_restarts: int = 0
@@ -149,6 +156,11 @@ class LaunchSpec:
 
     None is a random id for one node and "none" for several, torchrun's default.
     """
+    master_addr: str | None = None
+    """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
+
+    For several nodes it is the address of the node with group rank 0, as the others reach it.
+    """
     master_port: int | None = None
     """TCP port of MASTER_PORT; None takes a free one for each attempt."""
     host_store: bool = True
@@ -168,6 +180,14 @@ class LaunchSpec:
     """
     preload: tuple[str, ...] = ()
     """Modules that the server of "forkserver" imports."""
+    numa_binding: NumaMode | None = None
+    """How workers are bound to CPUs; None does not bind them.
+
+    "node", "socket", "exclusive" and "core-complex" take CPUs near the device whose index is
+    the local rank, as torch does; "cpu" divides the CPUs among the workers.
+    """
+    virtual_local_rank: bool = False
+    """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
     event_history: int = 10_000
     """How many past events are kept for late readers."""
 
@@ -183,7 +203,7 @@ class LaunchSpec:
         | Callable[..., Any],
         *,
         args: Iterable[object] = (),
-        nproc_per_node: int | Literal["cpu", "gpu", "auto"] = 1,
+        nproc_per_node: int | str = 1,
         nnodes: int | str | tuple[int, int] | NodeRange = 1,
         max_restarts: int = 0,
         env: Mapping[str, str] | None = None,
@@ -194,12 +214,15 @@ class LaunchSpec:
         stop: StopPlan | None = None,
         rendezvous: RendezvousSpec | None = None,
         run_id: str | None = None,
+        master_addr: str | None = None,
         master_port: int | None = None,
         host_store: bool = True,
         stdin: Literal["null", "rank0"] = "null",
         python: str | PathLike[str] | None = None,
         start_method: StartMethod = "spawn",
         preload: Iterable[str] = (),
+        numa_binding: NumaMode | None = None,
+        virtual_local_rank: bool = False,
         event_history: int = 10_000,
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
@@ -214,12 +237,15 @@ class LaunchSpec:
             raise SpecError("preload", self.preload, "needs start_method='forkserver'")
         self.restart.check_with(self.max_restarts)
         if nodes.maximum > 1:
-            self.rendezvous.check_with(nodes.maximum)
-            if self.rendezvous.backend == "static" and nodes.minimum < nodes.maximum:
-                problem = "must be one number with the backend 'static', which waits for all nodes"
-                raise SpecError("nnodes", str(nodes), problem)
+            self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):
             self.logs.check_with(self.nproc_per_node)
+
+    def _check_rendezvous(self) -> None:
+        self.rendezvous.check_with(self.nnodes.maximum)
+        if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:
+            problem = "must be one number with the backend 'static', which waits for all nodes"
+            raise SpecError("nnodes", str(self.nnodes), problem)
 
     def replace(self, **changes: Any) -> LaunchSpec:
         """Return a copy with some settings changed; it is checked again."""
@@ -298,11 +324,11 @@ def _module(name: str, value: object) -> str:
 
 
 def _nproc(name: str, value: object) -> int | str:
-    if isinstance(value, str) and value in ("cpu", "gpu", "auto"):
+    # A word that this host does not know is refused before the job starts.
+    if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{1,31}", value):
         return value
     if not is_integer(value) or not 1 <= value <= _NPROC_MAX:
-        problem = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu' or 'auto'"
-        raise SpecError(name, value, problem)
+        raise SpecError(name, value, NPROC_ACCEPTED)
     return value
 
 
@@ -350,11 +376,14 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "stop": partial(checked_part, kind=StopPlan),
     "rendezvous": partial(checked_part, kind=RendezvousSpec),
     "run_id": _optional(_run_id),
+    "master_addr": _optional(checked_host),
     "master_port": _optional(checked_port),
     "host_store": partial(checked_part, kind=bool),
     "stdin": _one_of("null", "rank0"),
     "python": _optional(checked_path),
     "start_method": _one_of("spawn", "fork", "forkserver"),
     "preload": _preload,
+    "numa_binding": _optional(_one_of("node", "socket", "exclusive", "core-complex", "cpu")),
+    "virtual_local_rank": partial(checked_part, kind=bool),
     "event_history": partial(checked_integer, at_least=1),
 }

@@ -126,6 +126,14 @@ def _checked(
     return tuple(sorted(masks.items()))
 
 
+def _filters(stream: str, value: object) -> tuple[str, ...]:
+    field = f"logs.duplicate_{stream}_filters"
+    for text in (texts := checked_items(field, value)):
+        if not checked_text(field, text) or "\n" in text:
+            raise SpecError(field, text, "must hold texts within a line, none of them empty")
+    return tuple(texts)
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class LogSpec:
     """Where the output of the workers goes.
@@ -152,6 +160,14 @@ class LogSpec:
     `${role}` (or `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`,
     `${stream}` and `${timestamp}` are replaced.
     """
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    """Texts that select lines of stdout for a further file, `filtered_stdout.log`.
+
+    It gets the lines that the console shows of tee'd streams, with their prefixes, if they hold
+    one of the texts; there is one on each node for each attempt.
+    """
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    """As `duplicate_stdout_filters`, for `filtered_stderr.log`."""
     on_full: Literal["fail", "console"] = "fail"
     """What happens when the disk of the log files is full.
 
@@ -167,6 +183,8 @@ class LogSpec:
         tee: StdMap | Mapping[int, int] | int | str = 0,
         local_ranks_filter: Iterable[int] = (),
         prefix: str | None = None,
+        duplicate_stdout_filters: Iterable[str] = (),
+        duplicate_stderr_filters: Iterable[str] = (),
         on_full: Literal["fail", "console"] = "fail",
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
@@ -184,6 +202,8 @@ class LogSpec:
             tee=StdMap.parse("logs.tee", tee),
             local_ranks_filter=frozenset(ranks),
             prefix=prefix,
+            duplicate_stdout_filters=_filters("stdout", duplicate_stdout_filters),
+            duplicate_stderr_filters=_filters("stderr", duplicate_stderr_filters),
             on_full=on_full,
         )
 
@@ -199,6 +219,8 @@ class LogSpec:
             "redirects": not self.redirects.is_empty,
             "tee": not self.tee.is_empty,
             "local_ranks_filter": bool(self.local_ranks_filter),
+            "duplicate_stdout_filters": bool(self.duplicate_stdout_filters),
+            "duplicate_stderr_filters": bool(self.duplicate_stderr_filters),
             "on_full": self.on_full != "fail",
         }
         return tuple(name for name, is_set in settings.items() if is_set and self.is_off)

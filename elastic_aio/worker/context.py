@@ -13,6 +13,8 @@ from typing import Any
 from elastic_aio.errors import HostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
+"""The local rank where LOCAL_RANK is virtual, and so 0."""
 
 # Attributes by variable, for each type.
 _NUMBERS = {
@@ -28,11 +30,14 @@ _NUMBERS = {
     "TORCHELASTIC_RESTART_COUNT": "restart_count",
     "TORCHELASTIC_MAX_RESTARTS": "max_restarts",
 }
+# Those that torchrun does not set.
+_OWN_NUMBERS = {"ELASTIC_AIO_ATTEMPT": "attempt", "ELASTIC_AIO_ROUND": "round"}
 _TEXTS = {
     "ROLE_NAME": "role",
     "MASTER_ADDR": "master_addr",
     "TORCHELASTIC_RUN_ID": "run_id",
 }
+_ALL = {**_NUMBERS, **_OWN_NUMBERS, **_TEXTS}
 _USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -72,10 +77,14 @@ class WorkerContext:
     """Whether a store already listens at the master's address."""
     error_file: str = ""
     """Path to which `record` writes; empty if no errors are recorded."""
+    attempt: int = 0
+    """Number of the attempt, from 0, the same on all nodes."""
+    round: int = 0
+    """Number of the round, which only grows; without a rendezvous that of the attempt."""
 
     def to_env(self) -> dict[str, str]:
         """Return the variables to put into a worker's environment."""
-        named = {name: str(getattr(self, field)) for name, field in (_NUMBERS | _TEXTS).items()}
+        named = {name: str(getattr(self, field)) for name, field in _ALL.items()}
         # torch compares the flag with exactly this spelling.
         return {**named, _USE_AGENT_STORE: str(self.use_agent_store), ERROR_FILE: self.error_file}
 
@@ -96,6 +105,8 @@ class WorkerContext:
         try:
             for name, field in _NUMBERS.items():
                 values[field] = int(env[name])
+            for name, field in _OWN_NUMBERS.items():
+                values[field] = int(env.get(name, 0))
             values |= {field: env[name] for name, field in _TEXTS.items()}
             use_agent_store = env[_USE_AGENT_STORE] == "True"
         except KeyError as error:

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from elastic_aio.worker.bootstrap import exit_code_of, without_own_frames
+from elastic_aio.worker.context import REAL_LOCAL_RANK
 
 
 def run_script(path: str, *args: str) -> None:
@@ -18,7 +19,7 @@ def run_script(path: str, *args: str) -> None:
 
     `${local_rank}` in the arguments is replaced, as for commands.
     """
-    rank = os.environ.get("LOCAL_RANK", "")
+    rank = os.environ.get(REAL_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
     if not sys.flags.safe_path:
         del sys.path[0]  # the launcher's own script or working directory
     _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])

@@ -41,3 +41,19 @@ async def test_gloo_forms_again_after_every_restart() -> None:
     )
     result = await launch(spec)
     assert result.restarts == RESTARTS
+
+
+async def test_worker_0_binds_the_port_that_the_agent_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With both servers of torch's TCPStore."""
+    worker = """
+import os, torch.distributed as dist
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+    for libuv in "01":
+        monkeypatch.setenv("USE_LIBUV", libuv)
+        spec = LaunchSpec([sys.executable, "-c", worker], nproc_per_node=2, host_store=False)
+        assert (await launch(spec)).state == "succeeded"

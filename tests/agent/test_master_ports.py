@@ -156,6 +156,39 @@ async def test_workers_may_host_it_themselves(tmp_path: Path) -> None:
     assert Path(result.log_dir or "", "attempt_0/0/stdout.log").read_text() == "False\n"
 
 
+@pytest.mark.parametrize("address", [HERE, "::1"])
+async def test_a_port_for_worker_0_is_held_for_it(address: str) -> None:
+    """Its server can bind the port, on any address; no other socket gets it by chance."""
+    ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r", host_store=False))
+    port = ports.reserve(HERE)
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind((HERE, port))  # as the kernel does when it looks for a free port
+    ports.claim(port)
+    await ports.serve(HERE, port)
+    with (
+        socket.create_server((address, port), family=family_of(address)) as server,
+        socket.create_connection(server.getsockname()[:2]),
+    ):
+        pass
+    await ports.end_attempt()
+    with socket.socket() as strict:
+        strict.bind(("127.0.0.2", port))
+    await ports.aclose()
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+async def test_the_address_of_the_spec(tmp_path: Path) -> None:
+    """The workers get it, and the store listens on every interface if it cannot be bound."""
+    ports = MasterPorts(LaunchSpec(["true"], nnodes=2, run_id="r", master_addr="192.0.2.1"))
+    assert ports.address_of(HERE) == "192.0.2.1"
+    port = ports.reserve("127.0.0.2")
+    assert await served(port, "k") == 1
+    await ports.aclose()
+
+
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-name.invalid", "bad\0name"])
 async def test_an_address_that_cannot_be_bound(address: str) -> None:
     """Behind a translator of addresses, or by a name, every interface is served."""

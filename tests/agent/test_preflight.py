@@ -12,16 +12,21 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.agent import preflight
 from elastic_aio.agent.preflight import (
     check_runnable,
     check_sigchld,
+    device_env,
     free_port,
     hostname,
     resolve_nproc,
-    visible_gpus,
     worker_argv,
+    worker_cpus,
 )
 from elastic_aio.errors import HostError, SpawnError, SpecError
+from elastic_aio.hardware import accelerators, topology
+from elastic_aio.hardware.accelerators import Accelerator
+from elastic_aio.hardware.cpus import Cpus, Topology
 from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import LogSpec, StdMap
 
@@ -39,58 +44,57 @@ def test_cpu_counts_the_processors_we_may_use() -> None:
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names in /dev of a simulated host."""
-    names = ["null", "nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia12"]
-    real = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: names if path == "/dev" else real(path))
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Accelerator]:
+    """The visible devices of a simulated host, of any kind."""
+    found = [Accelerator(f"0000:0{number}:00.0") for number in range(3)]
+    monkeypatch.setattr(preflight, "visible_accelerators", lambda spec, word: found)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return names
-
-
-@pytest.mark.parametrize(
-    ("listed", "count"),
-    [
-        (None, 3),
-        ("0,1,2", 3),
-        ("1", 1),
-        (" 0 , 2", 2),
-        ("", 0),
-        ("-1", 0),
-        ("0,-1,1", 1),
-        ("0,nonsense,1", 1),
-        ("GPU-8932f937-d72c,GPU-1", 2),
-        ("MIG-GPU-8932f937-d72c/1/0", 1),
-        ("0,1,2,3,4,5", 3),
-        ("7", 0),
-    ],
-)
-@pytest.mark.usefixtures("devices")
-def test_gpu_counts_the_devices_we_can_see(
-    monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
-) -> None:
-    """CUDA takes the list up to the first entry that is no device of this host."""
-    if listed is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    assert visible_gpus() == count
+    return found
 
 
 @pytest.mark.usefixtures("devices")
-def test_auto_prefers_devices() -> None:
+@pytest.mark.parametrize("word", ["auto", "gpu", "xpu", "npu"])
+def test_words_count_devices(word: str) -> None:
     """With devices there is a worker for each of them."""
-    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto")) == 3
-    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="gpu")) == 3
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node=word)) == 3
     assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="cpu")) == PROCESSORS
 
 
-def test_without_devices(devices: list[str]) -> None:
-    """`auto` takes the processors, and `gpu` is refused with the alternatives."""
-    devices[:] = ["null", "nvidiactl"]
+@pytest.mark.parametrize(
+    ("word", "kind"), [("gpu", "NVIDIA or AMD"), ("xpu", "Intel"), ("mlu", "mlu")]
+)
+def test_without_devices(devices: list[Accelerator], word: str, kind: str) -> None:
+    """`auto` takes the processors; other words are refused with the alternatives."""
+    devices.clear()
     assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto")) == PROCESSORS
-    with pytest.raises(
-        SpecError, match=r"^nproc_per_node: no NVIDIA device is visible; .*'gpu'\)$"
-    ):
-        resolve_nproc(LaunchSpec("x.py", nproc_per_node="gpu"))
+    problem = rf"^nproc_per_node: no {kind} device is visible; use a number, .* \(got '{word}'\)$"
+    with pytest.raises(SpecError, match=problem):
+        resolve_nproc(LaunchSpec("x.py", nproc_per_node=word))
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plug-ins that count devices: "wave", and "broken"."""
+    directory = tmp_path / "wave-1.0.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: wave\nVersion: 1.0\n")
+    (directory / "entry_points.txt").write_text(
+        f"[{preflight.ACCELERATORS}]\nwave = wave:count\nbroken = wave:fail\n"
+    )
+    (tmp_path / "wave.py").write_text(
+        "def count(): return 5\ndef fail(): raise OSError('no driver')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_plugins_count_other_devices() -> None:
+    """A word that is no plug-in is refused with all words that are known."""
+    assert resolve_nproc(LaunchSpec("x.py", nproc_per_node="wave")) == 5
+    with pytest.raises(SpecError, match=r"the plug-in raised OSError\('no driver'\)"):
+        resolve_nproc(LaunchSpec("x.py", nproc_per_node="broken"))
+    with pytest.raises(SpecError, match=r"auto, broken, cpu, gpu, .*, wave, xpu"):
+        resolve_nproc(LaunchSpec("x.py", nproc_per_node="two"))
 
 
 @pytest.mark.usefixtures("devices")
@@ -99,6 +103,34 @@ def test_ranks_of_the_logs_are_checked_when_the_number_is_known() -> None:
     logs = LogSpec(tee=StdMap.parse("tee", "3:1"))
     with pytest.raises(SpecError, match=r"^logs\.tee: local ranks must be from 0 to 2 \(got 3\)$"):
         resolve_nproc(LaunchSpec("x.py", nproc_per_node="auto", logs=logs))
+
+
+def test_each_virtual_rank_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is too short is refused before any worker starts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    spec = LaunchSpec("x.py", nproc_per_node=2, virtual_local_rank=True)
+    assert resolve_nproc(spec) == 2
+    assert device_env(spec, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(
+        SpecError, match=r"^virtual_local_rank: .* local rank 2, and CUDA_VISIBLE_DEVICES is '4,7'"
+    ):
+        resolve_nproc(spec.replace(nproc_per_node=3))
+
+
+def test_workers_are_bound_near_their_devices(
+    devices: list[Accelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the NUMA nodes of the devices; without devices only "cpu" can be used."""
+    cpus = Cpus(os.sched_getaffinity(0))
+    monkeypatch.setattr(accelerators, "numa_node", lambda device: 0)
+    host = Topology({0: cpus, 1: Cpus({max(cpus) + 1})}, {}, {}, {})
+    monkeypatch.setattr(topology, "read_topology", lambda cpus: host)
+    spec = LaunchSpec("x.py", nproc_per_node=3, numa_binding="node")
+    assert worker_cpus(spec, 3) == [cpus] * 3
+    assert worker_cpus(spec.replace(numa_binding=None), 3) == []
+    devices.clear()
+    with pytest.raises(SpecError, match=r"^numa_binding: .*'cpu' needs none \(got 'node'\)$"):
+        worker_cpus(spec, 3)
 
 
 @pytest.fixture

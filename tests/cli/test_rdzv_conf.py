@@ -89,6 +89,8 @@ def test_keys_without_effect_give_a_warning(text: str, backend: str, words: list
         ("join_timeout", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout'"),
         ("join_timeout=", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout='"),
         ("=5", "must be KEY=VALUE,KEY=VALUE,... (got '=5'"),
+        ("token_file='/a", 'must be KEY=VALUE,KEY=VALUE,... (got "token_file=\'/a"'),
+        ('token_file="/a"b', "must be KEY=VALUE,KEY=VALUE,... (got 'token_file=\"/a\"b'"),
         ("join_timeout=5,", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout=5,'"),
         ("join_timeout=0", "join_timeout: must be whole seconds from 1 to 999999999 (got '0'"),
         ("join_timeout=1.5", "join_timeout: must be whole seconds from 1 to 999999999 (got '1.5'"),
@@ -133,3 +135,17 @@ def test_the_keys_of_certificates_are_those_of_a_tls_spec() -> None:
     assert parse_conf("tls_cert=x", "mail").tls == {}
     with pytest.raises(UsageError, match="tls_client_auth: must be true or false"):
         parse_conf("tls_client_auth=maybe", "c10d")
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("a='/x,y', join_timeout=5", {"a": "/x,y", "join_timeout": "5"}),
+        ('a="k=v,w" ,b=c=d', {"a": "k=v,w", "b": "c=d"}),
+        ('a="it\'s"', {"a": "it's"}),
+        ("a=b'c,d=e'f", {"a": "b'c", "d": "e'f"}),
+    ],
+)
+def test_quotes_keep_commas(text: str, pairs: dict[str, str]) -> None:
+    """Around a whole value; elsewhere a quote is a character."""
+    assert parse_conf(text, "c10d").pairs == pairs

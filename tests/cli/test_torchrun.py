@@ -25,7 +25,8 @@ from elastic_aio import (
 )
 from elastic_aio.cli import main
 from elastic_aio.cli.options import Option, UsageError
-from elastic_aio.cli.torchrun import _OPTIONS, RunRequest, parse_run
+from elastic_aio.cli.run_options import RUN_OPTIONS
+from elastic_aio.cli.torchrun import RunRequest, parse_run
 from elastic_aio.worker.scripts import run_script
 from tests.support.children import assert_one_line
 from tests.support.leaks import own_children
@@ -82,20 +83,32 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("start-method", "", True, "forkserver", of_spec("start_method"), "forkserver"),
     ("preload", "", False, "json, wave", of_spec("preload"), ("json", "wave")),
     ("logs-specs", "", False, "default", of_spec("logs"), LogSpec()),
+    ("numa-binding", "", False, "core-complex", of_spec("numa_binding"), "core-complex"),
+    ("event-log-handler", "", True, "console", lambda r: r.event_log_handler, "console"),
+    (
+        "duplicate-stdout-filters",
+        "",
+        True,
+        "a,b,,c",
+        of_spec("logs.duplicate_stdout_filters"),
+        ("a", "b,c"),
+    ),
+    (
+        "duplicate-stderr-filters",
+        "",
+        True,
+        ",,",
+        of_spec("logs.duplicate_stderr_filters"),
+        (",",),
+    ),
 ]
 FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
     ("standalone", "", of_spec("rendezvous.backend"), "c10d", "c10d"),
     ("module", "-m", of_spec("entrypoint"), Module("train"), Script("train")),
     ("run-path", "", of_spec("entrypoint"), Function(run_script, "train"), Script("train")),
     ("no-python", "", of_spec("entrypoint"), Command(("train",)), Script("train")),
+    ("virtual-local-rank", "", of_spec("virtual_local_rank"), True, False),
 ]
-UNSUPPORTED = {
-    "event-log-handler": "console",
-    "duplicate-stdout-filters": "x",
-    "duplicate-stderr-filters": "x",
-    "numa-binding": "node",
-    "virtual-local-rank": None,
-}
 
 
 def valued_ids(case: object) -> str:
@@ -245,20 +258,6 @@ def test_listed_user_signals_are_still_forwarded() -> None:
     assert signal.SIGUSR1 in signals.forward
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_options(name: str) -> None:
-    """torchrun's other options are refused by name, in every spelling and as variables."""
-    value = UNSUPPORTED[name]
-    forms = [[f"--{name}"], [f"--{name.replace('-', '_')}"], [f"--{name}=1"]]
-    for form in forms:
-        words = form if value is None or "=" in form[0] else [*form, value]
-        with pytest.raises(UsageError, match=f"^--{name}: .*not supported yet"):
-            parse_run([*words, "x"], {})
-    variable = f"PET_{name.replace('-', '_').upper()}"
-    with pytest.raises(UsageError, match=rf"^{variable}: .*--{name}.*not supported yet"):
-        parse_run(["x"], {variable: value or "1"})
-
-
 # Options, variables, and words of the error: the option, the value, the problem.
 INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--nnodes", "0"], {}, ["--nnodes", "'0'", "MIN:MAX"]),
@@ -356,7 +355,20 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--preload", "a", "--start-method", "spawn"], {}, ["needs --start-method forkserver (got"]),
     (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 1 to 65535 (got 'h:99999')"]),
     (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
-    (["--virtual-local-rank"], {}, ["run: --virtual-local-rank: is an option of torchrun that"]),
+    (
+        ["--virtual-local-rank"],
+        {"CUDA_VISIBLE_DEVICES": ""},
+        ["run: --virtual-local-rank: needs a device for local rank 0"],
+    ),
+    (["--numa-binding", "all"], {}, ["run: --numa-binding: must be 'node', ", "(got 'all')"]),
+    (["--duplicate-stdout-filters", "a,"], {}, ["--duplicate-stdout-filters: ", "none of them"]),
+    (["--event-log-handler", "x"], {}, ["--event-log-handler: must be one of: console, null"]),
+    ([], {"PET_EVENT_LOG_HANDLER": "x"}, ["run: PET_EVENT_LOG_HANDLER: must be one of: "]),
+    (
+        [],
+        {"TORCHELASTIC_SIGNALS_TO_HANDLE": "TERM"},
+        ["run: TORCHELASTIC_SIGNALS_TO_HANDLE: ", "'TERM'"],
+    ),
     ([], {"LOGLEVEL": "9" * 5000}, ["run: LOGLEVEL: must be one of: CRITICAL"]),
     ([], {"LOGLEVEL": "\udcff"}, ["run: LOGLEVEL: must be one of: CRITICAL"]),
     (["--unknown"], {}, ["run: --unknown: is not an option", "--help"]),
@@ -394,7 +406,7 @@ ABSURD = ["9" * 5000, f"-{'9' * 5000}", f"1e{'9' * 5000}", f"{'9' * 5000}:{'9' *
           "nan", "\udcff", "x" * 200_000, f"join_timeout={'9' * 5000}", "1\n2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", _OPTIONS)
+@pytest.mark.parametrize("option", RUN_OPTIONS)
 def test_absurd_values_are_one_line(option: Option) -> None:
     """Or accepted, as text, and then they can be printed; as an option and as a variable."""
     for value in ABSURD:

@@ -143,7 +143,7 @@ WHOLE = "must be a whole number of at least"
         ({"nproc_per_node": 0}, "nproc_per_node: must be a number from 1 to 65536"),
         ({"nproc_per_node": -2}, "nproc_per_node: must be a number from 1 to 65536"),
         ({"nproc_per_node": True}, "nproc_per_node: must be a number from 1 to 65536"),
-        ({"nproc_per_node": "tpu"}, "nproc_per_node: must be a number from 1 to 65536"),
+        ({"nproc_per_node": "TPU v5"}, "nproc_per_node: must be a number from 1 to 65536"),
         ({"nproc_per_node": 1.5}, "nproc_per_node: must be a number from 1 to 65536"),
         ({"nnodes": 0}, "nnodes: must be N or MIN:MAX with 1 <= MIN <= MAX (got 0)"),
         ({"nnodes": "2:1"}, "nnodes: must be N or MIN:MAX with 1 <= MIN <= MAX (got '2:1')"),

@@ -29,6 +29,8 @@ CONTEXT = WorkerContext(
     restart_count=1,
     max_restarts=3,
     error_file="/logs/error.json",
+    attempt=2,
+    round=4,
 )
 ENVIRONMENT = {
     "RANK": "5",
@@ -47,7 +49,10 @@ ENVIRONMENT = {
     "TORCHELASTIC_RUN_ID": "run",
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+    "ELASTIC_AIO_ATTEMPT": "2",
+    "ELASTIC_AIO_ROUND": "4",
 }
+OPTIONAL = {"TORCHELASTIC_ERROR_FILE", "ELASTIC_AIO_ATTEMPT", "ELASTIC_AIO_ROUND"}
 
 
 def test_the_variables_are_torchs() -> None:
@@ -95,17 +100,18 @@ def test_a_worker_reads_its_own_environment() -> None:
     assert WorkerContext.from_env() == CONTEXT
 
 
-@pytest.mark.parametrize("name", sorted(ENVIRONMENT.keys() - {"TORCHELASTIC_ERROR_FILE"}))
+@pytest.mark.parametrize("name", sorted(ENVIRONMENT.keys() - OPTIONAL))
 def test_a_missing_variable_is_named(name: str) -> None:
     env = {key: value for key, value in ENVIRONMENT.items() if key != name}
     with pytest.raises(HostError, match=rf"^not inside a worker: {name} is not set$"):
         WorkerContext.from_env(env)
 
 
-def test_the_error_file_is_optional() -> None:
-    """A launcher that keeps no logs names no error file."""
-    env = {key: value for key, value in ENVIRONMENT.items() if key != "TORCHELASTIC_ERROR_FILE"}
-    assert WorkerContext.from_env(env).error_file == ""
+def test_some_variables_are_optional() -> None:
+    """torchrun sets no numbers of ours, and names no error file where it keeps no logs."""
+    env = {key: value for key, value in ENVIRONMENT.items() if key not in OPTIONAL}
+    context = WorkerContext.from_env(env)
+    assert (context.error_file, context.attempt, context.round) == ("", 0, 0)
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"])

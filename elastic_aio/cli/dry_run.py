@@ -1,0 +1,159 @@
+"""`--dry-run`: what a run would start on this node, as text; nothing is started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Final
+
+from elastic_aio.agent.preflight import (
+    check_runnable,
+    device_env,
+    resolve_nproc,
+    worker_argv,
+    worker_cpus,
+    worker_env,
+)
+from elastic_aio.agent.worker_store import MASTER_ADDR
+from elastic_aio.cli.options import print_error
+from elastic_aio.cli.torchrun import RunRequest, as_option_error
+from elastic_aio.errors import SpawnError, SpecError
+from elastic_aio.hardware.cpus import format_cpus
+from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan_logs, run_prefix
+from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
+from elastic_aio.spec.job import Function, LaunchSpec
+from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext
+
+_RANDOM: Final = "<random>"
+_FREE_PORT: Final = "<a free port>"
+_FROM_RENDEZVOUS: Final = "<from the rendezvous>"
+
+# What only the rendezvous of several nodes decides.
+_AGREED: Final = (
+    "RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ELASTIC_AIO_ROUND",
+)
+
+
+def main_dry_run(request: RunRequest) -> int:
+    """Print the plan of a command line; return the exit code."""
+    spec = request.spec
+    for warning in request.warnings:
+        print_error("run", warning, 0)
+    try:
+        check_runnable(spec)
+        nproc = resolve_nproc(spec)
+        cpus = worker_cpus(spec, nproc)
+    except SpecError as error:
+        return print_error("run", as_option_error(error, request.variables), 2)
+    except SpawnError as error:
+        return print_error("run", str(error), error.exit_code)
+    print("\n".join(plan_lines(spec, nproc, cpus, os.environ)))
+    return 0
+
+
+def plan_lines(
+    spec: LaunchSpec, nproc: int, cpus: list[frozenset[int]], inherited: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the lines that describe the first attempt of a job on this node.
+
+    Args:
+        spec: the job.
+        nproc: number of workers on this node.
+        cpus: those that each worker is bound to; empty without a binding.
+        inherited: the environment of the launcher.
+    """
+    (node,) = assign_node_ranks([NodeSize(spec.role, nproc)])
+    workers = node.worker_ranks(nproc)
+    environments = [_environment(spec, ranks, inherited) for ranks in workers]
+    names = environments[0].keys()
+    common = {name for name in names if len({env.get(name) for env in environments}) == 1}
+    directory = _directory(spec)
+    yield f"run id: {spec.run_id or _RANDOM}"
+    yield from _nodes(spec)
+    yield f"workers on this node: {nproc}"
+    yield f"restarts: {spec.max_restarts}"
+    yield f"stop: {spec.stop}"
+    yield f"logs: {directory or 'none'}"
+    for name, path in filtered_logs(spec.logs, directory, 0).items():
+        yield f"selected lines of {name}: {path}"
+    yield "environment of every worker, besides the inherited one:"
+    yield from (f"  {name}={environments[0][name]}" for name in sorted(common))
+    for ranks, env in zip(workers, environments, strict=True):
+        logs = plan_logs(spec.logs, directory, 0, ranks.local_rank)
+        yield f"worker {ranks.local_rank}:"
+        yield f"  command: {_command(spec, ranks.local_rank)}"
+        if cpus:
+            yield f"  cpus: {format_cpus(cpus[ranks.local_rank])}"
+        yield f"  stdout: {_target(logs.stdout)}"
+        yield f"  stderr: {_target(logs.stderr)}"
+        own = sorted(env.keys() - common)
+        yield "  environment: " + " ".join(f"{name}={shlex.quote(env[name])}" for name in own)
+
+
+def _nodes(spec: LaunchSpec) -> Iterator[str]:
+    yield f"nodes: {spec.nnodes}"
+    if spec.nnodes.maximum > 1:
+        rendezvous = spec.rendezvous
+        rank = "any" if rendezvous.node_rank is None else rendezvous.node_rank
+        where = f"{rendezvous.backend} at {', '.join(rendezvous.endpoints)}"
+        yield f"rendezvous: {where}, group rank of this node: {rank}"
+
+
+def _directory(spec: LaunchSpec) -> str | None:
+    """Return where the logs would be, as far as it is known before the run."""
+    logs = spec.logs
+    if logs.is_off:
+        return None
+    run = run_prefix(spec.run_id or "") if spec.run_id else f"{_RANDOM}_"
+    if logs.log_dir is not None:
+        return f"{os.path.abspath(logs.log_dir)}/{run}{_RANDOM}"
+    return f"<temporary directory>/elastic_aio_{run}{_RANDOM}"
+
+
+def _environment(
+    spec: LaunchSpec, ranks: WorkerRanks, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables of a worker that differ from the inherited ones."""
+    logs = plan_logs(spec.logs, _directory(spec), 0, ranks.local_rank)
+    context = WorkerContext(
+        **asdict(ranks),
+        role=spec.role,
+        run_id=spec.run_id or _RANDOM,
+        master_addr=spec.master_addr or MASTER_ADDR,
+        master_port=spec.master_port or 0,
+        max_restarts=spec.max_restarts,
+        use_agent_store=spec.host_store,
+        error_file=logs.error_file,
+    )
+    own = context.to_env()
+    if spec.master_port is None:
+        own["MASTER_PORT"] = _FREE_PORT
+    if spec.nnodes.maximum > 1:
+        own |= dict.fromkeys(_AGREED, _FROM_RENDEZVOUS)
+    if spec.virtual_local_rank:
+        own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
+        own |= device_env(spec, ranks.local_rank)
+    env = worker_env(spec, ranks.local_world_size, own)
+    return {name: value for name, value in env.items() if inherited.get(name) != value}
+
+
+def _command(spec: LaunchSpec, local_rank: int) -> str:
+    if isinstance(spec.entrypoint, Function):
+        return "a function worker that runs " + shlex.join(map(str, spec.args))
+    return shlex.join(worker_argv(spec, local_rank))
+
+
+def _target(plan: StreamPlan) -> str:
+    if plan.path is None:
+        return "this console" if plan.target is StreamTarget.CONSOLE else "/dev/null"
+    return f"{plan.path} and this console" if plan.is_shown else plan.path

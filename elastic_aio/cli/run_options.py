@@ -1,0 +1,162 @@
+"""The options of `aio-elastic run`, with their help."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from elastic_aio.cli.options import Option
+from elastic_aio.cli.rendezvous_options import RENDEZVOUS_OPTIONS
+from elastic_aio.spec.stop import DEFAULT_GRACE
+
+RUN_OPTIONS: Final = (
+    *RENDEZVOUS_OPTIONS,
+    Option(
+        "nproc-per-node",
+        "workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per visible"
+        " device), the name of a private-use backend such as 'npu', or 'auto' (devices if there"
+        " are any, else CPUs) (default 1)",
+        metavar="N",
+    ),
+    Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
+    Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
+    Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
+    Option("module", "run a module, as `python -m` does (default: a script)", short="-m"),
+    Option("no-python", "execute the program itself instead of a Python script"),
+    Option(
+        "log-dir",
+        "directory for logs; '/dev/null' keeps none (default: a temporary directory when needed)",
+        metavar="DIR",
+    ),
+    Option(
+        "redirects",
+        "streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank as"
+        " in '0-3:3,10:1' (default 0)",
+        short="-r",
+        metavar="STREAMS",
+    ),
+    Option(
+        "tee",
+        "streams written to log files and to the console; values as for --redirects (default 0)",
+        short="-t",
+        metavar="STREAMS",
+    ),
+    Option(
+        "local-ranks-filter",
+        "local ranks whose tee'd streams reach the console, as in '0,2' (default: all)",
+        metavar="RANKS",
+    ),
+    Option(
+        "signals-to-handle",
+        "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
+        " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
+        metavar="NAMES",
+    ),
+    Option(
+        "shutdown-timeout",
+        f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
+        metavar="SECONDS",
+    ),
+    Option(
+        "stdin",
+        "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
+        " (default 'null')",
+        metavar="SOURCE",
+        has_variable=False,
+    ),
+    Option(
+        "log-prefix",
+        "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
+        metavar="TEMPLATE",
+        has_variable=False,
+    ),
+    Option(
+        "on-full",
+        "when the disk of the log files is full: 'fail' (the worker's write fails) or 'console'"
+        " (the console shows what the files do not take) (default 'fail')",
+        metavar="ACTION",
+        has_variable=False,
+    ),
+    *(
+        Option(
+            f"duplicate-{stream}-filters",
+            f"texts, separated by commas (',,' is a comma): tee'd lines of {stream} that hold one"
+            f" of them are also written to filtered_{stream}.log (default: none)",
+            metavar="TEXTS",
+        )
+        for stream in ("stdout", "stderr")
+    ),
+    Option(
+        "logs-specs",
+        "name of the plug-in that lays out the logs (default 'default')",
+        metavar="NAME",
+        has_variable=False,
+    ),
+    Option("run-path", "run the script inside a function worker, with this launcher's Python"),
+    Option(
+        "start-method",
+        "start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
+        " (default 'spawn', with --preload 'forkserver')",
+        metavar="NAME",
+    ),
+    Option(
+        "preload",
+        "modules that the fork server imports once for the workers of all attempts, as in"
+        " 'torch,numpy' (default: none)",
+        metavar="MODULES",
+        has_variable=False,
+    ),
+    Option(
+        "numa-binding",
+        "bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or 'core-complex';"
+        " or 'cpu' divides the CPUs among the workers (default: not bound)",
+        metavar="MODE",
+        has_variable=False,
+    ),
+    Option(
+        "virtual-local-rank",
+        "each worker has LOCAL_RANK 0 and sees its own device only (default: all devices)",
+    ),
+    Option(
+        "event-log-handler",
+        "receiver of the events in torch's format: 'console' (lines of JSON on stderr), 'null' or a"
+        " plug-in (default 'null')",
+        metavar="NAME",
+    ),
+    Option(
+        "events",
+        "append every event to FILE as a line of JSON (default: none)",
+        metavar="FILE",
+        has_variable=False,
+    ),
+    Option(
+        "dry-run",
+        "print what would be started on this node, and start nothing",
+        has_variable=False,
+    ),
+    Option(
+        "loop",
+        "event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which takes"
+        " asyncio)",
+        metavar="NAME",
+        has_variable=False,
+    ),
+)
+
+USE_ENV: Final = Option(
+    "use-env",
+    "pass the local rank as LOCAL_RANK only, not as the argument --local-rank",
+    has_variable=False,
+)
+"""The further option of `python -m elastic_aio.launch`."""
+
+RUN_EPILOG: Final = (
+    "Options have torchrun's names, with dashes or underscores. torchrun's options also have"
+    " PET_* variables as defaults, such as PET_NPROC_PER_NODE=4. Keys of --rdzv-conf, times in"
+    " whole seconds, with defaults:"
+    " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
+    " read_timeout (60; both 900 with 'static'), timeout (900; 'static' only),"
+    " store_grace (heartbeat_timeout), keep_workers (true), overlap (false), reuse (false),"
+    " is_host (detected), token_file (path of a file with the store's token; no token), tls_cert,"
+    " tls_key and tls_ca (PEM files; no TLS), tls_client_auth (true), tls_server_name (host of the"
+    " endpoint)."
+)

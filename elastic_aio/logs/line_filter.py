@@ -1,0 +1,46 @@
+"""LineFilter: copies the shown lines that hold one of some texts to a further file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+
+class LineFilter:
+    """Copies lines of one stream to a file that all workers of a node share.
+
+    The file is open only while matching lines are written to it: a filter needs no
+    descriptor and no end.
+    """
+
+    def __init__(
+        self, path: str, texts: Sequence[str], on_error: Callable[[OSError], None]
+    ) -> None:
+        """Append to `path` the lines with one of `texts`; `on_error` gets the first error."""
+        self._path = path
+        self._texts = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._on_error: Callable[[OSError], None] | None = on_error
+
+    def __repr__(self) -> str:
+        return f"<LineFilter for {self._path}>"
+
+    def copy(self, block: bytes, prefix: bytes) -> None:
+        """Copy the matching lines of a block of whole lines, each with the prefix.
+
+        After an error, nothing is copied any more.
+        """
+        if self._on_error is None or not any(text in block for text in self._texts):
+            return
+        lines = block.split(b"\n")[:-1]  # `splitlines` also splits at other characters
+        matching = [line for line in lines if any(text in line for text in self._texts)]
+        copied = b"".join(prefix + line + b"\n" for line in matching)
+        try:
+            # One write with O_APPEND: the blocks of several workers are not mixed.
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(file, copied)
+            finally:
+                os.close(file)
+        except OSError as error:
+            on_error, self._on_error = self._on_error, None
+            on_error(error)
