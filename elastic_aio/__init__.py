@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from elastic_aio.events import StandbyPromoted as StandbyPromoted
     from elastic_aio.events import StopEscalated as StopEscalated
     from elastic_aio.events import StopRequested as StopRequested
+    from elastic_aio.events import TimerExpired as TimerExpired
+    from elastic_aio.events import TimerRejected as TimerRejected
     from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
     from elastic_aio.events import WorkerExited as WorkerExited
     from elastic_aio.events import WorkerStarted as WorkerStarted
@@ -129,7 +131,8 @@ else:
                 GuardianRestarted JobFinished JobStarted LogDiskFull MembershipChanged NodeJoined
                 NodeLeft NodeLost NodeRefused NodeStandby OutputLost RendezvousStoreLost
                 RendezvousStoreRecovered Restarting RoundFormed RoundForming RoundWaiting
-                SignalForwarded StandbyPromoted StopEscalated StopRequested WorkerAbandoned
+                SignalForwarded StandbyPromoted StopEscalated StopRequested TimerExpired
+                TimerRejected WorkerAbandoned
                 WorkerExited WorkerStarted event_from_json event_to_json
             """,
             "elastic_aio.launcher": "launch run",

@@ -137,6 +137,31 @@ class SignalForwarded(Event, frozen=True, kw_only=True):
     pids: tuple[int, ...]
 
 
+class TimerExpired(Event, frozen=True, kw_only=True):
+    """The worker `rank` (on this node `local_rank`) has not released a timer in time.
+
+    The process `pid`, which acquired it, and the worker get `signal`; 0 leaves both alone.
+    """
+
+    rank: int
+    """-1 if the process belongs to no worker any more."""
+    local_rank: int
+    pid: int
+    scope: str
+    """Name of the timer."""
+    age: float
+    """Seconds since it was acquired."""
+    limit: float
+    """Seconds for which it was acquired."""
+    signal: int
+
+
+class TimerRejected(Event, frozen=True, kw_only=True):
+    """The pipe of the timers got something that is no request (`why`); reported once."""
+
+    why: str
+
+
 class GuardianRestarted(Event, frozen=True, kw_only=True):
     """The guardian process exited and was replaced."""
 

@@ -51,6 +51,10 @@ def describe(event: Event) -> tuple[int, str]:
         case events.SignalForwarded():
             workers = counted(len(event.pids), "worker")
             return Level.INFO, f"{signal_name(event.signal)} forwarded to {workers}"
+        case events.TimerExpired():
+            return Level.WARNING, _timer_expired(event)
+        case events.TimerRejected():
+            return Level.WARNING, f"the pipe of the timers got {event.why}"
         case events.GuardianRestarted():
             return Level.WARNING, f"guardian process exited, restarted as pid {event.pid}"
         case events.GuardianLost():
@@ -103,6 +107,13 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             server = ", served by this node" if event.is_host else ""
             return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
+
+
+def _timer_expired(event: events.TimerExpired) -> str:
+    worker = f"process {event.pid}" if event.rank < 0 else f"rank {event.rank} (pid {event.pid})"
+    times = f"after {round(event.age, 2):g} s (limit {round(event.limit, 2):g} s)"
+    ending = f", sending {signal_name(event.signal)}" if event.signal else ""
+    return f"timer {event.scope!r} of {worker} expired {times}{ending}"
 
 
 def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.OutputLost) -> str:

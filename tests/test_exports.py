@@ -87,6 +87,8 @@ PUBLIC = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "TimerExpired",
+    "TimerRejected",
     "TlsSpec",
     "WorkerAbandoned",
     "WorkerError",
@@ -246,7 +248,7 @@ def test_the_package_is_typed() -> None:
     assert (Path(elastic_aio.__file__).parent / "py.typed").is_file()
 
 
-def test_workers_get_two_names() -> None:
+def test_workers_get_few_names() -> None:
     worker = importlib.import_module("elastic_aio.worker")
-    assert worker.__all__ == ["WorkerContext", "record"]
+    assert worker.__all__ == ["Timer", "WorkerContext", "expires", "record"]
     assert all(getattr(worker, name).__doc__ for name in worker.__all__)

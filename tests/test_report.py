@@ -40,6 +40,8 @@ from elastic_aio import (
     StandbyPromoted,
     StopEscalated,
     StopRequested,
+    TimerExpired,
+    TimerRejected,
     WorkerAbandoned,
     WorkerError,
     WorkerExited,
@@ -328,6 +330,21 @@ EVENTS: list[tuple[Event, int, str]] = [
         SignalForwarded(signal=10, pids=(5, 6)),
         Level.INFO,
         "SIGUSR1 forwarded to 2 workers",
+    ),
+    (
+        TimerExpired(rank=1, local_rank=0, pid=7, scope="s", age=60.012, limit=60.0, signal=9),
+        Level.WARNING,
+        "timer 's' of rank 1 (pid 7) expired after 60.01 s (limit 60 s), sending SIGKILL",
+    ),
+    (
+        TimerExpired(rank=-1, local_rank=-1, pid=7, scope="s", age=1.5, limit=1.0, signal=0),
+        Level.WARNING,
+        "timer 's' of process 7 expired after 1.5 s (limit 1 s)",
+    ),
+    (
+        TimerRejected(why="a line of more than 4096 bytes"),
+        Level.WARNING,
+        "the pipe of the timers got a line of more than 4096 bytes",
     ),
     (GuardianRestarted(pid=9), Level.WARNING, "guardian process exited, restarted as pid 9"),
     (

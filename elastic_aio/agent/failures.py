@@ -44,6 +44,7 @@ class WorkerRecord(Struct):
         exited_at: Unix seconds.
         order: position of its exit among all exits of the job.
         stop_signals: the signals that a stop sent to it before it exited.
+        expired_timer: which timer it did not release in time, before it exited.
     """
 
     ranks: WorkerRanks
@@ -54,6 +55,7 @@ class WorkerRecord(Struct):
     exited_at: float = 0.0
     order: int = 0
     stop_signals: frozenset[int] = frozenset()
+    expired_timer: str = ""
 
     @property
     def is_victim(self) -> bool:
@@ -138,10 +140,10 @@ async def collect_failures(
                 order=worker.order,
                 is_victim=is_victim,
                 error=error,
-                message=result.problem,
+                message=worker.expired_timer or result.problem,
                 stderr_path=worker.logs.stderr.path,
                 stderr_tail=() if is_victim else await _tail(worker.logs.stderr.path),
-                notes=() if is_victim else _full_disks(worker.logs),
+                notes=() if is_victim else _notes(worker, error),
             )
         )
     return root_cause_first(_note_oom(failures, oom_kills_before))
@@ -174,6 +176,12 @@ async def _tail(path: str | None) -> tuple[str, ...]:
     if size > _TAIL_BYTES and len(shown) > 1:
         del shown[0]  # most likely cut
     return tuple(shown[-_TAIL_LINES:])
+
+
+def _notes(worker: WorkerRecord, error: WorkerError | None) -> tuple[str, ...]:
+    # An error that the worker recorded hides the message.
+    timer = (worker.expired_timer,) if error is not None and worker.expired_timer else ()
+    return (*timer, *_full_disks(worker.logs))
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:

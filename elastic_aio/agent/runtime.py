@@ -10,7 +10,8 @@ launcher can be killed between any two steps, and a cancelled close is called ag
 no step may release what a later step, or the guardian in place of this process, needs:
 
 1. The stores of reserved master ports are closed first: no worker connects any more,
-   another job may want the ports, and the next step can take seconds.
+   another job may want the ports, and the next step can take seconds.  So is the pipe of
+   the timers.
 2. The tee drains: what the workers wrote is shown to the end, unless the console takes
    nothing for 5 s.  The guardian still runs, so a kill of this process meanwhile leaves
    neither the fork server nor a survivor behind.
@@ -36,6 +37,8 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
 
 from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import device_env, worker_cpus, worker_env
@@ -60,7 +63,16 @@ from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
-from elastic_aio.worker.context import ERROR_FILE, REAL_LOCAL_RANK, WorkerContext
+from elastic_aio.worker.context import (
+    ERROR_FILE,
+    REAL_LOCAL_RANK,
+    TIMER_FILE,
+    WorkerContext,
+)
+
+if TYPE_CHECKING:
+    from elastic_aio.agent.failures import WorkerRecord
+    from elastic_aio.agent.timers import JobTimers
 
 
 class LocalRuntime:
@@ -100,8 +112,7 @@ class LocalRuntime:
         self.publish = publish
         self.clock = PausableClock()
         self._pid = os.getpid()
-        self._spawner = spawner
-        self.program = Program(spec, self._spawn_listed, overrides)
+        self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec)
         self.output = JobOutput(spec, run_id=run_id, host=host, publish=publish, console=console)
         self.exit_numbers = itertools.count()
@@ -113,6 +124,7 @@ class LocalRuntime:
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
+        self._timers: JobTimers | None = None
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -162,6 +174,12 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
+        if self.spec.timers:
+            # Imported here: most jobs have none.
+            from elastic_aio.agent.timers import JobTimers
+
+            self._timers = JobTimers(self.clock, self._tree, self.publish)
+            self._timers.open(self.spec.timers)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         env = worker_env(self.spec, self.nproc, {job.marker: "1"})
@@ -181,6 +199,8 @@ class LocalRuntime:
         if os.getpid() != self._pid:
             return False
         await self.master_ports.aclose()
+        if self._timers is not None:
+            await self._timers.aclose()
         await self.output.aclose()
         await self._close_fork_server()
         await self.program.aclose()
@@ -231,9 +251,14 @@ class LocalRuntime:
 
     # ------------------------------------------------------------ an attempt
 
-    def begin_attempt(self, attempt: int) -> str | None:
-        """Note the current attempt; return its log directory, None if there is none."""
+    def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> str | None:
+        """Note the current attempt; return its log directory, None if there is none.
+
+        `records` will be its workers by local rank.
+        """
         self.attempt = attempt
+        if self._timers is not None:
+            self._timers.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
 
     def is_current(self, attempt: int) -> bool:
@@ -303,6 +328,8 @@ class LocalRuntime:
         if self.spec.virtual_local_rank:
             own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             own |= device_env(self.spec, ranks.local_rank)
+        if self._timers is not None:
+            own[TIMER_FILE] = self._timers.path
         return worker_env(self.spec, ranks.local_world_size, own)
 
     async def spawn(
@@ -337,9 +364,9 @@ class LocalRuntime:
             child_spec = _with_original_limit(child_spec)
         return await self.program.spawner(child_spec)
 
-    async def _spawn_listed(self, child_spec: ChildSpec) -> Child:
+    async def _spawn_listed(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
         with self.tree.starting():
-            return await self._spawner(child_spec)
+            return await spawner(child_spec)
 
     @property
     def _standard_streams(self) -> StandardStreams:

@@ -79,7 +79,7 @@ class WorkerGroup:
         self._restarts = restarts
         self._round_number = round_number
         self._master = master
-        self._log_dir = runtime.begin_attempt(attempt)
+        self._log_dir = runtime.begin_attempt(attempt, self.records)
         self._began, self._began_at = time.monotonic(), time.time()
         self._oom_kills = oom_kills()
         self._starting: asyncio.Task[None] | None = None

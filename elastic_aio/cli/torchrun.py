@@ -35,6 +35,7 @@ from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.stop import SignalSpec, StopPlan
+from elastic_aio.worker.context import TIMER_FILE
 from elastic_aio.worker.scripts import run_script
 
 
@@ -65,6 +66,7 @@ class RunRequest(Struct, frozen=True):
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -144,6 +146,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         master_addr=rendezvous.master_addr,
         master_port=rendezvous.master_port,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
+        timers=_timers(env),
         logs=logs,
         stop=_stop_plan(values["shutdown_timeout"], env),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
@@ -239,6 +242,11 @@ def _ranks(value: str) -> frozenset[int]:
     if None in ranks:
         raise invalid_value("--local-ranks-filter", "must be local ranks such as '0,2'", value)
     return frozenset(rank for rank in ranks if rank is not None)
+
+
+def _timers(env: Mapping[str, str]) -> bool | str:
+    """Return where the pipe of the timers is made: False for none."""
+    return env.get(_TIMERS_VARIABLE) == "1" and (env.get(TIMER_FILE) or True)
 
 
 def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:

@@ -188,6 +188,11 @@ class LaunchSpec:
     """
     virtual_local_rank: bool = False
     """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
+    timers: bool | str = False
+    """Whether workers may acquire timers (`elastic_aio.worker.expires`).
+
+    A path is that of the named pipe to make; True makes one in the temporary directory.
+    """
     event_history: int = 10_000
     """How many past events are kept for late readers."""
 
@@ -223,6 +228,7 @@ class LaunchSpec:
         preload: Iterable[str] = (),
         numa_binding: NumaMode | None = None,
         virtual_local_rank: bool = False,
+        timers: bool | str | PathLike[str] = False,
         event_history: int = 10_000,
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
@@ -350,6 +356,10 @@ def _preload(name: str, value: object) -> tuple[str, ...]:
     return tuple(_module(name, item) for item in checked_items(name, value))
 
 
+def _timers(name: str, value: object) -> bool | str:
+    return value if isinstance(value, bool) else checked_path(name, value)
+
+
 def _one_of(*accepted: str) -> Callable[[str, object], object]:
     def check(name: str, value: object) -> object:
         if value not in accepted:
@@ -385,5 +395,6 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "preload": _preload,
     "numa_binding": _optional(_one_of("node", "socket", "exclusive", "core-complex", "cpu")),
     "virtual_local_rank": partial(checked_part, kind=bool),
+    "timers": _timers,
     "event_history": partial(checked_integer, at_least=1),
 }

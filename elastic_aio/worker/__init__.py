@@ -2,13 +2,15 @@
 
 `record` decorates a worker's main function, so that the launcher learns why it failed.
 `WorkerContext.from_env()` returns the worker's ranks, the job's id and the master's
-address.  Nothing here imports asyncio, or anything outside the standard library.
+address.  `expires` sets a deadline for a block.  Nothing here imports asyncio,
+or anything outside the standard library.
 """
 
 from elastic_aio.lazy import document_classes
 from elastic_aio.worker.context import WorkerContext
 from elastic_aio.worker.recorder import record
+from elastic_aio.worker.timers import Timer, expires
 
-__all__ = ["WorkerContext", "record"]
+__all__ = ["Timer", "WorkerContext", "expires", "record"]
 
 document_classes(globals())

@@ -15,6 +15,7 @@ from elastic_aio.errors import HostError
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
 """The local rank where LOCAL_RANK is virtual, and so 0."""
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 # Attributes by variable, for each type.
 _NUMBERS = {

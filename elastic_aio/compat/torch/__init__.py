@@ -8,6 +8,7 @@ torch.distributed.elastic.rendezvous    elastic_aio.compat.torch.rendezvous
 torch.distributed.elastic.multiprocessing    elastic_aio.compat.torch.multiprocessing
 torch.distributed.elastic.multiprocessing.errors    elastic_aio.compat.torch.errors
 torch.multiprocessing.spawn    elastic_aio.compat.torch.multiprocessing.spawn
+torch.distributed.elastic.timer    elastic_aio.compat.torch.timers
 
 docs/guides/migrate-from-torchrun.md lists what differs on purpose.
 """

@@ -1,0 +1,170 @@
+"""The timers that workers have acquired, read from the bytes of their pipe; pure.
+
+Any process of the user may write into the pipe.  What is no request is left out, and so is
+what exceeds the limits; `rejected` says why, for one report.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+
+from msgspec import Struct
+
+from elastic_aio.text import format_value, one_line
+
+_LINE_MAX = 4096
+"""PIPE_BUF: longer lines are not written whole."""
+_TIMERS_MAX = 16_384
+_SCOPE_MAX = 1000
+_HIGHEST_PID = 1 << 22
+_HIGHEST_SIGNAL = 64
+_LAG_MAX_S = 60.0
+
+
+class ExpiredTimer(Struct, frozen=True):
+    """A timer that was not released in time.
+
+    Attributes:
+        pid: the process that acquired it.
+        scope: its name.
+        age: seconds since it was acquired.
+        limit: seconds for which it was acquired.
+        signal: what ends the process; 0 or less leaves it alone.
+    """
+
+    pid: int
+    scope: str
+    age: float
+    limit: float
+    signal: int
+
+
+class _Entry(Struct):
+    serial: int
+    acquired: float
+    deadline: float
+    signal: int
+
+
+class TimerTable:
+    """The timers of the workers of one attempt; times are in seconds of one clock."""
+
+    def __init__(self) -> None:
+        """Begin without timers."""
+        self.rejected = ""
+        """Why something in the pipe was left out; empty if nothing was."""
+        self._entries: dict[tuple[int, str], _Entry] = {}
+        self._heap: list[tuple[float, int, tuple[int, str]]] = []
+        self._serial = 0
+        self._rest = b""
+        self._is_skipping = False
+
+    def __repr__(self) -> str:
+        return f"<TimerTable with {len(self._entries)} timers>"
+
+    def feed(self, data: bytes, now: float, wall: float) -> None:
+        """Read bytes of the pipe.
+
+        Args:
+            data: any part of the stream.
+            now: the present time of the clock.
+            wall: the present Unix time, in which requests state theirs.
+        """
+        *lines, rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if not self._is_skipping:
+                self._read(line, now, wall)
+            self._is_skipping = False
+        self._rest = rest
+        if len(rest) > _LINE_MAX:
+            self.rejected = f"a line of more than {_LINE_MAX} bytes"
+            self._rest, self._is_skipping = b"", True
+
+    def _read(self, line: bytes, now: float, wall: float) -> None:
+        try:
+            request = json.loads(line)
+            pid, scope = request["pid"], request["scope_id"]
+            expiration, number = request["expiration_time"], request["signal"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.rejected = f"no timer request: {format_value(line)}"
+            return
+        is_valid = (
+            type(pid) is int
+            and 0 < pid <= _HIGHEST_PID
+            and isinstance(scope, str)
+            and type(expiration) in (int, float)
+            and abs(expiration) < 1e12
+            and not math.isnan(expiration)
+            and type(number) is int
+            and number <= _HIGHEST_SIGNAL
+        )
+        if not is_valid:
+            self.rejected = f"no timer request: {format_value(line)}"
+            return
+        key = pid, scope[:_SCOPE_MAX]
+        if expiration < 0:
+            self._entries.pop(key, None)
+        elif len(self._entries) >= _TIMERS_MAX and key not in self._entries:
+            self.rejected = f"more than {_TIMERS_MAX} timers"
+        else:
+            acquired = now - _lag(request.get("acquired"), wall)
+            self._acquire(key, acquired, now + expiration - wall, number)
+
+    def _acquire(self, key: tuple[int, str], acquired: float, deadline: float, number: int) -> None:
+        self._serial += 1
+        self._entries[key] = _Entry(self._serial, acquired, deadline, number)
+        heapq.heappush(self._heap, (deadline, self._serial, key))
+        if len(self._heap) > 2 * len(self._entries) + 64:  # mostly released timers
+            self._heap = [
+                (entry.deadline, entry.serial, key) for key, entry in self._entries.items()
+            ]
+            heapq.heapify(self._heap)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next timer expires; None without timers."""
+        while self._heap:
+            deadline, serial, key = self._heap[0]
+            if (entry := self._entries.get(key)) is not None and entry.serial == serial:
+                return deadline
+            heapq.heappop(self._heap)
+        return None
+
+    def expire(self, now: float) -> list[ExpiredTimer]:
+        """Remove and return the timers that have expired by `now`.
+
+        Of each process it is one, the earliest that has a signal; its other timers are
+        removed too.
+        """
+        due: dict[int, list[tuple[str, _Entry]]] = {}
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            _, _, key = heapq.heappop(self._heap)
+            due.setdefault(key[0], []).append((key[1], self._entries.pop(key)))
+        expired = []
+        for pid, timers in due.items():
+            scope, entry = next((timer for timer in timers if timer[1].signal > 0), timers[0])
+            limit = entry.deadline - entry.acquired
+            age = now - entry.acquired
+            expired.append(ExpiredTimer(pid, one_line(scope), age, limit, max(entry.signal, 0)))
+            if entry.signal > 0:
+                self.forget(pid)
+        return expired
+
+    def forget(self, pid: int) -> None:
+        """Remove the timers of a process."""
+        for key in [key for key in self._entries if key[0] == pid]:
+            del self._entries[key]
+
+    def clear(self) -> None:
+        """Remove all timers: another attempt begins."""
+        self._entries.clear()
+        self._heap.clear()
+
+
+def _lag(acquired: object, wall: float) -> float:
+    """Return how many seconds ago a request was written; 0 if that is not known."""
+    if type(acquired) is float and wall - _LAG_MAX_S < acquired < wall:
+        return wall - acquired
+    return 0.0

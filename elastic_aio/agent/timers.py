@@ -1,0 +1,172 @@
+"""The named pipe by which workers acquire timers, and the end of those that expire.
+
+A process of the job that does not release a timer in time gets the timer's signal, and so
+does the worker that it belongs to.  The worker then fails as if it had been killed from
+outside, and the restart policy applies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+from elastic_aio.agent.failures import WorkerRecord
+from elastic_aio.agent.timer_table import ExpiredTimer, TimerTable
+from elastic_aio.aio import PausableClock, cancel_and_wait, create_task
+from elastic_aio.errors import HostError
+from elastic_aio.events import Event, TimerExpired, TimerRejected
+from elastic_aio.process import proc_scan
+from elastic_aio.process.tree import ProcessTree
+
+_CHUNK = 1 << 16
+
+
+class JobTimers:
+    """The timers of one job on this host; must be closed."""
+
+    def __init__(
+        self, clock: PausableClock, tree: ProcessTree, publish: Callable[[Event], None]
+    ) -> None:
+        """Prepare; nothing is opened yet.
+
+        Args:
+            clock: measures the timers; they stand still while the job is suspended.
+            tree: all processes of the job.
+            publish: called with every event.
+        """
+        self.path = ""
+        """The pipe; empty if it is not open."""
+        self._clock = clock
+        self._tree = tree
+        self._publish = publish
+        self._table = TimerTable()
+        self._descriptor = -1
+        self._records: Mapping[int, WorkerRecord] = {}
+        self._attempt = 0
+        self._has_reported = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<JobTimers at {self.path or 'no pipe'}, {self._table!r}>"
+
+    def open(self, where: bool | str) -> None:
+        """Make the pipe at a path, or in the temporary directory, and read from it.
+
+        Raises:
+            HostError: the pipe cannot be made.
+        """
+        own = f"{tempfile.gettempdir()}/watchdog_timer_{os.urandom(16).hex()}"
+        path = where if isinstance(where, str) else own
+        try:
+            if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):
+                os.unlink(path)  # a launcher that was killed has left it
+            os.mkfifo(path, 0o600)
+            self.path = path
+            # Open for writing too: without a writer, a pipe is always at its end of file.
+            self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            self.close_pipe()
+            reason = (error.strerror or str(error)).lower()
+            raise HostError(f"cannot make the pipe of the timers at {path}: {reason}") from error
+        asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
+
+    def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> None:
+        """Drop the timers of the former attempt; `records` are the workers of this one."""
+        self._attempt = attempt
+        self._records = records
+        if self._descriptor >= 0:
+            self._on_readable()  # what the former workers have left in the pipe
+        self._table.clear()
+
+    def close_pipe(self) -> None:
+        """Remove the pipe.  Idempotent."""
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self.path:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            self.path = ""
+
+    async def aclose(self) -> None:
+        """Remove the pipe and end all timers.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        self.close_pipe()
+        if self._tasks:
+            await cancel_and_wait(self._tasks)
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._descriptor, _CHUNK)
+        except BlockingIOError:
+            return
+        self._table.feed(data, self._clock.now(), time.time())
+        if self._table.rejected and not self._has_reported:
+            self._has_reported = True
+            self._publish(TimerRejected(attempt=self._attempt, why=self._table.rejected))
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._descriptor >= 0 and (deadline := self._table.next_deadline) is not None:
+            delay = max(0.0, deadline - self._clock.now())
+            self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._on_readable()  # a release may be in the pipe since before the deadline
+        for timer in self._table.expire(self._clock.now()):
+            task = create_task(self._end_process(timer), name=f"timer of {timer.pid}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._set_alarm()
+
+    async def _end_process(self, timer: ExpiredTimer) -> None:
+        record = self._record_of(timer.pid)
+        process: proc_scan.ProcEntry | None = None
+        if record is None:
+            processes = {entry.pid: entry for entry in await self._tree.descendants() or ()}
+            process = processes.get(timer.pid)
+            if process is None:
+                return  # it has ended, or is none of ours
+            record = self._record_of(process.session)
+            ancestor: proc_scan.ProcEntry | None = process
+            while record is None and ancestor is not None:
+                record = self._record_of(ancestor.parent)
+                ancestor = processes.get(ancestor.parent)
+        elif record.exit is not None:
+            return
+        if record is not None:
+            times = f"{round(timer.age, 2):g} s (limit {round(timer.limit, 2):g} s)"
+            record.expired_timer = f"timer {timer.scope!r} expired after {times}"
+        self._publish(
+            TimerExpired(
+                attempt=self._attempt,
+                rank=-1 if record is None else record.ranks.rank,
+                local_rank=-1 if record is None else record.ranks.local_rank,
+                pid=timer.pid,
+                scope=timer.scope,
+                age=timer.age,
+                limit=timer.limit,
+                signal=timer.signal,
+            )
+        )
+        if timer.signal and process is not None:
+            proc_scan.signal_process(process, timer.signal)
+        if timer.signal and record is not None:
+            self._tree.signal_leaders(timer.signal, record.pid)
+
+    def _record_of(self, pid: int) -> WorkerRecord | None:
+        return next((record for record in self._records.values() if record.pid == pid), None)

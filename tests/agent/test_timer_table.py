@@ -1,0 +1,156 @@
+"""The table of timers: requests in, expired timers out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.agent.timer_table import TimerTable
+
+WALL = 1_700_000_000.0
+
+
+def request(pid: Any = 7, scope: Any = "s", after: Any = 5.0, signal: Any = 9) -> bytes:
+    expiration = WALL + after if isinstance(after, float) else after
+    content = {"version": 1, "pid": pid, "scope_id": scope, "signal": signal}
+    return json.dumps({**content, "expiration_time": expiration}).encode() + b"\n"
+
+
+def table_of(*requests: bytes) -> TimerTable:
+    table = TimerTable()
+    table.feed(b"".join(requests), 100.0, WALL)
+    return table
+
+
+def test_a_timer_expires_once() -> None:
+    """With its age and its limit."""
+    table = table_of(request(after=5.0))
+    assert table.next_deadline == pytest.approx(105.0)
+    assert table.expire(104.9) == []
+    (timer,) = table.expire(106.0)
+    assert (timer.pid, timer.scope, timer.signal) == (7, "s", 9)
+    assert [timer.age, timer.limit] == pytest.approx([6.0, 5.0])
+    assert table.next_deadline is None
+    assert table.expire(200.0) == []
+
+
+def test_the_age_of_a_request_that_is_read_late() -> None:
+    """A time that cannot be true is that of the reading."""
+    table = TimerTable()
+    for pid, acquired in enumerate([WALL - 3.0, WALL + 3.0, WALL - 1000.0, "x"], 1):
+        line = json.loads(request(pid)) | {"acquired": acquired}
+        table.feed(json.dumps(line).encode() + b"\n", 100.0, WALL)
+    ages = [round(timer.age, 3) for timer in table.expire(105.0)]
+    assert ages == [8.0, 5.0, 5.0, 5.0]
+    assert not table.rejected
+
+
+def test_a_release_ends_a_timer() -> None:
+    """That of the same process and scope; a release of nothing has no effect."""
+    table = table_of(request(scope="a"), request(scope="b"), request(8, "a"))
+    table.feed(request(scope="a", after=-1) + request(scope="c", after=-1), 100.0, WALL)
+    assert [timer.pid for timer in table.expire(200.0)] == [7, 8]
+    assert not table.rejected
+
+
+def test_a_timer_is_acquired_again() -> None:
+    """The last request counts."""
+    table = table_of(request(after=5.0), request(after=50.0))
+    assert table.expire(110.0) == []
+    assert table.next_deadline == pytest.approx(150.0)
+
+
+def test_one_timer_of_each_process_expires() -> None:
+    """The earliest that has a signal; then the process has no timers."""
+    table = table_of(
+        request(scope="late", after=3.0, signal=15),
+        request(scope="early", after=2.0),
+        request(scope="mute", after=1.0, signal=0),
+        request(scope="pending", after=90.0),
+        request(8, "mute", 1.0, -1),
+        request(8, "pending", 90.0),
+    )
+    first, second = table.expire(110.0)
+    assert (first.pid, first.scope, first.signal) == (7, "early", 9)
+    assert (second.pid, second.scope, second.signal) == (8, "mute", 0)
+    assert table.next_deadline == pytest.approx(190.0)
+    assert [timer.pid for timer in table.expire(200.0)] == [8]
+
+
+def test_the_processes_of_another_attempt() -> None:
+    table = table_of(request(7), request(8))
+    table.forget(7)
+    assert [timer.pid for timer in table.expire(200.0)] == [8]
+    table.feed(request(), 100.0, WALL)
+    table.clear()
+    assert table.next_deadline is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"x\n",
+        b"\xff\xfe\n",
+        b"[]\n",
+        b"7\n",
+        b"{}\n",
+        b"[" * 3000 + b"\n",
+        request(pid=0),
+        request(pid=-1),
+        request(pid=True),
+        request(pid=1 << 40),
+        request(scope=3),
+        request(after="soon"),
+        request(after=1e300),
+        request(signal=65),
+        request(signal="9"),
+        b'{"pid":7,"scope_id":"s","expiration_time":NaN,"signal":9}\n',
+        b"x" * 5000 + b"\n",
+    ],
+)
+def test_what_is_no_request_is_left_out(line: bytes) -> None:
+    """And reported; the next request counts."""
+    table = table_of(line)
+    assert table.rejected
+    assert table.next_deadline is None
+    table.feed(request(), 100.0, WALL)
+    assert table.next_deadline is not None
+
+
+def test_limits() -> None:
+    """A long line costs no memory, and so do many timers and many releases."""
+    table = table_of()
+    for _ in range(1000):
+        table.feed(b"x" * 4000, 0.0, WALL)
+    table.feed(b"\n" + request(), 100.0, WALL)
+    assert [timer.pid for timer in table.expire(200.0)] == [7]
+    for pid in range(1, 20_000):
+        table.feed(request(pid), 100.0, WALL)
+    assert table.rejected == "more than 16384 timers"
+    assert repr(table) == "<TimerTable with 16384 timers>"
+    table.clear()
+    for _ in range(1000):
+        table.feed(request() + request(after=-1), 100.0, WALL)
+    assert len(table._heap) < 100
+
+
+@given(
+    st.lists(
+        st.sampled_from([request(scope="a"), request(scope="b", after=1.0), request(after=-1)])
+        | st.binary(max_size=30),
+        max_size=8,
+    ),
+    st.integers(1, 40),
+)
+def test_any_cut_of_the_bytes_is_the_same(parts: list[bytes], size: int) -> None:
+    whole, cut = TimerTable(), TimerTable()
+    stream = b"\n".join(parts)
+    whole.feed(stream, 100.0, WALL)
+    for start in range(0, len(stream), size):
+        cut.feed(stream[start : start + size], 100.0, WALL)
+    assert whole.expire(200.0) == cut.expire(200.0)
+    assert bool(whole.rejected) == bool(cut.rejected)

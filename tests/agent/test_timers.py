@@ -1,0 +1,199 @@
+"""Timers of real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import Agent, HostError, JobFailed, LaunchSpec, SpecError, launch
+from elastic_aio.events import Event, TimerExpired, TimerRejected
+from elastic_aio.worker import expires
+from tests.support.cli import run_cli
+
+# Sleeps in the block on the first attempt.
+STUCK = """
+import os, sys, time
+from elastic_aio.worker import expires
+os.environ["TORCHELASTIC_TIMER_FILE"]
+with expires(60, "outer"):
+    with expires(float(sys.argv[1]), "step"):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(99)
+"""
+
+
+def python(code: str, *args: str) -> list[str]:
+    return [sys.executable, "-c", code, *args]
+
+
+async def run_job(argv: list[str], **settings: Any) -> tuple[list[Event], JobFailed | None]:
+    events: list[Event] = []
+    try:
+        await launch(LaunchSpec(argv, timers=True, **settings), listeners=[events.append])
+    except JobFailed as error:
+        return events, error
+    return events, None
+
+
+@pytest.mark.both_loops
+async def test_an_expired_timer_ends_the_worker() -> None:
+    """The reason names the timer, and the restart policy applies."""
+    events, error = await run_job(python(STUCK, "0.1"), nproc_per_node=2)
+    assert error is not None
+    root = error.root_cause
+    assert root is not None
+    assert root.status.signal == signal.SIGKILL
+    assert root.message.startswith("timer 'step' expired after ")
+    assert root.message.endswith(" s (limit 0.1 s)")
+    assert "timer 'step' expired" in root.summary
+    expired = [event for event in events if isinstance(event, TimerExpired)]
+    assert root.pid in {event.pid for event in expired}
+    assert {(event.scope, event.signal) for event in expired} == {("step", 9)}
+    events, error = await run_job(python(STUCK, "0.1"), max_restarts=1)
+    assert error is None
+
+
+async def test_a_block_that_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipe is removed at the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import time; from elastic_aio.worker import expires\n"
+        "with expires(1.0): pass\ntime.sleep(1.2)"
+    )
+    events, error = await run_job(python(code))
+    assert error is None
+    assert not [event for event in events if isinstance(event, TimerExpired)]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_process_below_the_worker() -> None:
+    """It and the worker are ended, although the worker ignores the end of the process."""
+    code = (
+        "import os, sys, time; from elastic_aio.worker import expires\n"
+        "if '--setsid' in sys.argv: os.setsid()\n"
+        "with expires(0.05, 'below'): time.sleep(99)"
+    )
+    for option in ("", "--setsid"):
+        script = '"$0" -c "$1" "$2"; sleep 99'
+        _, error = await run_job(["bash", "-c", script, sys.executable, code, option])
+        assert error is not None
+        assert error.root_cause is not None
+        assert "timer 'below' expired" in error.root_cause.message
+
+
+async def test_hostile_bytes() -> None:
+    """They are reported once, a process of others is not signalled, and the timers work."""
+    victim = await asyncio.create_subprocess_exec("sleep", "99")
+    line = (
+        f'{{"pid": {victim.pid}, "scope_id": "x", "expiration_time": 1, "signal": 9}}'
+        f'\\n{{"pid": {os.getpid()}, "scope_id": "x", "expiration_time": 1, "signal": 9}}'
+    )
+    code = (
+        "import os\n"
+        "for text in (b'x' * 100_000, b'\\xff\\n', b'{}\\n', b'''" + line + "\n'''):\n"
+        "    with open(os.environ['TORCHELASTIC_TIMER_FILE'], 'wb') as pipe: pipe.write(text)\n"
+    )
+    events, error = await run_job(python(code + STUCK, "0.1"))
+    assert error is not None
+    assert error.root_cause is not None
+    assert "timer 'step'" in error.root_cause.message
+    rejected = [event for event in events if isinstance(event, TimerRejected)]
+    assert [event.why for event in rejected] == ["a line of more than 4096 bytes"]
+    assert victim.returncode is None
+    victim.kill()
+    await victim.wait()
+
+
+async def test_a_signal_of_the_clients_choice() -> None:
+    """An error that the worker records keeps the timer as a note."""
+    code = (
+        "import json, os, signal, sys, time\n"
+        "from elastic_aio.worker import record\n"
+        "def send(scope, number):\n"
+        "    request = {'pid': os.getpid(), 'scope_id': scope, 'expiration_time': time.time(),\n"
+        "               'signal': number}\n"
+        "    with open(os.environ['TORCHELASTIC_TIMER_FILE'], 'w') as pipe:\n"
+        "        pipe.write(json.dumps(request) + '\\n')\n"
+        "def stop(number, frame): raise ValueError('stopped')\n"
+        "@record\n"
+        "def main():\n"
+        "    signal.signal(signal.SIGUSR1, stop)\n"
+        "    send('loud', signal.SIGUSR1)\n"
+        "    time.sleep(99)\n"
+        "main()\n"
+    )
+    events, error = await run_job(python(code))
+    assert error is not None
+    assert error.root_cause is not None
+    assert error.root_cause.error is not None
+    assert error.root_cause.error.message == "ValueError: stopped"
+    assert error.root_cause.notes[0].startswith("timer 'loud' expired")
+    assert [event.signal for event in events if isinstance(event, TimerExpired)] == [10]
+
+
+async def test_where_the_pipe_is(tmp_path: Path) -> None:
+    """A pipe that is left there is replaced, and any other file is an error."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    code = "import os, stat; assert os.environ['TORCHELASTIC_TIMER_FILE'].endswith('/pipe')"
+    await launch(LaunchSpec(python(code), timers=str(path)))
+    assert not path.exists()
+    path.write_text("kept")
+    with pytest.raises(HostError, match=r"cannot make the pipe of the timers .*file exists"):
+        await launch(LaunchSpec(python(code), timers=str(path)))
+    assert path.read_text() == "kept"
+    with pytest.raises(SpecError, match="timers: must be a path"):
+        LaunchSpec(["true"], timers=3)  # type: ignore[arg-type]  # wrong on purpose
+
+
+async def test_an_idle_pipe_wakes_no_one() -> None:
+    """Without writers it is not at its end of file."""
+    loop = asyncio.get_running_loop()
+    turns = 0
+    async with Agent(LaunchSpec(["sleep", "99"], timers=True)) as agent:
+        async for event in agent.events():
+            if type(event).__name__ == "WorkerStarted":
+                break
+        await asyncio.sleep(0.05)
+        original = loop._run_once  # type: ignore[attr-defined]  # counts turns of the loop
+
+        def run_once() -> None:
+            nonlocal turns
+            turns += 1
+            original()
+
+        loop._run_once = run_once  # type: ignore[attr-defined]  # as above
+        await asyncio.sleep(0.2)
+        loop._run_once = original  # type: ignore[attr-defined]  # as above
+    assert turns < 20
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHELASTIC_TIMER_FILE", raising=False)
+    with pytest.raises(HostError, match="the launcher keeps no timers"):
+        expires(1)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(path))
+    timer = expires(1)
+    assert timer.scope.endswith(f"test_timers.py#{sys._getframe().f_lineno - 1}")
+    with pytest.raises(HostError, match="the launcher does not listen"), timer:
+        pass
+
+
+@pytest.mark.e2e
+def test_the_command_line(tmp_path: Path) -> None:
+    """torch's variable switches the timers on; the report names the timer."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    ended = run_cli(script, "0.1", env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+    assert ended.code == 137
+    assert "traceback : timer 'step' expired after " in ended.err
+    assert "timer 'step' of rank 0" in ended.err
