@@ -65,6 +65,7 @@ class RunRequest(Struct, frozen=True):
 
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "JOB_COMPLETION")
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -105,9 +106,26 @@ def parse_run(
     if is_launch:
         program = _with_local_rank(values, program)
     try:
-        return replace(_request(values, program, env), variables=variables)
+        found = _apply_scheduler(values, env)
+        request = _request(values, program, env)
+        return replace(request, variables=variables, warnings=(*found, *request.warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
+
+
+def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> list[str]:
+    """Fill in the options of the rendezvous that a scheduler knows; return what it says."""
+    # The module is imported only where one of them has started this process.
+    if not any(name.startswith(_SCHEDULERS) for name in env):
+        return []
+    import socket
+
+    from elastic_aio.cli.schedulers import apply_allocation, find_allocation
+
+    if (found := find_allocation(env, socket.getfqdn)) is None:
+        return []
+    is_explicit_stop = values["shutdown_timeout"] is not None or bool(env.get(_GRACE_VARIABLE))
+    return [apply_allocation(values, found, is_explicit_stop=is_explicit_stop)]
 
 
 def _with_local_rank(values: Values, program: list[str]) -> list[str]:
