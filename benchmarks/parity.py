@@ -40,6 +40,7 @@ _MARK = "PARITY_NOTES"
 _LEFT_S = 2.0
 """Seconds that processes may outlive their launcher before they count as left behind."""
 
+_OPTION = re.compile(r"^  (?:-\w(?: [A-Z]+)?, )?(--[a-z-]+)\b", re.MULTILINE)
 _STEPS_S = 120.0
 _ENDLESS = "does not end"
 
@@ -80,9 +81,11 @@ class Job:
                 end = time.monotonic() + self._case.limit
                 codes += [self._wait(node, end) for node in sorted(self._nodes)]
                 left = [] if _ENDLESS in codes else self._wait_left(time.monotonic() + _LEFT_S)
+                signals = self._signals()  # before those of a guardian, or none
             finally:
                 self._kill_all()
-        return {"code": codes[0] if len(codes) == 1 else codes, "left": left, **self._observe()}
+        code = codes[0] if len(codes) == 1 else codes
+        return {"code": code, "left": left, "signals": signals, **self._observe()}
 
     def _start(self, node: int, stack: ExitStack) -> None:
         words = [*shlex.split(self._case.nodes[node]), *shlex.split(self._case.words)]
@@ -185,12 +188,11 @@ class Job:
             "err": sorted(filter(_of_worker, self._text("err").splitlines())),
             "starts": self._starts(),
             "env": self._environments(),
-            "signals": sorted(name for name in os.listdir(self._notes) if " got " in name),
             "logs": self._logs(),
             "report": self._reports(),
             "error": self._error_file(),
-            "tmp": sorted(map(_kind_of_file, os.listdir(self._path("tmp")))),
-            "help": sorted(set(re.findall(r"--[a-z][a-z-]+\b", self._text("out")))),
+            "tmp": self._temporary_files(),
+            "help": sorted(set(_OPTION.findall(self._text("out")))),
         }
 
     def _path(self, name: str) -> Path:
@@ -203,6 +205,9 @@ class Job:
 
     def _normal(self, text: str) -> str:
         return text.replace(str(self._directory), "DIR").replace(self._port, "PORT")
+
+    def _signals(self) -> list[str]:
+        return sorted(name for name in os.listdir(self._notes) if " got " in name)
 
     def _starts(self) -> list[str]:
         found = [name.split() for name in os.listdir(self._notes) if " started " in name]
@@ -238,6 +243,8 @@ class Job:
             # A run id that was not given is random, and all are followed by a random suffix.
             run = re.sub(r"^[0-9a-f-]{16,36}_", "RANDOM_", re.sub(r"_\w{8}$", "_SUFFIX", run))
             content = path.read_text("utf-8", "backslashreplace") if path.is_file() else ""
+            if path.name.startswith("filtered_"):  # of several ranks, in any order
+                content = "".join(sorted(content.splitlines(keepends=True)))
             found["/".join([run, *rest])] = self._normal(content)
         return found
 
@@ -252,6 +259,11 @@ class Job:
                 report = {"name": name, "root": _failures(root), "others": _failures(others)}
                 found.append(report)
         return found
+
+    def _temporary_files(self) -> list[str]:
+        """Return their names without random suffixes; torch's compiler is not the launcher's."""
+        names = (name for name in os.listdir(self._path("tmp")) if "inductor" not in name)
+        return sorted(re.sub(r"^(torchelastic|elastic_aio)_.*", "LOGS", name) for name in names)
 
     def _error_file(self) -> Any:
         path = self._path("error.json")
@@ -277,11 +289,6 @@ def _kind_of(pid: int) -> str:
     except OSError:
         return "gone"
     return "worker" if os.fsencode(WORKER) in words else Path(os.fsdecode(words[0])).name
-
-
-def _kind_of_file(name: str) -> str:
-    """Return what a temporary file is, without its random suffix."""
-    return re.sub(r"^(torchelastic|elastic_aio)_.*", "LOGS", name)
 
 
 def _failures(text: str) -> dict[str, dict[str, str]]:
@@ -312,7 +319,11 @@ class Outcome:
     @cached_property
     def differing(self) -> list[str]:
         """The aspects that differ."""
-        return [aspect for aspect in self.theirs if self.theirs[aspect] != self.ours[aspect]]
+        return [
+            aspect
+            for aspect in self.theirs
+            if self.theirs[aspect] != self.ours[aspect] and aspect not in self.case.ignored
+        ]
 
     @cached_property
     def unexplained(self) -> list[str]:

@@ -1,8 +1,8 @@
 """A worker of `benchmarks.parity`: it does what its arguments say, one after the other.
 
 An argument is `action` or `action=value`; `1:exit=3` is for rank 1 only.  Lines of output
-begin with "W ", so that they can be told from those of a launcher.  Notes are files in the
-directory `$PARITY_NOTES`; the name of a note is its content.
+begin with "W ", so that a launcher's can be left out.  Notes are files in the directory
+`$PARITY_NOTES`; the name of a note is its content.
 """
 
 import json
