@@ -212,8 +212,8 @@ def test_third_parties_are_confined(name: str) -> None:
     third_parties = roots - set(sys.stdlib_module_names) - {"elastic_aio"}
     if name == "process.guardian_main":
         third_parties -= {"proc_scan", "session_list"}  # its neighbours, in a bare interpreter
-    if name == "worker.bootstrap_main":
-        third_parties -= {"bootstrap"}  # its neighbour, before the package can be found
+    if name in ("worker.bootstrap", "worker.bootstrap_main"):
+        third_parties -= {"bootstrap", "interpreter"}  # before the package can be found
     if package_of(name) != "worker":
         third_parties -= {"msgspec"}  # values; a worker may run where nothing is installed
     assert third_parties <= CONFINED.keys()

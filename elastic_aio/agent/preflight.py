@@ -19,6 +19,7 @@ from elastic_aio.spec.job import (
     Script,
 )
 from elastic_aio.worker.bootstrap import is_importing_main
+from elastic_aio.worker.scripts import run_script
 
 if TYPE_CHECKING:
     from elastic_aio.hardware.accelerators import Accelerator
@@ -197,9 +198,13 @@ def check_runnable(spec: LaunchSpec) -> None:
         SpawnError: with a shell's exit code, 127 for a missing script and 126 for
             one that cannot be read.
     """
-    if not isinstance(spec.entrypoint, Script):
-        return
-    path = spec.entrypoint.path
+    match spec.entrypoint:
+        case Script(path):
+            pass
+        case Function(call) if call is run_script:
+            path = spec.args[0]
+        case _:
+            return
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
         return  # the error of the spawn is clearer
     full = os.path.join(spec.cwd or "", path)

@@ -27,8 +27,13 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
     from typing import Any
+
+if TYPE_CHECKING or __name__ != "bootstrap":
+    from elastic_aio.worker import interpreter
+else:  # the package itself need not be importable
+    import interpreter
 
 MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
 
@@ -249,44 +254,45 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
         The worker's exit code.
     """
     enable_faulthandler()
+    is_called = False
     try:
         function, args = prepare()
+        is_called = True
         value = function(*args)
-    except SystemExit as error:
+    except BaseException as raised:  # noqa: BLE001  # it is recorded, and ends the worker
+        error = raised
+    else:
+        return _returned(value, result, is_quiet)
+    # Here it is not being handled any more: it is no context of an error of a hook.
+    if is_called and isinstance(error, SystemExit):
         return _exited(error, result)
-    except KeyboardInterrupt:
+    if is_called and isinstance(error, KeyboardInterrupt):
         _write_end(result, INTERRUPTED, None)
         return 0
-    except BaseException as error:  # noqa: BLE001  # it is recorded, and ends the worker
-        return _raised(error, result, is_quiet)
+    return _raised(error, result, is_quiet)
+
+
+def _returned(value: object, result: int, is_quiet: bool) -> int:
     try:
         _write_result(result, VALUE, None if is_quiet else value)
-    except Exception as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
+    except BaseException as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
         return _unpicklable(value, error, result)
     return 0
 
 
 def _exited(error: SystemExit, result: int) -> int:
     is_number = error.code is None or isinstance(error.code, int)
-    _write_end(result, EXITED, ("" if is_number else str(error.code), None, time.time()))
-    return exit_code_of(error)
-
-
-def exit_code_of(error: SystemExit) -> int:
-    """Return the exit code of an interpreter that `error` ends; print a text as it does."""
-    if error.code is None or isinstance(error.code, int):
-        code = error.code or 0
-        # To the interpreter, a number that is no C long is -1.
-        return (code if -(2**63) <= code < 2**63 else -1) & 0xFF
-    print(error.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
-    return 1
+    _write_end(result, EXITED, ("" if is_number else _text_of(error.code), None, time.time()))
+    return interpreter.exit_code_of(error)
 
 
 def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
     import traceback
 
-    # If all frames are of this package, they tell where it happened.
-    error.__traceback__ = without_own_frames(error.__traceback__) or error.__traceback__
+    trace = interpreter.without_own_frames(error.__traceback__)
+    # If all frames are of this package, they tell where it happened; a SyntaxError does itself.
+    if trace is not None or isinstance(error, SyntaxError):
+        error.__traceback__ = trace
     stack = "".join(traceback.format_exception(error))
     is_exception = isinstance(error, Exception)
     content = (describe_error(error), stack, time.time())
@@ -295,23 +301,24 @@ def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
     kind = RAISED if is_exception else RAISED_BASE
     _write_end(result, kind, content)
     if not (is_quiet and is_exception):
-        _print_error(stack)
+        interpreter.call_excepthook(error)
     return 1
 
 
-def _unpicklable(value: object, error: Exception, result: int) -> int:
+def _unpicklable(value: object, error: BaseException, result: int) -> int:
     import traceback
 
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     rank = os.environ.get("RANK")
     function = "the function" if rank is None else f"the function of rank {rank}"
-    message = f"{function} returned a {name}, which cannot be pickled: {error}"
+    reason = _text_of(error) if isinstance(error, Exception) else describe_error(error)
+    message = f"{function} returned a {name}, which cannot be pickled: {reason}"
     stack = "".join(traceback.format_exception(error))
     # A part of the value may have been written.
     os.ftruncate(result, 0)
     _write_end(result, UNPICKLABLE, (message, stack, time.time()))
-    _print_error(f"{message}\n")
+    interpreter.print_error(f"{message}\n")
     return 1
 
 
@@ -320,14 +327,6 @@ def _write_end(result: int, kind: int, content: object) -> None:
         _write_result(result, kind, content)
     except (OSError, MemoryError):
         pass  # no memory left: the exit code still reports the failure
-
-
-def _print_error(text: str) -> None:
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        pass  # stderr is closed
 
 
 def _write_error_file(message: str, stack: str, timestamp: float) -> None:
@@ -345,21 +344,14 @@ def _write_error_file(message: str, stack: str, timestamp: float) -> None:
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error."""
+    return f"{type(error).__name__}: {_text_of(error)}"
+
+
+def _text_of(value: object) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  # a user's __str__ can do anything
-        return f"{type(error).__name__}: <str() failed>"
-
-
-def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames that lead to the user's code."""
-    own = os.path.dirname(MAIN)
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if os.path.dirname(path) != own and path != "<frozen runpy>":
-            break
-        trace = trace.tb_next
-    return trace
+        return str(value)
+    except BaseException:  # noqa: BLE001  # a user's __str__ can do anything
+        return "<str() failed>"
 
 
 def enable_faulthandler() -> None:

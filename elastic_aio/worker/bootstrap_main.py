@@ -9,10 +9,12 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elastic_aio.worker import bootstrap
+    from elastic_aio.worker import bootstrap, interpreter
 else:
-    import bootstrap  # found by the line above
+    import bootstrap
+    import interpreter  # found by the line above
 
-# Calls refer to it by its full name: they must not import it again.
-sys.modules["elastic_aio.worker.bootstrap"] = sys.modules.pop("bootstrap")
-sys.exit(bootstrap.main(sys.argv[1:4]))
+# Calls refer to them by their full names: they must not import them again.
+for name in ("bootstrap", "interpreter"):
+    sys.modules[f"elastic_aio.worker.{name}"] = sys.modules.pop(name)
+interpreter.finalize(bootstrap.main(sys.argv[1:4]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from elastic_aio.worker import interpreter
 
 # Encoding and error handler of 0, 1 and 2 as the interpreter has chosen them, by the locale and
 # PYTHONIOENCODING; a module that is imported later may replace the streams.
@@ -34,6 +37,7 @@ def run_forked(
     code = 1
     try:
         os.setsid()
+        gc.freeze()  # so that the parent's objects are known, and their pages stay shared
         detach()
         _forget_parent()
         _take_streams(streams)
@@ -44,14 +48,13 @@ def run_forked(
         _renew_streams()
         code = call()
     except BaseException as error:  # noqa: BLE001  # the frames above are the parent's
-        sys.excepthook(type(error), error, error.__traceback__)
+        interpreter.call_excepthook(error)
     finally:
-        _leave(code)
-    raise SystemExit(code)  # never reached
+        interpreter.finalize(code)
 
 
 def _forget_parent() -> None:
-    """Drop the parent's exit hooks, finalizers and children."""
+    """Drop the parent's exit hooks, finalizers and children; keep the hooks of their modules."""
     import atexit
 
     atexit._clear()
@@ -60,6 +63,14 @@ def _forget_parent() -> None:
     if util := sys.modules.get("multiprocessing.util"):
         util._finalizer_registry.clear()
         util._run_after_forkers()
+        atexit.register(util._exit_function)
+    if weakref := sys.modules.get("weakref"):
+        for finalizer in [*weakref.finalize._registry]:
+            finalizer.atexit = False
+        weakref.finalize._registered_with_atexit = False  # so that the next one registers
+    if logging := sys.modules.get("logging"):
+        logging._handlerList.clear()
+        atexit.register(logging.shutdown)
 
 
 def _take_streams(descriptors: Sequence[int]) -> None:
@@ -108,23 +119,3 @@ def flush_streams() -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             continue  # closed, or its reader is gone
-
-
-def _leave(code: int) -> None:
-    """End a forked worker like an interpreter, without effects on the parent.
-
-    Waits for threads, runs exit hooks, flushes queues and streams.
-    """
-    try:
-        import threading
-
-        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does
-        if util := sys.modules.get("multiprocessing.util"):
-            util._exit_function()
-        import atexit
-
-        atexit._run_exitfuncs()
-    except BaseException as error:  # noqa: BLE001  # a user's hook; the worker ends anyway
-        sys.excepthook(type(error), error, error.__traceback__)
-    flush_streams()
-    os._exit(code)

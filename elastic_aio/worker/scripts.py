@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from elastic_aio.worker.bootstrap import exit_code_of, without_own_frames
+from elastic_aio.worker import interpreter
 from elastic_aio.worker.context import REAL_LOCAL_RANK
 
 
@@ -22,7 +22,14 @@ def run_script(path: str, *args: str) -> None:
     rank = os.environ.get(REAL_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
     if not sys.flags.safe_path:
         del sys.path[0]  # the launcher's own script or working directory
-    _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])
+    try:
+        _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])
+        return
+    except KeyboardInterrupt as raised:  # a success only of functions
+        error = raised
+    code = interpreter.report_error(error)
+    del error  # with the frames and the objects of the script
+    interpreter.finalize(code)
 
 
 def run_as_interpreter(arguments: list[str]) -> int:
@@ -33,19 +40,10 @@ def run_as_interpreter(arguments: list[str]) -> int:
     """
     try:
         _run(arguments)
-    except SystemExit as error:
-        return exit_code_of(error)
-    except BaseException as error:  # noqa: BLE001  # the script's; printed as the interpreter does
-        error.__traceback__ = without_own_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            import signal
-
-            # The exit status shall be the signal.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        return 1
-    return 0
+        return 0
+    except BaseException as raised:  # noqa: BLE001  # the script's
+        error = raised
+    return interpreter.report_error(error)
 
 
 def first_path(arguments: list[str]) -> list[str]:

@@ -132,6 +132,16 @@ ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, boo
         "its value cannot be unpickled here: LookupError: not in a worker",
         False,
     ),
+    (
+        functions.give_exiting,
+        (),
+        ExitStatus(1),
+        "the function of rank 0 returned a tests.support.functions.Exits, which cannot be pickled:"
+        " SystemExit: 0",
+        False,
+    ),
+    (functions.leave_with_exiting, (), ExitStatus(1), "<str() failed>", False),
+    (functions.raise_exiting, (), ExitStatus(1), "ExitsError: <str() failed>", True),
 ]
 
 
@@ -288,6 +298,13 @@ async def test_a_value_that_exits_is_a_failure(name: str, reason: str) -> None:
     error = await failed(spec_of(functions.give_outside, "spawn", name))
     (failure,) = error.failures
     assert failure.message == f"its value cannot be unpickled here: {reason}".strip()
+
+
+async def test_an_exit_before_the_call_is_a_failure() -> None:
+    """The function has not run; a main script without a guard may exit, too."""
+    error = await failed(spec_of(functions.give, "spawn", functions.ExitsThere()))
+    (failure,) = error.failures
+    assert (failure.status, said(failure)) == (ExitStatus(1), "SystemExit: 0")
 
 
 async def test_a_value_that_blocks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ import sys
 import pytest
 
 from elastic_aio import LaunchSpec, LogSpec, RestartPolicy, launch
+from tests.support import functions_torch
+from tests.support.cli import run_cli
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+ENDS = int(os.environ.get("ELASTIC_AIO_GLOO_ENDS", "1"))
 RESTARTS = int(os.environ.get("ELASTIC_AIO_GLOO_RESTARTS", "3"))
 # Rank 1 comes late, which is when stale keys of the attempt before would mislead it.
 WORKER = f"""
@@ -57,3 +60,17 @@ dist.barrier()
         monkeypatch.setenv("USE_LIBUV", libuv)
         spec = LaunchSpec([sys.executable, "-c", worker], nproc_per_node=2, host_store=False)
         assert (await launch(spec)).state == "succeeded"
+
+
+async def test_functions_end_while_gloo_works() -> None:
+    """A thread of it that comes back to the interpreter ends with it, and aborts nothing."""
+    for _ in range(ENDS):
+        result = await launch(LaunchSpec(functions_torch.reduce_and_leave, nproc_per_node=2))
+        assert result.return_values == dict.fromkeys(range(2), 1.0)
+
+
+@pytest.mark.parametrize("options", [["--run-path"], ["--preload=torch"]])
+def test_scripts_end_while_gloo_works(options: list[str]) -> None:
+    for _ in range(ENDS):
+        ended = run_cli(*options, "--nproc-per-node=2", functions_torch.__file__, seconds=200)
+        assert ended.code == 0, ended.err

@@ -341,3 +341,38 @@ def report(*args: Any) -> Any:
     """Return the arguments and the environment of a group's worker."""
     print("out", *args)
     return args, os.environ.get("OWN"), os.environ.get("RANK")
+
+
+class Exits:
+    """A value, or the argument of an exit, whose methods exit."""
+
+    def __reduce__(self) -> NoReturn:
+        sys.exit(0)
+
+    __str__ = __repr__ = __reduce__
+
+
+class ExitsError(Exception):
+    """An exception whose text exits."""
+
+    def __str__(self) -> str:
+        sys.exit(0)
+
+
+class ExitsThere:
+    """An argument whose unpickling exits a worker."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (0,)
+
+
+def give_exiting() -> object:
+    return Exits()
+
+
+def leave_with_exiting() -> NoReturn:
+    sys.exit(Exits())  # type: ignore[arg-type]  # what is tested
+
+
+def raise_exiting() -> NoReturn:
+    raise ExitsError
