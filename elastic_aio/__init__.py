@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import NodeRefused as NodeRefused
     from elastic_aio.events import NodeStandby as NodeStandby
     from elastic_aio.events import OutputLost as OutputLost
+    from elastic_aio.events import RendezvousStoreAwaited as RendezvousStoreAwaited
     from elastic_aio.events import RendezvousStoreLost as RendezvousStoreLost
     from elastic_aio.events import RendezvousStoreRecovered as RendezvousStoreRecovered
     from elastic_aio.events import Restarting as Restarting
@@ -129,11 +130,11 @@ else:
             "elastic_aio.events": """
                 AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianLost
                 GuardianRestarted JobFinished JobStarted LogDiskFull MembershipChanged NodeJoined
-                NodeLeft NodeLost NodeRefused NodeStandby OutputLost RendezvousStoreLost
-                RendezvousStoreRecovered Restarting RoundFormed RoundForming RoundWaiting
-                SignalForwarded StandbyPromoted StopEscalated StopRequested TimerExpired
-                TimerRejected WorkerAbandoned
-                WorkerExited WorkerStarted event_from_json event_to_json
+                NodeLeft NodeLost NodeRefused NodeStandby OutputLost RendezvousStoreAwaited
+                RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed RoundForming
+                RoundWaiting SignalForwarded StandbyPromoted StopEscalated StopRequested
+                TimerExpired TimerRejected WorkerAbandoned WorkerExited WorkerStarted
+                event_from_json event_to_json
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """

@@ -348,6 +348,15 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
     """The term of its election; at one store, a higher term replaces a lower one."""
 
 
+class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
+    """This node has found no rendezvous store that it can use, and goes on searching."""
+
+    why: str
+    """Each endpoint, and why its store cannot be used."""
+    time_left: float
+    """Seconds until the search ends."""
+
+
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):
     """The store at `endpoint` is unreachable (`why`); workers run on for `store_grace`."""
 

@@ -101,6 +101,9 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             return Level.INFO, f"promoted from standby to group rank {event.group_rank}"
         case events.CoordinatorChanged():
             return Level.INFO, f"node {event.name} is the coordinator (term {event.term})"
+        case events.RendezvousStoreAwaited():
+            left = f"{max(event.time_left, 0):.0f} s left"
+            return Level.WARNING, f"waiting for the rendezvous store, {left}: {event.why}"
         case events.RendezvousStoreLost():
             return Level.WARNING, f"rendezvous store at {event.endpoint} lost: {event.why}"
         case events.RendezvousStoreRecovered():

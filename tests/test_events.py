@@ -30,6 +30,7 @@ from elastic_aio.events import (
     NodeRefused,
     NodeStandby,
     OutputLost,
+    RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     Restarting,
@@ -184,6 +185,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     NodeStandby: drawn(NodeStandby, round=counts, maximum=counts),
     StandbyPromoted: drawn(StandbyPromoted, round=counts, group_rank=counts),
     CoordinatorChanged: drawn(CoordinatorChanged, name=texts, term=counts),
+    RendezvousStoreAwaited: drawn(RendezvousStoreAwaited, why=texts, time_left=floats),
     RendezvousStoreLost: drawn(RendezvousStoreLost, endpoint=texts, why=texts),
     RendezvousStoreRecovered: drawn(
         RendezvousStoreRecovered, endpoint=texts, is_host=st.booleans()

@@ -59,6 +59,7 @@ PUBLIC = [
     "OutputLost",
     "RendezvousFailed",
     "RendezvousSpec",
+    "RendezvousStoreAwaited",
     "RendezvousStoreLost",
     "RendezvousStoreRecovered",
     "ResourceUsage",

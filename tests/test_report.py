@@ -30,6 +30,7 @@ from elastic_aio import (
     NodeRefused,
     NodeStandby,
     OutputLost,
+    RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     Restarting,
@@ -482,6 +483,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         CoordinatorChanged(name="b", term=2),
         Level.INFO,
         "node b is the coordinator (term 2)",
+    ),
+    (
+        RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.2),
+        Level.WARNING,
+        "waiting for the rendezvous store, 55 s left: a:1: connection refused",
     ),
     (
         RendezvousStoreLost(endpoint="a:1", why="connection reset"),

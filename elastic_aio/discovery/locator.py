@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -116,11 +116,13 @@ class StoreLocator:
         network: StoreNetwork | None = None,
         *,
         is_exclusive: bool = False,
+        on_wait: Callable[[str, float], None] = lambda why, time_left: None,
     ) -> None:
         """Parse the endpoints; nothing is connected yet.  None: the network of this host.
 
-        With `is_exclusive` the store must belong to this run alone, and the first node must
-        serve it or find one that no node serves.
+        `on_wait` is called in a search that takes long, with the reason for each endpoint and
+        the seconds until it ends.  With `is_exclusive` the store must belong to this run alone,
+        and the first node must serve it or find one that no node serves.
 
         Raises:
             SpecError: one of them is not HOST:PORT, or a certificate cannot be used.
@@ -139,6 +141,7 @@ class StoreLocator:
         )
         if spec.tls is not None:
             _check_node(spec, [endpoint.host for endpoint in self._endpoints])
+        self._on_wait = on_wait
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
@@ -216,6 +219,8 @@ class StoreLocator:
 
     async def _search(self, search: EndpointSearch) -> LocatedStore:
         while True:
+            if search.is_notice_due() and not search.is_over:
+                self._on_wait(await search.explain(), search.time_left)
             match search.choice():
                 case UseStore(index):
                     handshake = await search.monitors[index].take()

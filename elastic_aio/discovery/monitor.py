@@ -19,7 +19,7 @@ from elastic_aio.discovery.addresses import resolve
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, read_end, read_run, run_store
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.errors import StoreError
+from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
@@ -40,6 +40,9 @@ _ADDRESS_AGE_MAX: Final = 1.0
 _ADDRESSES_MAX: Final = 16
 _REASON_MAX: Final = 200
 _RETRY: Final = Backoff(initial=0.05, factor=1.3, cap=1.0)
+
+_RETRY_REFUSED: Final = Backoff(initial=1.0, factor=1.5, cap=5.0)
+"""The same for a store that refuses this node: another job's, or one with another token."""
 
 _REASONS: Final = {
     errno.ECONNREFUSED: "connection refused",
@@ -123,13 +126,15 @@ class StoreHandshake(Struct, frozen=True):
 class StoreNotFound(Exception):
     """There is no usable store; the message says why, in one line.
 
-    `was_accepted`: a program accepted the connection.
+    `was_accepted`: a program accepted the connection.  `is_refusal`: it, or this node, refuses
+    the other: by a token or a certificate, or it is no store.
     """
 
-    def __init__(self, why: str, *, was_accepted: bool = False) -> None:
+    def __init__(self, why: str, *, was_accepted: bool = False, is_refusal: bool = False) -> None:
         """Sanitize `why`: a part of it may come from the program that answered."""
         super().__init__(one_line(why, _REASON_MAX))
         self.was_accepted = was_accepted
+        self.is_refusal = is_refusal
 
 
 async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreHandshake:
@@ -163,7 +168,7 @@ async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> Sto
         except StoreNotFound as error:
             errors.append(error)
     # Prefer the error of an address that accepted the connection.
-    raise max(errors, key=lambda one: one.was_accepted)
+    raise max(errors, key=lambda one: (one.was_accepted, one.is_refusal))
 
 
 async def _discard(
@@ -210,7 +215,8 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
         ) from None
     except StoreError as error:
         await store.aclose()
-        raise StoreNotFound(str(error), was_accepted=True) from None
+        is_refusal = isinstance(error, StoreRefused)
+        raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
     except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise
@@ -257,6 +263,8 @@ class EndpointMonitor:
         self.state = EndpointState.UNKNOWN
         self.reason = "does not answer"
         """Why there is no store."""
+        self.is_refused = False
+        """Whether that is a refusal, which trying again soon does not change."""
         self._handshake: StoreHandshake | None = None
         self._options = options.for_host(endpoint.host)
         self._on_change = on_change
@@ -309,14 +317,15 @@ class EndpointMonitor:
                 await self._dial()
             # There is no notification of a server that begins to listen.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RETRY.delay(attempt, random.random)):
+                retry = _RETRY_REFUSED if self.is_refused else _RETRY
+                async with asyncio.timeout(retry.delay(attempt, random.random)):
                     await self._retry.wait()
 
     async def _dial(self) -> None:
         try:
             self._handshake = await dial_any(self.addresses, self._options)
         except StoreNotFound as error:
-            self._set_no_store(str(error))
+            self._set_no_store(str(error), is_refused=error.is_refusal)
             return
         has_run = self._handshake.has_run
         self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
@@ -325,8 +334,9 @@ class EndpointMonitor:
         self._handshake = None
         self._set_no_store(why)
 
-    def _set_no_store(self, why: str) -> None:
+    def _set_no_store(self, why: str, *, is_refused: bool = False) -> None:
         self.state, self.reason = EndpointState.NO_STORE, why
+        self.is_refused = is_refused
         self._on_change()
 
     async def _resolve(self) -> None:

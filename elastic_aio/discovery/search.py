@@ -13,9 +13,16 @@ from elastic_aio.aio import run_shielded
 from elastic_aio.discovery.addresses import is_loopback, is_loopback_name, wildcard_addresses
 from elastic_aio.discovery.choice import Choice, choose_endpoint, endpoint_turn, search_grace
 from elastic_aio.discovery.monitor import DialOptions, Endpoint, EndpointMonitor
+from elastic_aio.spec.restart import Backoff
 from elastic_aio.store.sockets import Address
 
-_RETRY_BIND: Final = 0.2
+_RETRY_BIND: Final = Backoff(initial=0.2, factor=1.3, cap=1.0, jitter=False)
+_RETRY_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
+"""Before another attempt to listen at a port: for any program, and for a store that refuses us."""
+
+_NOTICE: Final = 5.0
+_NOTICE_REFUSED: Final = 1.0
+"""Seconds of a search after which its node reports it: in general, and if a store refuses it."""
 
 
 class EndpointSearch:
@@ -46,12 +53,20 @@ class EndpointSearch:
         ]
         self._timeout = timeout
         self._refusals: dict[int, str] = {}
+        self._deferrals = 0
+        self._notice_at = _NOTICE
+        self._is_refusal_noticed = False
         self.monitors = [EndpointMonitor(one, options, self._changed.set) for one in endpoints]
 
     @property
     def elapsed(self) -> float:
         """Seconds since the search began."""
         return self._loop.time() - self._began
+
+    @property
+    def time_left(self) -> float:
+        """Seconds until the timeout."""
+        return self._timeout - self.elapsed
 
     @property
     def is_over(self) -> bool:
@@ -71,7 +86,7 @@ class EndpointSearch:
 
     async def wait_changed(self, until: float) -> None:
         """Wait until a state changes, or the search has taken `until` seconds."""
-        left = min(until, self._timeout) - self.elapsed
+        left = min(until, self._timeout, self._notice_at) - self.elapsed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left)):
                 await self._changed.wait()
@@ -92,8 +107,26 @@ class EndpointSearch:
         """Let some time pass before this node tries again to serve an endpoint."""
         self._refusals[index] = why
         # The kernel does not notify us when a port becomes free.
-        self._turns[index] = self.elapsed + _RETRY_BIND * (1 + random.random())
-        self.monitors[index].retry_now()
+        is_refused = self.monitors[index].is_refused
+        retry = _RETRY_REFUSED if is_refused else _RETRY_BIND
+        self._turns[index] = self.elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
+        self._deferrals += 1
+        if not is_refused:
+            self.monitors[index].retry_now()
+
+    def is_notice_due(self) -> bool:
+        """Return whether the search has taken so long that it must be reported; once."""
+        is_refused = any(monitor.is_refused for monitor in self.monitors)
+        if is_refused and not self._is_refusal_noticed:
+            self._notice_at = min(self._notice_at, _NOTICE_REFUSED)
+            # A refusal is reported even if the search has been already.
+            is_due = self.elapsed >= _NOTICE_REFUSED
+            self._is_refusal_noticed = is_due
+        else:
+            is_due = self.elapsed >= self._notice_at
+        if is_due:
+            self._notice_at = math.inf
+        return is_due
 
     async def explain(self) -> str:
         """Return in one line why no endpoint can be used."""

@@ -21,7 +21,12 @@ from elastic_aio.aio import create_task, random_bytes, run_shielded
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, StoreError
-from elastic_aio.events import Event, RendezvousStoreLost, RendezvousStoreRecovered
+from elastic_aio.events import (
+    Event,
+    RendezvousStoreAwaited,
+    RendezvousStoreLost,
+    RendezvousStoreRecovered,
+)
 from elastic_aio.rendezvous.base import (
     AgentPort,
     EndJob,
@@ -87,7 +92,13 @@ class DynamicRendezvous(Rendezvous):
         self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
-        self._locator = StoreLocator(spec.rendezvous, run_id, network, is_exclusive=fixed_ranks)
+        self._locator = StoreLocator(
+            spec.rendezvous,
+            run_id,
+            network,
+            is_exclusive=fixed_ranks,
+            on_wait=self._on_store_awaited,
+        )
         nnodes = spec.nnodes
         self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
         self._member = Member(
@@ -281,6 +292,9 @@ class DynamicRendezvous(Rendezvous):
             loop = asyncio.get_running_loop()
             # The lease of this node began at the last message that was exchanged.
             self._grace = loop.call_at(last_received_at + seconds, self._isolate, reason)
+
+    def _on_store_awaited(self, why: str, time_left: float) -> None:
+        self._agent.on_event(RendezvousStoreAwaited(why=why, time_left=round(time_left, 1)))
 
     def _on_joined(self) -> None:
         self._refusals = 0

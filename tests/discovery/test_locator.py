@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from elastic_aio.discovery import monitor
+from elastic_aio.discovery import monitor, search
 from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.store import StoreServer, connect
+from elastic_aio.store import Dropped, StoreServer, connect
 from tests.discovery.conftest import RUN, MakeLocator, StartNode
 from tests.support.children import until
 from tests.support.leaks import open_descriptors
@@ -186,6 +186,45 @@ async def test_a_port_of_another_program(make_locator: MakeLocator, answer: byte
             why = "does not answer" if answer is None else "does not answer like a TCPStore server"
             assert why in str(error.value)
     assert time.monotonic() - begin < 20
+
+
+async def test_a_refused_node_says_so_once_and_tries_seldom() -> None:
+    """Each attempt costs the store a connection, and a line on its console."""
+    dropped: list[Dropped] = []
+    waits: list[tuple[str, float]] = []
+    async with StoreServer(
+        "127.0.0.1", token="right-token-of-a-test", on_drop=dropped.append
+    ) as server:
+        spec = RendezvousSpec(
+            endpoint=server.endpoint, token="wrong-token-of-a-test", read_timeout=6.0
+        )
+        locator = StoreLocator(spec, RUN, on_wait=lambda *wait: waits.append(wait))
+        with pytest.raises(DiscoveryError, match="the token is wrong"):
+            await locator.locate(is_first=True)
+    ((why, time_left),) = waits
+    assert "the token is wrong" in why
+    assert 0 < time_left <= 5.0
+    # Without a pause of its own, a refused node makes about 30 attempts in this time.
+    assert 1 <= len(dropped) <= 15
+
+
+async def test_a_long_search_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason of each endpoint; a refusal that comes later is reported too."""
+    monkeypatch.setattr(search, "_NOTICE", 0.2)
+    monkeypatch.setattr(search, "_NOTICE_REFUSED", 0.2)
+    waits: asyncio.Queue[str] = asyncio.Queue()
+    port = free_port()
+    spec = RendezvousSpec(endpoint=f"127.0.0.1:{port}", is_host=False, read_timeout=60)
+    locator = StoreLocator(spec, RUN, on_wait=lambda why, _: waits.put_nowait(why))
+    locating = asyncio.create_task(locator.locate(is_first=True))
+    async with asyncio.timeout(20):
+        assert await waits.get() == f"127.0.0.1:{port}: connection refused"
+        async with StoreServer("127.0.0.1", port, token="right-token-of-a-test"):
+            assert "the store asks for a token" in await waits.get()
+    assert waits.empty()
+    locating.cancel()
+    await asyncio.wait([locating])
+    await locator.aclose()
 
 
 async def test_tokens_must_agree(make_locator: MakeLocator) -> None:

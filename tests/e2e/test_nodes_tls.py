@@ -76,8 +76,7 @@ async def test_nodes_move_to_another_store_over_tls(authority: Authority, tmp_pa
         await nodes[0].event(RoundForming)
         nodes += [cluster.start(conf=conf_of(authority.issue())) for _ in range(2)]
         await cluster.workers(*nodes)
-        host = cluster.store_host()
-        assert host is not None
+        host = nodes[0]
         host.send(9)
         left = [node for node in nodes if node is not host]
         for node in left:

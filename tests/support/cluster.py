@@ -198,7 +198,8 @@ class AgentProcess(Program):
     def holds_any(self, sockets: set[str]) -> bool:
         """Tell whether the agent has one of these sockets open (see `listening`)."""
         with contextlib.suppress(OSError):
-            return any(os.readlink(fd) in sockets for fd in os.scandir(f"/proc/{self.pid}/fd"))
+            directory = f"/proc/{self.pid}/fd"
+            return any(os.readlink(f"{directory}/{fd}") in sockets for fd in os.listdir(directory))
         return False
 
     def timeline(self) -> Iterable[tuple[float, str]]:
