@@ -118,7 +118,7 @@ class StopEscalated(Event, frozen=True, kw_only=True):
 
     signal: int
     pids: tuple[int, ...]
-    """The processes that remain."""
+    """The processes that remain; empty if `/proc` could not be read, and no worker remains."""
 
 
 class WorkerAbandoned(Event, frozen=True, kw_only=True):

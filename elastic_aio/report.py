@@ -38,6 +38,9 @@ def describe(event: Event) -> tuple[int, str]:
         case events.StopRequested():
             level = Level.INFO if event.signal is None else Level.WARNING
             return level, f"stopping the workers ({event.plan}): {event.reason}"
+        case events.StopEscalated(pids=()):
+            name = signal_name(event.signal)
+            return Level.WARNING, f"processes may not have stopped in time, sending {name}"
         case events.StopEscalated():
             processes = counted(len(event.pids), "process", "processes")
             pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")

@@ -318,6 +318,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         "10 processes did not stop in time, sending SIGKILL (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
     ),
     (
+        StopEscalated(signal=9, pids=()),
+        Level.WARNING,
+        "processes may not have stopped in time, sending SIGKILL",
+    ),
+    (
         WorkerAbandoned(pid=5, state="D in nfs_wait"),
         Level.WARNING,
         "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind",

@@ -270,7 +270,8 @@ class ProcessTree:
             if self._must_kill.done() and not is_last:
                 continue
             if position and (left := await self._remaining()):
-                on_escalation(step.signal, tuple(survivor.pid for survivor in left))
+                pids = (survivor.pid for survivor in left if survivor.pid)
+                on_escalation(step.signal, tuple(pids))
             is_empty = await self._signal_until_gone(step, is_last)
             if is_empty:
                 break

@@ -396,6 +396,7 @@ async def test_a_stop_without_scans_ends_in_time(
         patch.setattr(proc_scan, "find_descendants", fail)
         began = bench.clock.now()
         assert await bench.stop(SHORT) == [Survivor(0, "/proc could not be read")]
+        assert bench.escalations == [(9, (leader.pid,))]
         assert bench.clock.now() - began < 5  # not the 10 s of the plan's reap_timeout
     assert status(leader) == ExitStatus(signal=9)
 
