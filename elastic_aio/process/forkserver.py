@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import errno
 import os
 import pickle
 import resource
@@ -244,6 +245,9 @@ class _Channel:
                 self.ready.set_result(None)
             case ("failed", str(text)):
                 self._problem = text
+            case ("started", int()) if not descriptors:
+                # None is left here.  The start has failed, and the stop that follows finds it.
+                self._refuse(errno.EMFILE)
             case ("started", int(pid)):
                 child = self._workers[pid] = _ForkedChild(pid, descriptors[0])
                 request = self._requests.popleft()
@@ -252,12 +256,15 @@ class _Channel:
                 else:
                     request.set_result(child)
             case ("refused", int(number)):
-                request = self._requests.popleft()
-                if not request.cancelled():
-                    request.set_exception(OSError(number, os.strerror(number)))
-            case ("exited", int(pid), int(status), rusage):
+                self._refuse(number)
+            case ("exited", int(pid), int(status), rusage) if pid in self._workers:
                 self._workers.pop(pid).on_reaped(status, resource.struct_rusage(rusage))
         return True
+
+    def _refuse(self, number: int) -> None:
+        request = self._requests.popleft()
+        if not request.cancelled():
+            request.set_exception(OSError(number, os.strerror(number)))
 
     def _on_lost(self) -> None:
         if self.is_lost:

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 # Descriptors in one message: the kernel's limit (SCM_MAX_FD).
 _DESCRIPTORS_MAX = 253
+# Characters of an error that are sent: a message has to fit into the client's buffer.
+_TEXT_MAX = 8192
 # Imported once, like the user's modules.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = ("elastic_aio.worker.bootstrap", "elastic_aio.worker.forked", "elastic_aio.worker.scripts")
@@ -31,7 +33,15 @@ def main() -> int:
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         settings = _read(int(sys.argv[2]))
         # The first entry is the directory of this file.
-        _Server(channel, sys.path[0 if sys.flags.safe_path else 1 :]).serve(settings)
+        server = _Server(channel, sys.path[0 if sys.flags.safe_path else 1 :])
+        try:
+            server.serve(settings)
+        except (BrokenPipeError, ConnectionResetError):
+            return 0  # the client is gone
+        except OSError as error:
+            # Without an answer the client would wait for ever; it notices the end.
+            print(f"fork server: {error}", file=sys.stderr)  # noqa: T201  # its only output
+            return 1
     return 0
 
 
@@ -65,9 +75,8 @@ class _Server:
             for name in settings["preload"]:
                 __import__(name)
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
-            self._send(
-                "failed", f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
-            )
+            text = f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
+            self._send("failed", text[:_TEXT_MAX])
             return
         # Workers begin in the first directory, and their exits are for this process.
         os.fchdir(directory)
@@ -94,11 +103,8 @@ class _Server:
             sys.path[:] = settings["path"]
 
     def _send(self, *message: Any, pidfd: int | None = None) -> None:
-        try:
-            descriptors = [] if pidfd is None else [pidfd]
-            socket.send_fds(self._channel, [pickle.dumps(message)], descriptors)
-        except OSError:
-            pass  # the client is gone; the next read of the socket ends this process
+        descriptors = [] if pidfd is None else [pidfd]
+        socket.send_fds(self._channel, [pickle.dumps(message)], descriptors)
 
     def _reap(self, descriptor: int) -> None:
         pid = self._workers.pop(descriptor)
@@ -133,16 +139,20 @@ class _Server:
         return True
 
     def _on_forked(self, pid: int) -> None:
+        pidfd = -1
         try:
             pidfd = os.pidfd_open(pid)  # only this process reaps: still this worker's
+            self._send("started", pid, pidfd=pidfd)
         except OSError as error:
+            # No descriptor is left, or too many are in flight (unix(7)).
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            if pidfd >= 0:
+                os.close(pidfd)
             self._send("refused", error.errno)
             return
         self._workers[pidfd] = pid
         self._poller.register(pidfd, select.POLLIN)
-        self._send("started", pid, pidfd=pidfd)
 
     def _run_worker(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         from elastic_aio.worker import bootstrap, forked, scripts

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -290,6 +292,86 @@ async def test_a_server_without_its_modules(devnull: int) -> None:
             SpawnError, match=r"^preload: cannot import 'no_such_module': ModuleNotFound"
         ):
             await method.start(functions.give)
+        await server.aclose()
+
+
+MUTE = """
+import errno, os, pickle, socket
+
+send = socket.send_fds
+
+def send_others(channel, contents, descriptors):
+    if pickle.loads(contents[0])[0] == {kind!r}:
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+    return send(channel, contents, descriptors)
+
+socket.send_fds = send_others
+"""
+
+
+@pytest.mark.parametrize("kind", ["ready", "started", "exited"])
+async def test_a_server_that_cannot_answer(
+    kind: str, devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is one of the start, or its end that of the status, at once."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mute.py").write_text(MUTE.format(kind=kind))
+    server = server_of(devnull, ("mute",))
+    method = StartMethod("forkserver", server, devnull)
+    with method.opened:
+        async with asyncio.timeout(GUARD):
+            if kind == "exited":
+                child = await method.start(functions.leave_hard, 5)
+                assert (await end_of(child)).status == ExitStatus()
+            else:
+                with pytest.raises(SpawnError) as caught:
+                    await method.start(functions.sleep)
+                problem = "the fork server has ended"
+                if kind == "started":
+                    problem = "cannot run .*: too many references: cannot splice"
+                assert re.fullmatch(problem, str(caught.value))
+        await server.aclose()
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000])
+async def test_a_module_that_fails_with_a_long_text(
+    size: int, devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of the server is at most as long as the client reads."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "verbose.py").write_text(f"raise ValueError('x' * {size})")
+    server = server_of(devnull, ("verbose",))
+    method = StartMethod("forkserver", server, devnull)
+    with method.opened:
+        async with asyncio.timeout(GUARD):
+            with pytest.raises(SpawnError, match=r"^preload: cannot import 'verbose': ValueError"):
+                await method.start(functions.give)
+        await server.aclose()
+
+
+async def test_a_worker_whose_pidfd_does_not_arrive(
+    devnull: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops a descriptor for which the client has no room."""
+    server = server_of(devnull)
+    method = StartMethod("forkserver", server, devnull)
+    receive = socket.recv_fds
+
+    def receive_none(*args: Any) -> Any:
+        content, descriptors, *rest = receive(*args)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return content, [], *rest
+
+    with method.opened:
+        await end_of(await method.start(functions.give))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "recv_fds", receive_none)
+            async with asyncio.timeout(GUARD):
+                with pytest.raises(SpawnError, match="too many open files"):
+                    await method.start(functions.leave_hard, 3)
+        other = await method.start(functions.leave_hard, 4)
+        assert (await end_of(other)).status == ExitStatus(code=4)
         await server.aclose()
 
 
