@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.event_log import EventListener, EventLog
 from elastic_aio.agent.preflight import (
+    check_file_size,
     check_main_guard,
     check_sigchld,
     hostname,
@@ -118,7 +119,9 @@ class Agent:
         running_loop()
         check_main_guard()
         check_sigchld()
-        driver = self._driver = self._make_driver(resolve_nproc(self.spec))
+        nproc = resolve_nproc(self.spec)
+        check_file_size(nproc)
+        driver = self._driver = self._make_driver(nproc)
         try:
             await driver.open()
         except BaseException:  # a cancellation too: no event follows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
+from elastic_aio.process.session_list import list_size
 from elastic_aio.spec.job import (
     NPROC_ACCEPTED,
     Command,
@@ -149,6 +151,21 @@ def check_sigchld() -> None:
         raise HostError(
             "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
             " call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+        )
+
+
+def check_file_size(nproc: int) -> None:
+    """Check that the list of the workers' sessions fits into a file, as the guardian needs it.
+
+    Raises:
+        HostError: the limit of the size of files is too low.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    needed = list_size(nproc)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise HostError(
+            f"the file size limit is too low: this job takes {needed} bytes and the limit is {soft}"
+            " (raise it with ulimit -f)"
         )
 
 

@@ -26,6 +26,7 @@ from elastic_aio.launcher import (
     use_pidfd_child_watcher,
 )
 from elastic_aio.logs.sink import LineWriter, Sink, open_sink
+from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.report import Level, describe, format_failure
 from elastic_aio.signals import ReceivedSignals
@@ -68,8 +69,10 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
             )
     except SpecError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
-    except (HostError, OSError) as error:
+    except HostError as error:
         return print_error("run", str(error), 1)
+    except OSError as error:
+        return print_error("run", reason_of(error), 1)
 
 
 def _handler_factory(name: str) -> HandlerFactory | None:

@@ -67,8 +67,8 @@ class RunDirectory:
         if spec.is_off:
             return cls(None)
         if spec.log_dir is not None:
-            parent = os.path.abspath(spec.log_dir)
             try:
+                parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
                 return cls(tempfile.mkdtemp("", run_prefix(run_id), parent))
             except OSError as error:

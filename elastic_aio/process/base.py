@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -76,6 +77,22 @@ class Spawner(Protocol):
         Raises:
             SpawnError: the child could not be started.
         """
+
+
+# The limit behind an error of the kernel, and the option of `ulimit` that raises it.
+_LIMITS = {errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.RLIMIT_FSIZE, "-f")}
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a call failed, with the resource limit that made it fail, if one did."""
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        reason = f"{os.fsdecode(error.filename)}: {reason}"
+    elif error.errno in _LIMITS:
+        limit, option = _LIMITS[error.errno]
+        soft, _ = resource.getrlimit(limit)
+        reason = f"{reason}; the limit is {soft} (raise it with ulimit {option})"
+    return reason[:1].lower() + reason[1:]
 
 
 # Errors that another attempt cannot avoid, with a shell's exit code for each.
@@ -153,8 +170,7 @@ def spawn_error(error: OSError, spec: ChildSpec) -> SpawnError:
         size += sum(len(name) + len(value) + 2 for name, value in spec.env.items())
         reason = f"its arguments and environment ({size} bytes) are too long"
     else:
-        reason = "command not found" if code == errno.ENOENT else (os.strerror(code) or str(error))
-        reason = reason[:1].lower() + reason[1:]
+        reason = "command not found" if code == errno.ENOENT else reason_of(error)
         is_permanent, exit_code = code in _PERMANENT, _PERMANENT.get(code, 1)
     message = f"cannot run {program}: {reason}"
     return SpawnError(message, permanent=is_permanent, exit_code=exit_code)

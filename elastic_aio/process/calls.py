@@ -34,6 +34,7 @@ from msgspec import Struct
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
+from elastic_aio.process.base import reason_of
 from elastic_aio.text import one_line
 from elastic_aio.worker import bootstrap
 
@@ -77,6 +78,14 @@ class CallResult(Struct, frozen=True):
         return self.kind == bootstrap.RAISED
 
 
+def import_path() -> list[str]:
+    """Return `sys.path`, which a worker in another directory can use."""
+    try:
+        return [os.path.abspath(entry) for entry in sys.path]
+    except FileNotFoundError:  # the working directory was deleted
+        return [entry for entry in sys.path if os.path.isabs(entry)]
+
+
 def memory_file(name: str) -> int:
     """Return the descriptor of a new, empty file in memory.
 
@@ -86,7 +95,7 @@ def memory_file(name: str) -> int:
     try:
         return os.memfd_create(f"elastic_aio-{name}", os.MFD_CLOEXEC)
     except OSError as error:
-        raise HostError(f"cannot create an anonymous file: {error.strerror}") from error
+        raise HostError(f"cannot create an anonymous file: {reason_of(error)}") from error
 
 
 def call_argv(python: str, payload: Payload, result: int, index: int) -> tuple[str, ...]:
@@ -130,7 +139,7 @@ def make_payload(
         plain = _plain_call(function, tuple(args))
         body = b"" if plain else _pickle_call(function, tuple(args), inherited)
         header: dict[str, Any] = {
-            "path": [entry or os.getcwd() for entry in sys.path],
+            "path": import_path(),
             "argv": list(sys.argv),
             "python": sys.executable,
             "is_quiet": is_quiet,
@@ -148,7 +157,7 @@ def make_payload(
     except BaseException as error:  # a pickle runs code of the user's
         _close_all(inherited)
         if isinstance(error, OSError):
-            raise HostError(f"cannot keep a call in memory: {error.strerror}") from error
+            raise HostError(f"cannot keep a call in memory: {reason_of(error)}") from error
         raise
     return Payload(inherited.pop(), tuple(inherited))
 

@@ -41,9 +41,10 @@ from elastic_aio.process.base import (
     ChildSpec,
     Spawner,
     check_directory,
+    reason_of,
     spawn_error,
 )
-from elastic_aio.process.calls import interpreter_flags, memory_file
+from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
 from elastic_aio.process.exits import PidfdChild, PidfdWatch, usage_of
 from elastic_aio.process.fd_limit import limit
 
@@ -85,7 +86,7 @@ class ForkServer:
         self._settings = {
             "program": list(program),
             "python": sys.executable,
-            "path": [os.path.abspath(entry) for entry in sys.path],
+            "path": import_path(),
             "argv": list(sys.argv),
             "preload": list(preload),
         }
@@ -114,7 +115,8 @@ class ForkServer:
         settings = -1
         try:
             settings = memory_file("settings")
-            os.write(settings, pickle.dumps(self._settings))
+            with open(settings, "wb", closefd=False) as file:  # noqa: ASYNC230  # in memory
+                file.write(pickle.dumps(self._settings))
             numbers = (str(server_end.fileno()), str(settings))
             stdin, stdout, stderr = self._streams
             server = await self._spawner(
@@ -128,8 +130,11 @@ class ForkServer:
                     pass_fds=(server_end.fileno(), settings),
                 )
             )
-        except BaseException:  # a cancellation too: nothing else closes the socket
+        except BaseException as error:  # a cancellation too: nothing else closes the socket
             own_end.close()
+            if isinstance(error, OSError):
+                problem = f"cannot keep its settings in memory: {reason_of(error)}"
+                raise SpawnError(problem, permanent=False, exit_code=1) from error
             raise
         finally:
             server_end.close()

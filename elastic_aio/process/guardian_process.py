@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import HostError
 from elastic_aio.process import proc_scan
+from elastic_aio.process.base import reason_of
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 FAILED = "cannot start the guardian process"
@@ -61,7 +62,7 @@ class GuardedJob(Struct, frozen=True):
                 job.close()
                 raise
         except OSError as error:
-            raise HostError(f"cannot create an anonymous file: {error.strerror}") from error
+            raise HostError(f"cannot create an anonymous file: {reason_of(error)}") from error
         return job
 
     def lock(self) -> None:

@@ -54,6 +54,11 @@ class WorkerSession:
         return self.closed is None or start <= self.closed
 
 
+def list_size(workers: int) -> int:
+    """Return the bytes of a list with these workers, the fork server, and one that is starting."""
+    return (workers + 2) * _LINE
+
+
 def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
     """Write one line of a session list."""
     closed = b"-" if session.closed is None else b"%x" % session.closed

@@ -49,17 +49,22 @@ def run_as_interpreter(arguments: list[str]) -> int:
 def first_path(arguments: list[str]) -> list[str]:
     """Return what the interpreter puts in front of `sys.path` for a script or a module."""
     is_module = arguments[0] == "-m"
-    path = os.getcwd() if is_module else _absolute(arguments[0])
+    path = _absolute("" if is_module else arguments[0])
     if not is_module and _has_importer(path):
         return [path]  # with PYTHONSAFEPATH too
-    if sys.flags.safe_path:
+    if sys.flags.safe_path or not os.path.isabs(path):
         return []
     return [path if is_module else os.path.dirname(os.path.realpath(path))]
 
 
 def _absolute(path: str) -> str:
     # Not `abspath`, which also removes "..": another file, if that follows a link.
-    return os.path.join(os.getcwd(), path)
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.getcwd(), path).removesuffix("/")
+    except FileNotFoundError:  # the working directory was deleted
+        return path
 
 
 def _has_importer(path: str) -> bool:

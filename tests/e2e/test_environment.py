@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.support.cli import (
     REPOSITORY,
     Ended,
     bare_environment,
+    environment,
     run_cli,
     run_in_shell,
     run_program,
@@ -52,6 +55,27 @@ def test_few_descriptors(limit: int) -> None:
     check_one_clear_line(ended, 0, 1)
     if ended.code:
         assert re.search("too few descriptors|too many open files", ended.err.lower())
+        assert f"the limit is {limit} (raise it with ulimit -n)" in ended.err
+
+
+@pytest.mark.parametrize("limit", [0, 200])
+@pytest.mark.parametrize("options", [[], ["--run-path"], ["--preload", "json"]])
+def test_small_files(options: list[str], limit: int, tmp_path: Path) -> None:
+    """The list of the workers, a call or a request may be too large for a file in memory."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    done = subprocess.run(
+        [*CLI, "run", *options, str(script)],
+        capture_output=True,  # the launcher could not write to a file
+        text=True,
+        env=environment(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        check=False,
+    )
+    check_one_clear_line(Ended(done.returncode, done.stdout, done.stderr), 0, 1)
+    assert bool(done.returncode) == (limit == 0 or bool(options))
+    if done.returncode:
+        assert f"the limit is {limit} (raise it with ulimit -f)" in done.stderr
 
 
 def test_few_descriptors_for_many_workers() -> None:
@@ -159,7 +183,13 @@ def test_a_deleted_working_directory(tmp_path: Path) -> None:
     assert "train.py" in missing.err
     logs = run_in_shell(before, "-t3", "--log-dir", "logs", "--no-python", "true")
     check_one_clear_line(logs, 1, 2)
+    assert "--log-dir" in logs.err
     assert "no such file or directory" in logs.err.lower()
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for option in (["--preload", "json"], ["--run-path"]):
+        check_one_clear_line(run_in_shell(before, *option, script), 0)
+    check_one_clear_line(run_in_shell(before, "--preload", "json", "train.py"), 127)
 
 
 @pytest.mark.parametrize("code", [0, 7])
