@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def spec(directory: Path, entrypoint: list[str], nproc: int, restarts: int = 0) 
     return LaunchSpec(
         entrypoint, env={"NOTES": str(directory)}, nproc_per_node=nproc, max_restarts=restarts
     )
+
+
+@pytest.mark.both_loops
+async def test_workers_take_no_threads(tmp_path: Path) -> None:
+    """Nor on Python 3.11, whose asyncio starts a thread for each child by default."""
+    threads = threading.enumerate()
+    async with Agent(spec(tmp_path, noting(), 6)):
+        await until(noted(tmp_path, 6))
+        assert threading.enumerate() == threads
 
 
 async def test_one_failure_fails_all(tmp_path: Path) -> None:

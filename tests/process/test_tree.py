@@ -10,8 +10,9 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -251,6 +252,51 @@ async def test_a_child_that_is_being_started_is_on_the_session_list(bench: Bench
     assert read_session_list(bench.sessions) == {}
     second = await bench.add("sleep", "99")
     assert list(read_session_list(bench.sessions)) == [second.pid]
+
+
+class Missing:
+    """Scans that do not see a process until one of them has found nothing else."""
+
+    def __init__(self, pid: int, is_over: Callable[[], bool]) -> None:
+        self.is_seen = False
+        self._pid = pid
+        self._is_over = is_over
+        self._scan = proc_scan.find_descendants
+
+    def __call__(self, *args: Any) -> Generator[float, None, list[proc_scan.ProcEntry]]:
+        entries = yield from self._scan(*args)
+        if self.is_seen:
+            return entries
+        rest = [entry for entry in entries if entry.pid != self._pid]
+        self.is_seen = not rest and self._is_over()
+        return rest
+
+
+async def test_a_process_that_one_clean_scan_has_missed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent with a higher pid exits while /proc is read: its child is there for the next."""
+    script = "setsid bash -c 'echo $$; exec sleep 99' & wait"
+    leader = await bench.add("bash", "-c", script)
+    child = int(bench.line())
+    missing = Missing(child, leader.exited.done)
+    monkeypatch.setattr(proc_scan, "find_descendants", missing)
+    assert await bench.stop(LONG) == []
+    assert missing.is_seen
+    assert not alive(child)
+
+
+async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await bench.add("bash", "-c", "setsid bash -c 'echo $$; exec sleep 99' & read x <&0")
+    child = int(bench.line())
+    async with asyncio.timeout(GUARD):
+        await asyncio.shield(leader.exited)
+    monkeypatch.setattr(proc_scan, "find_descendants", Missing(child, leader.exited.done))
+    assert not await bench.tree.forget_if_empty()
+    assert await bench.stop(LONG) == []
+    assert not alive(child)
 
 
 async def test_nothing_else_is_signalled(bench: Bench) -> None:
