@@ -157,14 +157,16 @@ class Driver:
         loop = self.done.get_loop()
         if self.is_left or self.is_copy or self.done.done() or loop.is_closed():
             return
+        self.is_left = True  # one warning is enough
         if loop.is_running():
             loop.call_soon_threadsafe(self.request_stop, "the agent was garbage-collected")
-        elif self._runtime.job is not None:
-            self._runtime.job.release()
+        else:
+            self._runtime.release()
         self._warn("when its agent was garbage-collected")
 
     def _warn(self, when: str) -> None:
-        warnings.warn(f"{self!r} was running {when}", ResourceWarning, stacklevel=2, source=self)
+        text = f"the job {self._runtime.spec.name} was running {when}; use `async with`"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
 
     # -------------------------------------------------------------- requests
 

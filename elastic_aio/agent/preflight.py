@@ -235,6 +235,33 @@ def check_runnable(spec: LaunchSpec) -> None:
         )
 
 
+def check_preload(spec: LaunchSpec) -> None:
+    """Check that there is the first module to be preloaded, if this process can tell.
+
+    The later ones depend on what it does, submodules on their package, and another
+    interpreter or path on more; the fork server reports those.
+
+    Raises:
+        SpecError: there is no such module.
+    """
+    changed = {"PYTHONPATH", "PYTHONHOME"} & spec.env.keys()
+    if not spec.preload or changed or spec.python not in (None, sys.executable):
+        return
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    name = spec.preload[0].partition(".")[0]
+    program = spec.entrypoint
+    first = [spec.cwd or "."]
+    if isinstance(program, Script):
+        path = os.path.join(spec.cwd or "", program.path)
+        first = [path, os.path.dirname(os.path.realpath(path))]
+    is_found = name in sys.modules or find_spec(name) or PathFinder.find_spec(name, first)
+    if not is_found:
+        problem = f"cannot import {spec.preload[0]!r}: no module named {name!r}"
+        raise SpecError("preload", spec.preload, problem)
+
+
 def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the job.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from elastic_aio.agent.preflight import worker_argv
+from elastic_aio.agent.preflight import check_preload, worker_argv
 from elastic_aio.process.base import Child, Spawner
 from elastic_aio.process.calls import CallResult, close_results, read_call_result
 from elastic_aio.spec.job import Command, Function, LaunchSpec
@@ -104,9 +104,11 @@ class Program:
         """Pickle the function and its arguments, before anything starts.
 
         Raises:
-            SpecError: the function or an argument cannot be pickled.
+            SpecError: the function or an argument cannot be pickled, or there is no module to
+                be preloaded.
             HostError: no descriptor is left.
         """
+        check_preload(self._spec)
         if not isinstance(self._spec.entrypoint, Function) or self._spec.start_method == "fork":
             return
         from elastic_aio.process.calls import make_payload

@@ -190,6 +190,11 @@ class LocalRuntime:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
 
+    def release(self) -> None:
+        """Let the guardian end the job; needs no event loop."""
+        if self._guardian is not None and self.job is not None:
+            self._guardian.release()
+
     async def close(self) -> bool:
         """Show the rest of the output and release everything; see the module for the order.
 

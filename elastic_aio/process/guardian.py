@@ -79,6 +79,7 @@ class Guardian:
         self._process: _Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._anchor = -1
+        self._is_released = False
 
     def __repr__(self) -> str:
         return f"<Guardian {self._process and self._process.child}>"
@@ -103,10 +104,15 @@ class Guardian:
         _LoopAnchor(anchor, self._on_loop_closed)
         self._anchor = anchor
 
+    def release(self) -> None:
+        """Let the process end the job as if this process had ended; needs no event loop."""
+        self._is_released = True
+        self._job.release()
+
     def _on_loop_closed(self) -> None:
-        if self._anchor >= 0:  # else it was closed before
-            self._job.release()
-            warning = "a job was running when its event loop was closed"
+        if self._anchor >= 0 and not self._is_released:  # else it was closed before
+            self.release()
+            warning = "a job was running when its event loop was closed; use `async with`"
             warnings.warn(warning, ResourceWarning, stacklevel=2)
 
     async def wait_ready(self) -> None:

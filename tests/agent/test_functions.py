@@ -502,10 +502,28 @@ async def _until_second_start(agent: Agent) -> Any:
 
 async def test_a_module_that_cannot_be_preloaded() -> None:
     """The job fails with one line that names it."""
-    spec = spec_of(functions.give, "forkserver", preload=["no_such_module_here"], max_restarts=3)
+    spec = spec_of(
+        functions.give, "forkserver", preload=["json", "no_such_module_here"], max_restarts=3
+    )
     error = await failed(spec)
     assert str(error).startswith("preload: cannot import 'no_such_module_here': ModuleNotFound")
     assert len(error.result.attempts) == 1
+
+
+async def test_a_first_module_that_does_not_exist() -> None:
+    """This process can tell before anything starts; not if the workers have another path."""
+    spec = spec_of(functions.give, "forkserver", preload=["no_such_module_here.sub"])
+    agent = Agent(spec)
+    with pytest.raises(SpecError) as caught:
+        async with agent:
+            pass
+    assert str(caught.value) == (
+        "preload: cannot import 'no_such_module_here.sub': no module named 'no_such_module_here'"
+        " (got ('no_such_module_here.sub',))"
+    )
+    assert [event async for event in agent.events()] == []
+    error = await failed(spec.replace(env={"PYTHONPATH": ""}))
+    assert "cannot import 'no_such_module_here.sub'" in str(error)
 
 
 async def test_preloaded_modules_are_there(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_the_loop_of_a_background_task_ends(
     assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
     warned = [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
     assert len(warned) == (entered == "by hand")
-    assert all(text.endswith("was running when its event loop was shut down") for text in warned)
+    text = "the job bash was running when its event loop was shut down; use `async with`"
+    assert set(warned) <= {text}
 
 
 @pytest.mark.parametrize("join", [True, False])
@@ -103,12 +104,34 @@ async def test_an_agent_is_collected(make: Callable[[Path], Any], tmp_path: Path
     """Its event loop runs on, and stops the job by its plan."""
     held: Held = [await make(tmp_path).__aenter__()]
     pids = await until(noted(tmp_path, 2))
-    with pytest.warns(ResourceWarning, match="when its agent was garbage-collected"):
+    with pytest.warns(ResourceWarning) as warned:
         held.clear()
     await until(none_alive(pids))
+    text = "the job bash was running when its agent was garbage-collected; use `async with`"
+    assert [str(warning.message) for warning in warned] == [text]
     assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await until(lambda: all(task.done() for task in others))
+
+
+def test_an_agent_is_collected_right_before_its_loop_ends(
+    loop_factory: LoopFactory, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """One warning, though the loop ends while the job is being stopped."""
+
+    async def main() -> list[int]:
+        held: Held = [await polite_agent(tmp_path).__aenter__()]
+        pids = await until(noted(tmp_path, 2))
+        held.clear()
+        return pids
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        pids = runner.run(main())
+    assert not any(map(alive, pids))
+    warned = [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
+    assert [text.partition(";")[0] for text in warned] == [
+        "the job bash was running when its agent was garbage-collected"
+    ]
 
 
 PROGRAM = """
@@ -150,7 +173,10 @@ def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
         assert program.process.stdin is not None
         program.process.stdin.close()
         assert program.wait() == 0, program.err
-        assert "ResourceWarning" in program.err
+        ours = [line for line in program.err.splitlines() if "was running when" in line]
+        assert len(ours) == 1
+        assert "ResourceWarning: " in ours[0]
+        assert ours[0].endswith("; use `async with`")
     until_sync(lambda: not leaked_processes())  # the guardian looks twice
 
 
