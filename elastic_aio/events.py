@@ -55,6 +55,10 @@ class JobStarted(Event, frozen=True, kw_only=True):
     """The limit of `RestartPolicy.node_losses` for a job of several nodes; empty for none."""
     log_dir: str | None = None
     """Directory of this run's logs; None if nothing is captured."""
+    role: str = "default"
+    """Name of the workers of this node."""
+    rdzv_backend: str = ""
+    """Name of the rendezvous backend, which one node does not use."""
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
@@ -63,6 +67,10 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     rank: int
     local_rank: int
     pid: int
+    role_rank: int = -1
+    """Rank among the workers of the same role."""
+    role_world_size: int = -1
+    """How many workers have the role."""
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):

@@ -122,6 +122,8 @@ class Driver:
                 max_restarts=spec.max_restarts,
                 node_losses=str(spec.restart.node_losses or "") if spec.nnodes.maximum > 1 else "",
                 agent_pid=os.getpid(),
+                role=spec.role,
+                rdzv_backend=spec.rendezvous.backend,
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )

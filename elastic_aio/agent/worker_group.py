@@ -147,7 +147,12 @@ class WorkerGroup:
         self.records[ranks.local_rank] = record
         self._runtime.publish(
             WorkerStarted(
-                attempt=self.attempt, rank=ranks.rank, local_rank=ranks.local_rank, pid=child.pid
+                attempt=self.attempt,
+                rank=ranks.rank,
+                local_rank=ranks.local_rank,
+                pid=child.pid,
+                role_rank=ranks.role_rank,
+                role_world_size=ranks.role_world_size,
             )
         )
         child.exited.add_done_callback(partial(self._on_exited, record))

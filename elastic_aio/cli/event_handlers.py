@@ -36,10 +36,10 @@ def load_event_handler(name: str) -> Callable[[Send], Callable[[Event], None]]:
     torch_events = import_module("elastic_aio.compat.torch.events").torch_events
 
     def make_listener(print_line: Send) -> Callable[[Event], None]:
-        send = plugin or print_line
+        send, lines_of = plugin or print_line, torch_events()
 
         def on_event(event: Event) -> None:
-            for line in torch_events(event):
+            for line in lines_of(event):
                 send(line)
 
         return on_event

@@ -208,7 +208,9 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     translation = ModuleType("elastic_aio.compat.torch.events")
-    vars(translation)["torch_events"] = lambda event: [json.dumps({"name": type(event).__name__})]
+    vars(translation)["torch_events"] = lambda: (
+        lambda event: [json.dumps({"name": type(event).__name__})]
+    )
     monkeypatch.setitem(sys.modules, translation.__name__, translation)
     return tmp_path / "events"
 

@@ -9,6 +9,8 @@ torch.distributed.elastic.multiprocessing    elastic_aio.compat.torch.multiproce
 torch.distributed.elastic.multiprocessing.errors    elastic_aio.compat.torch.errors
 torch.multiprocessing.spawn    elastic_aio.compat.torch.multiprocessing.spawn
 torch.distributed.elastic.timer    elastic_aio.compat.torch.timers
+torch.distributed.elastic.events    elastic_aio.compat.torch.events
+torch.distributed.elastic.metrics    elastic_aio.compat.torch.metrics
 
 docs/guides/migrate-from-torchrun.md lists what differs on purpose.
 """

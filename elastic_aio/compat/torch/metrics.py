@@ -1,0 +1,190 @@
+"""torch.distributed.elastic.metrics: handlers of metrics, and the metrics of a job.
+
+`metric_listener()` is a listener for `launch` and `Agent`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast, overload
+
+from elastic_aio.compat.torch.translation import TorchMetrics
+from elastic_aio.events import Event
+
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "MetricsConfig",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "metric_listener",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]
+
+Profiled = TypeVar("Profiled", bound=Callable[..., Any])
+
+
+class MetricData(NamedTuple):
+    """A value of a metric, at a time in Unix seconds."""
+
+    timestamp: float
+    group_name: str
+    name: str
+    value: int
+
+
+class MetricsConfig:
+    """Parameters of a metrics handler; this library has none that reads them."""
+
+    __slots__ = ("params",)
+
+    def __init__(self, params: dict[str, str] | None = None) -> None:
+        """Keep the parameters."""
+        self.params = {} if params is None else params
+
+
+class MetricHandler(ABC):
+    """Gets the values of metrics."""
+
+    @abstractmethod
+    def emit(self, metric_data: MetricData) -> None:
+        """Take one value."""
+
+
+class ConsoleMetricHandler(MetricHandler):
+    """Prints values."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        """Print one value."""
+        data = metric_data
+        print(f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}")  # noqa: T201
+
+
+class NullMetricHandler(MetricHandler):
+    """Drops values."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        """Drop one value."""
+
+
+class MetricStream:
+    """The metrics of a group."""
+
+    def __init__(self, group_name: str, handler: MetricHandler) -> None:
+        """Send the values of a group to a handler."""
+        self.group_name = group_name
+        self.handler = handler
+
+    def add_value(self, metric_name: str, metric_value: int) -> None:
+        """Send one value, with the present time."""
+        self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
+
+
+# By group; that of all other groups has the key None.
+_handlers: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
+
+
+def configure(handler: MetricHandler, group: str | None = None) -> None:
+    """Set the handler of a group; None is that of all groups without one."""
+    _handlers[group] = handler
+
+
+def getStream(group: str) -> MetricStream:
+    """Return the metrics of a group."""
+    return MetricStream(group, _handlers.get(group, _handlers[None]))
+
+
+def put_metric(metric_name: str, metric_value: int, metric_group: str = "torchelastic") -> None:
+    """Send one value to the handler of its group."""
+    getStream(metric_group).add_value(metric_name, metric_value)
+
+
+def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
+    """Return the whole milliseconds since a time in Unix seconds."""
+    return int((time.time() - start_time_in_seconds) * 1000)
+
+
+def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
+    """Do nothing, as in torch."""
+
+
+def _get_metric_name(fn: Callable[..., Any]) -> str:
+    """Return `Class.method`, or the last part of the module and the function."""
+    name = fn.__qualname__
+    if "." in name or not fn.__module__:
+        return name
+    return f"{fn.__module__.rpartition('.')[2]}.{name}"
+
+
+@overload
+def prof(fn: Profiled, group: str = ...) -> Profiled: ...
+
+
+@overload
+def prof(fn: None = None, group: str = ...) -> Callable[[Profiled], Profiled]: ...
+
+
+def prof(fn: Any = None, group: str = "torchelastic") -> Any:
+    """Decorate a function: its metrics are `NAME.success`, `.failure` and `.duration.ms`.
+
+    Args:
+        fn: the function; None to give a group.
+        group: of the metrics.
+    """
+    return _wrap(fn, group) if fn else lambda fn: _wrap(fn, group)
+
+
+def _wrap(fn: Profiled, group: str) -> Profiled:
+    @functools.wraps(fn)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        key, began = _get_metric_name(fn), time.time()
+        try:
+            result = fn(*args, **kwargs)
+            put_metric(f"{key}.success", 1, group)
+        except Exception:
+            put_metric(f"{key}.failure", 1, group)
+            raise
+        finally:
+            put_metric(f"{key}.duration.ms", get_elapsed_time_ms(began), group)
+        return result
+
+    return cast("Profiled", measured)
+
+
+def profile(group: str = "torchelastic") -> Callable[[Profiled], Profiled]:
+    """Decorate a function as `prof` does; deprecated."""
+    warnings.warn("Deprecated, use `@prof` instead", FutureWarning, stacklevel=2)
+    return prof(group=group)
+
+
+def publish_metric(metric_group: str, metric_name: str, metric_value: int) -> None:
+    """Send one value as `put_metric` does; deprecated."""
+    warnings.warn(
+        "Deprecated, use `put_metric(metric_group)(metric_name, metric_value)` instead",
+        FutureWarning,
+        stacklevel=2,
+    )
+    put_metric(metric_name, metric_value, metric_group)
+
+
+def metric_listener(group: str = "torchelastic") -> Callable[[Event], None]:
+    """Return a listener that sends the metrics of a job to the handler of a group."""
+    translate = TorchMetrics()
+
+    def listen(event: Event) -> None:
+        for name, value in translate(event):
+            put_metric(name, value, group)
+
+    return listen

@@ -1,0 +1,269 @@
+"""This library's events as torch's: the same names, metadata and metrics, with true times.
+
+Pure: one `TorchEvents` (or `TorchMetrics`) reads the stream of one node in its order, since
+torch repeats in each event what ours say once.
+
+========================  ==================================================================
+event here                torch's events
+========================  ==================================================================
+WorkerStarted, RoundFormed  AGENT RENDEZVOUS and ASSIGN_WORKER_RANKS, once for each attempt
+WorkerStarted             WORKER START
+TimerExpired              AGENT `timer expired`, and `kill worker process` if it has a signal
+JobFinished               WORKER SUCCEEDED, FAILED or TERMINATED for each worker of the last
+                          attempt, at the time of its exit; AGENT SUCCEEDED, or FAILED if not
+                          the workers have failed but the launcher or the rendezvous
+========================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from msgspec import Struct
+
+from elastic_aio import events
+from elastic_aio.outcome import Failure, JobState
+
+
+class _Worker(Struct):
+    """A worker of the present attempt; `exit` is set when it has exited."""
+
+    started: events.WorkerStarted
+    exit: events.WorkerExited | None = None
+
+
+class _Job:
+    """What the events so far say about the job on this node."""
+
+    def __init__(self) -> None:
+        self.started = events.JobStarted(
+            entrypoint="", nproc_per_node=0, nnodes="1", max_restarts=0, agent_pid=0
+        )
+        self.attempt = -1
+        self.restarts = 0
+        self.group_rank = 0
+        self.group_world_size = 1
+        self.world_size = 0
+        self.joining_since = 0.0
+        self.joined_after = 0.0
+        self.workers: dict[int, _Worker] = {}
+        self.failures: dict[int, Failure] = {}
+
+    def read(self, event: events.Event) -> None:
+        """Take an event in."""
+        match event:
+            case events.JobStarted():
+                self.started = event
+                self.world_size = event.nproc_per_node
+                self.joining_since = event.time
+            case events.Restarting():
+                self.restarts = event.restarts
+                self.joining_since = event.time + event.delay
+            case events.MembershipChanged():
+                self.joining_since = event.time
+            case events.RoundFormed():
+                self.group_rank = event.group_rank
+                self.group_world_size = event.group_world_size
+                self.world_size = event.world_size
+                self.joined_after = max(0.0, event.time - self.joining_since)
+            case events.WorkerStarted():
+                if event.attempt != self.attempt:
+                    self.attempt = event.attempt
+                    self.workers, self.failures = {}, {}
+                self.workers[event.rank] = _Worker(event)
+            case events.WorkerExited():
+                if event.rank in self.workers and event.attempt == self.attempt:
+                    self.workers[event.rank].exit = event
+            case events.AttemptFailed():
+                self.failures = {failure.rank: failure for failure in event.failures}
+
+
+class TorchEvents:
+    """Translates the events of one node, in their order; called with each."""
+
+    def __init__(self) -> None:
+        """Begin at the start of a stream."""
+        self._job = _Job()
+        self._joined_attempt = -1
+
+    def __call__(self, event: events.Event) -> list[dict[str, Any]]:
+        """Return torch's events for an event: `name`, `source`, `timestamp` (ms), `metadata`."""
+        self._job.read(event)
+        match event:
+            case events.WorkerStarted():
+                return [*self._joined(event), self._worker(event, event, "START")]
+            case events.TimerExpired():
+                return self._timer(event)
+            case events.JobFinished():
+                return self._finished(event)
+        return []
+
+    def _joined(self, event: events.WorkerStarted) -> list[dict[str, Any]]:
+        if self._joined_attempt == event.attempt:
+            return []
+        self._joined_attempt = event.attempt
+        return [
+            self._agent(event, "RENDEZVOUS", duration_ms=self._job.joined_after * 1000),
+            self._agent(event, "ASSIGN_WORKER_RANKS", duration_ms=0.0),  # the round has them
+        ]
+
+    def _timer(self, event: events.TimerExpired) -> list[dict[str, Any]]:
+        names = ["timer expired"] + ["kill worker process"] * bool(event.signal)
+        expiration = event.time - event.age + event.limit
+        lines = []
+        for name in names:
+            details = {
+                "watchdog_event": name,
+                "worker_pid": str(event.pid),
+                "scope_id": event.scope,
+                "expiration_time": str(expiration),
+                "signal": str(event.signal),
+            }
+            line = self._agent(event, "RUNNING", details)
+            del line["metadata"]["duration_ms"]
+            lines.append(line | {"name": name})
+        return lines
+
+    def _finished(self, event: events.JobFinished) -> list[dict[str, Any]]:
+        job = self._job
+        lines = []
+        for rank, worker in job.workers.items():
+            at = worker.exit or event
+            failure = job.failures.get(rank)
+            state = "FAILED"
+            if event.state is JobState.SUCCEEDED:
+                state = "SUCCEEDED"
+            elif failure is None or failure.is_victim:
+                state = "TERMINATED"
+            lines.append(self._worker(at, worker.started, state, failure))
+        if event.state is JobState.SUCCEEDED or (event.state is JobState.FAILED and job.failures):
+            return [*lines, self._agent(event, "SUCCEEDED")]
+        return [*lines, self._agent(event, "FAILED", raw_error=event.why)]
+
+    def _worker(
+        self,
+        at: events.Event,
+        worker: events.WorkerStarted,
+        state: str,
+        failure: Failure | None = None,
+    ) -> dict[str, Any]:
+        job = self._job
+        size = worker.role_world_size
+        details = {
+            "local_rank": [worker.local_rank],
+            "role_rank": [worker.rank if worker.role_rank < 0 else worker.role_rank],
+            "role_world_size": [job.world_size if size < 0 else size],
+            "exit_code": [None if failure is None else failure.status.returncode],
+            "worker_pid": [None if failure is None else failure.pid],
+        }
+        own: dict[str, Any] = {"global_rank": worker.rank, "worker_id": str(worker.pid)}
+        if failure is not None:
+            own["raw_error"] = json.dumps(error_data(failure))
+        return self._line(at, "WORKER", state, details, own)
+
+    def _agent(
+        self,
+        at: events.Event,
+        state: str,
+        details: dict[str, Any] | None = None,
+        **own: object,
+    ) -> dict[str, Any]:
+        return self._line(at, "AGENT", state, details, own)
+
+    def _line(
+        self,
+        at: events.Event,
+        source: str,
+        state: str,
+        details: dict[str, Any] | None,
+        own: dict[str, Any],
+    ) -> dict[str, Any]:
+        job = self._job
+        common = {
+            "group_world_size": job.group_world_size,
+            "entry_point": job.started.entrypoint,
+        }
+        is_timer = state == "RUNNING"
+        metadata: dict[str, Any] = {
+            "run_id": at.run_id,
+            "global_rank": None,
+            "group_rank": job.group_rank,
+            "worker_id": None,
+            "role": job.started.role,
+            "hostname": at.node,
+            "state": state,
+            "total_run_time": int(max(0.0, at.time - job.started.time)),
+            "rdzv_backend": job.started.rdzv_backend,
+            "raw_error": None,
+            "metadata": json.dumps((details or {}) if is_timer else common | (details or {})),
+            "agent_restarts": job.restarts,
+            "duration_ms": None,
+        }
+        return {
+            "name": f"torchelastic.worker.status.{state}",
+            "source": source,
+            "timestamp": int(at.time * 1000),
+            "metadata": metadata | own,
+        }
+
+
+def error_data(failure: Failure) -> dict[str, Any]:
+    """Return the content of a worker's error file as torch reports it."""
+    if failure.error is not None:
+        error = failure.error
+        extra = {"py_callstack": error.traceback or "", "timestamp": str(int(error.timestamp))}
+        return {"message": {"message": error.message, "extraInfo": extra}}
+    data: dict[str, Any] = {"message": "<NONE>"}
+    if failure.status.code is not None:
+        data["errorTraits"] = {
+            "category": "system_terminated_error",
+            "retryability": "False",
+        }
+    return data
+
+
+class TorchMetrics:
+    """Translates the events of one node to torch's metrics; called with each in its order.
+
+    torch repeats the state of the workers at each poll; here it is reported when it changes.
+    """
+
+    def __init__(self) -> None:
+        """Begin at the start of a stream."""
+        self._job = _Job()
+
+    def __call__(self, event: events.Event) -> list[tuple[str, int]]:
+        """Return names and values of the metrics that an event changes."""
+        job, former = self._job, self._job.attempt
+        job.read(event)
+        match event:
+            case events.WorkerStarted() if event.attempt != former:
+                return self._named([("remaining_restarts", self._remaining), ("healthy", 1)])
+            case events.AttemptFailed():
+                return self._named([("remaining_restarts", self._remaining), ("failed", 1)])
+            case events.JobFinished():
+                return self._named(self._finished(event))
+        return []
+
+    @property
+    def _remaining(self) -> int:
+        return max(0, self._job.started.max_restarts - self._job.restarts)
+
+    def _finished(self, event: events.JobFinished) -> list[tuple[str, int]]:
+        is_failed = event.state is not JobState.SUCCEEDED
+        has_restarted = event.restarts > 0
+        budget = self._job.started.max_restarts + 1
+        flakiness = 100.0 if is_failed else 100.0 - 100.0 * (self._remaining + 1) / budget
+        return [
+            *([] if is_failed else [("succeeded", 1)]),
+            ("flakiness", int(flakiness)),
+            ("run_total", 1),
+            ("run_success_with_retries", int(not is_failed and has_restarted)),
+            ("run_success_no_retries", int(not is_failed and not has_restarted)),
+            ("run_failed_with_retries", int(is_failed and has_restarted)),
+            ("run_failed_no_retries", int(is_failed and not has_restarted)),
+        ]
+
+    def _named(self, metrics: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        return [(f"workers.{self._job.started.role}.{name}", value) for name, value in metrics]
