@@ -231,6 +231,12 @@ class Driver:
         is_victim = group.records[local_rank].is_victim
         self._on_input(WorkerEnded(group.attempt, local_rank, ended.status, is_victim))
 
+    def _on_stuck(self, failure: Failure) -> None:
+        attempt, local_rank = self._current_group.attempt, failure.local_rank
+        why = "another attempt would need what this worker holds"
+        stuck = StartFailed(attempt, failure.message, True, 1, local_rank, why)
+        self._on_input(stuck)
+
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Publish(event):
@@ -326,6 +332,7 @@ class Driver:
             self._runtime,
             node.worker_ranks(nproc),
             on_exit=self._on_exit,
+            on_stuck=self._on_stuck,
             attempt=effect.attempt,
             restarts=effect.restarts,
             round_number=effect.attempt if placement is None else placement.round,

@@ -16,6 +16,7 @@ Rules
     ---------  ----------------------------  ---------  ---------------------------
     STARTING   GroupStarted                  RUNNING
     STARTING   StartFailed                   STOPPING   StopGroup
+    RUNNING    StartFailed, a hanging worker STOPPING   StopGroup
     STARTING   WorkerEnded, a failure        STOPPING   StopGroup
     RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
     RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
@@ -144,7 +145,7 @@ class AgentMachine(ABC):
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
         self._start_failure = failed
-        return self._on_failing(failed.message) if self.phase is AgentPhase.STARTING else []
+        return self._on_failing(failed.message) if self.phase in LIVE else []
 
     def _on_failing(self, why: str) -> list[Effect]:
         """Handle the first failure of a group."""

@@ -29,13 +29,17 @@ class GroupStarted(Struct, frozen=True):
 
 
 class StartFailed(Struct, frozen=True):
-    """A worker of an attempt could not be spawned."""
+    """A worker of an attempt could not be spawned, or hangs in the kernel.
+
+    `why_permanent` is the reason why no attempt follows a `permanent` failure.
+    """
 
     attempt: int
     message: str
     permanent: bool
     exit_code: int
     local_rank: int
+    why_permanent: str = "another attempt could not start it either"
 
 
 class WorkerEnded(Struct, frozen=True):

@@ -247,7 +247,7 @@ class MultiNodeMachine(AgentMachine):
     def _report_stopped(self, *, has_survivors: bool) -> list[Effect]:
         reason = _CANNOT_KILL if has_survivors else ""
         if self._start_failure is not None and self._start_failure.permanent:
-            reason = "another attempt could not start it either"
+            reason = self._start_failure.why_permanent
         code = self._exit_code_of_failure()
         stopped = RoundStopped(self.round, self._failures, bool(reason), reason, code, self._uptime)
         self._reported_round = self.round

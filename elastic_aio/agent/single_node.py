@@ -150,7 +150,7 @@ class SingleNodeMachine(AgentMachine):
 
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
-            return self._give_up("another attempt could not start it either")
+            return self._give_up(self._start_failure.why_permanent)
         if self._spec.restart.decide is None or self._budget.is_exhausted:
             return self._apply(RestartAction.DEFAULT)
         if self._stop is not None:

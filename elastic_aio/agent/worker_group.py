@@ -10,6 +10,7 @@ from functools import partial
 from elastic_aio.agent.failures import WorkerRecord, collect_failures, oom_kills
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.agent.uninterruptible import StuckWatch
 from elastic_aio.aio import create_task
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
@@ -50,6 +51,7 @@ class WorkerGroup:
         ranks: Sequence[WorkerRanks],
         *,
         on_exit: Callable[[int, ChildExit], None],
+        on_stuck: Callable[[Failure], None] = lambda failure: None,
         attempt: int = 0,
         restarts: int = 0,
         round_number: int = 0,
@@ -62,6 +64,7 @@ class WorkerGroup:
             ranks: of the workers, by local rank.
             on_exit: called with the local rank and the exit of each worker, after its
                 record has been updated.
+            on_stuck: called once if a worker is in an uninterruptible system call for too long.
             attempt: number of the attempt.
             restarts: restarts after failures so far.
             round_number: number of the round; of a single node that of the attempt.
@@ -76,6 +79,7 @@ class WorkerGroup:
         self._runtime = runtime
         self._ranks = ranks
         self._on_exit = on_exit
+        self._watch = StuckWatch(runtime.host, on_stuck)
         self._restarts = restarts
         self._round_number = round_number
         self._master = master
@@ -104,6 +108,8 @@ class WorkerGroup:
         """
         try:
             check_runnable(self._runtime.spec)
+            if (timeout := self._runtime.spec.uninterruptible_timeout) is not None:
+                self._watch.start(self.records, timeout)
             # In a task of its own: a stop can wait for the child that is being spawned.
             self._starting = create_task(self._spawn_all(), name=f"start {self.attempt}")
             await asyncio.wait([self._starting])
@@ -208,6 +214,7 @@ class WorkerGroup:
         Safe to call again after cancellation.
         """
         self._is_abandoned = True
+        await self._watch.aclose()
         if self._starting is not None:
             if not self._runtime.program.is_importing:
                 await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
@@ -222,6 +229,7 @@ class WorkerGroup:
 
         Idempotent; safe to call again after cancellation.
         """
+        await self._watch.aclose()
         self._runtime.output.end_attempt(self.attempt)
 
     # ---------------------------------------------------------------- results
@@ -242,6 +250,8 @@ class WorkerGroup:
         statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:
             failures = self._failure_to_start(self.start_error), *failures
+        if self._watch.failure is not None:
+            failures = self._watch.failure, *failures
         self.failures = failures
         return AttemptResult(
             number=self.attempt,

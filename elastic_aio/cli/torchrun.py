@@ -7,6 +7,7 @@ after the script left alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "JOB_COMPLETION")
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
+_UNINTERRUPTIBLE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -172,6 +174,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         python=env.get("PYTHON_EXEC") or None,
         numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
         virtual_local_rank=bool(values["virtual_local_rank"]),
+        uninterruptible_timeout=_uninterruptible_timeout(env),
     )
     return RunRequest(
         spec,
@@ -272,6 +275,14 @@ def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
         option = _GRACE_VARIABLE
     return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value))
+
+
+def _uninterruptible_timeout(env: Mapping[str, str]) -> float | None:
+    text = env.get(_UNINTERRUPTIBLE_VARIABLE, "")
+    # As in torch, a number that is not above 0 is no limit.
+    if not text or re.fullmatch(r"-\d+(\.\d*)?", text):
+        return None
+    return parse_seconds(_UNINTERRUPTIBLE_VARIABLE, text, limit=1e9) or None
 
 
 def _signals(value: str | None) -> SignalSpec:

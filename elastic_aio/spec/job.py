@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, cast
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
+    check_number,
     checked_host,
     checked_integer,
     checked_items,
@@ -193,6 +194,12 @@ class LaunchSpec:
 
     A path is that of the named pipe to make; True makes one in the temporary directory.
     """
+    uninterruptible_timeout: float | None = None
+    """Seconds that a worker may be in one uninterruptible system call (state D); None: any time.
+
+    After that the job fails without a restart, since the worker may hold what another attempt
+    needs, and may not end.
+    """
     event_history: int = 10_000
     """How many past events are kept for late readers."""
 
@@ -228,6 +235,7 @@ class LaunchSpec:
         preload: Iterable[str] = (),
         numa_binding: NumaMode | None = None,
         virtual_local_rank: bool = False,
+        uninterruptible_timeout: float | None = None,
         timers: bool | str | PathLike[str] = False,
         event_history: int = 10_000,
     ) -> None:
@@ -360,6 +368,11 @@ def _timers(name: str, value: object) -> bool | str:
     return value if isinstance(value, bool) else checked_path(name, value)
 
 
+def _seconds(name: str, value: object) -> float:
+    check_number(name, value, above=0)
+    return cast("float", value)
+
+
 def _one_of(*accepted: str) -> Callable[[str, object], object]:
     def check(name: str, value: object) -> object:
         if value not in accepted:
@@ -396,5 +409,6 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "numa_binding": _optional(_one_of("node", "socket", "exclusive", "core-complex", "cpu")),
     "virtual_local_rank": partial(checked_part, kind=bool),
     "timers": _timers,
+    "uninterruptible_timeout": _optional(_seconds),
     "event_history": partial(checked_integer, at_least=1),
 }

@@ -346,3 +346,44 @@ def test_the_signals_of_torchs_variable() -> None:
     env = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"}
     assert parse_run(["x"], env).signals.stop == {2}
     assert parse_run(["--signals-to-handle=SIGTERM", "x"], env).signals.stop == {15}
+
+
+# posix_spawn(3) suspends its caller like vfork(2) until the child executes a program, and
+# the child waits for a writer of the pipe first.
+HANGING = """
+import os, sys
+fifo = sys.argv[1] + os.environ["RANK"]
+os.mkfifo(fifo)
+opening = (os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)
+os.posix_spawn("/bin/true", ["true"], {}, file_actions=[opening])
+"""
+
+
+def test_a_worker_that_hangs_in_the_kernel_fails_the_job(
+    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a restart; torchrun exits with 0."""
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.4")
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    ended = run_here("--max-restarts=3", "--shutdown-timeout=1", script, tmp_path / "fifo")
+    assert ended.code == 1
+    assert "in an uninterruptible system call (state D) for 0.4 s" in ended.err
+    assert "another attempt would need what this worker holds" in ended.err
+    assert "restarting" not in ended.err
+
+
+def test_a_worker_that_sleeps_does_not_hang(
+    run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.1")
+    assert run_here("--no-python", "sleep", "0.5").code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", None), ("0", None), ("-3", None), ("2.5", 2.5), ("7", 7.0)]
+)
+def test_the_time_in_an_uninterruptible_call(text: str, seconds: float | None) -> None:
+    """Unset, and numbers that are not above 0, mean any time."""
+    env = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": text}
+    assert parse_run(["x"], env).spec.uninterruptible_timeout == seconds

@@ -1,0 +1,84 @@
+"""Workers in an uninterruptible system call (state D of proc_pid_stat(5)) for too long.
+
+Such a call waits for a device or a file server, and no signal ends it.  The worker holds
+what another attempt would need, so the job fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from elastic_aio.agent.failures import WorkerRecord
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.outcome import ExitStatus, Failure
+
+_LOOKS: Final = 8
+"""How often a worker is looked at within the time that it may hang."""
+
+
+class StuckWatch:
+    """Finds the first worker that hangs; must be closed.
+
+    Attributes:
+        failure: the failure of that worker; None if none hangs.
+    """
+
+    def __init__(self, host: str, on_stuck: Callable[[Failure], None]) -> None:
+        """Prepare.
+
+        Args:
+            host: name of this host.
+            on_stuck: called once with the failure.
+        """
+        self.failure: Failure | None = None
+        self._host = host
+        self._on_stuck = on_stuck
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, records: Mapping[int, WorkerRecord], timeout: float) -> None:
+        """Watch the workers that have been started, for calls of `timeout` seconds."""
+        self._task = create_task(self._run(records, timeout), name="watch for state D")
+
+    async def aclose(self) -> None:
+        """End the watch.  Idempotent; safe to call again after cancellation."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+
+    async def _run(self, records: Mapping[int, WorkerRecord], timeout: float) -> None:
+        since: dict[int, float] = {}
+        while True:
+            now = time.monotonic()
+            for record in [*records.values()]:
+                if record.exit is not None or not _is_uninterruptible(record.pid):
+                    since.pop(record.pid, None)
+                elif now - since.setdefault(record.pid, now) >= timeout:
+                    self.failure = self._make_failure(record, timeout)
+                    self._on_stuck(self.failure)
+                    return
+            # The kernel reports no such state to other processes.
+            await asyncio.sleep(timeout / _LOOKS)
+
+    def _make_failure(self, record: WorkerRecord, timeout: float) -> Failure:
+        why = f"in an uninterruptible system call (state D) for {timeout:g} s"
+        return Failure(
+            rank=record.ranks.rank,
+            local_rank=record.ranks.local_rank,
+            pid=record.pid,
+            host=self._host,
+            status=ExitStatus(code=1),
+            time=time.time(),
+            order=-1,
+            message=f"process {record.pid} has been {why}",
+        )
+
+
+def _is_uninterruptible(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # After the name, which may hold anything.
+            return file.read().rpartition(b")")[2].split()[:1] == [b"D"]
+    except OSError:
+        return False
