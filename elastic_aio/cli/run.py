@@ -72,7 +72,8 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     except HostError as error:
         return print_error("run", str(error), 1)
     except OSError as error:
-        return print_error("run", reason_of(error), 1)
+        subject = "" if error.filename is None else f"{error.filename}: "
+        return print_error("run", f"{subject}{reason_of(error)}", 1)
 
 
 def _handler_factory(name: str) -> HandlerFactory | None:

@@ -85,14 +85,13 @@ _LIMITS = {errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.
 
 def reason_of(error: OSError) -> str:
     """Return why a call failed, with the resource limit that made it fail, if one did."""
-    reason = error.strerror or str(error)
-    if error.filename is not None:
-        reason = f"{os.fsdecode(error.filename)}: {reason}"
-    elif error.errno in _LIMITS:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = reason[:1].lower() + reason[1:]
+    if error.errno in _LIMITS:
         limit, option = _LIMITS[error.errno]
         soft, _ = resource.getrlimit(limit)
-        reason = f"{reason}; the limit is {soft} (raise it with ulimit {option})"
-    return reason[:1].lower() + reason[1:]
+        reason += f"; the limit is {soft} (raise it with ulimit {option})"
+    return reason
 
 
 # Errors that another attempt cannot avoid, with a shell's exit code for each.
