@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
     from elastic_aio.events import WorkerExited as WorkerExited
     from elastic_aio.events import WorkerStarted as WorkerStarted
+    from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
     from elastic_aio.events import event_from_json as event_from_json
     from elastic_aio.events import event_to_json as event_to_json
     from elastic_aio.launcher import launch as launch
@@ -134,7 +135,7 @@ else:
                 RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed RoundForming
                 RoundWaiting SignalForwarded StandbyPromoted StopEscalated StopRequested
                 TimerExpired TimerRejected WorkerAbandoned WorkerExited WorkerStarted
-                event_from_json event_to_json
+                WorkerStoreRefused event_from_json event_to_json
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """

@@ -380,6 +380,16 @@ class RendezvousStoreRecovered(Event, frozen=True, kw_only=True):
     """Whether this node serves the store."""
 
 
+class WorkerStoreRefused(Event, frozen=True, kw_only=True):
+    """The store of the workers closed the connection of a client (`peer`), as `why` says.
+
+    torch's protocol has no other way to refuse a request; the store is full, for example.
+    """
+
+    peer: str
+    why: str
+
+
 class EventsMissed(Event, frozen=True, kw_only=True):
     """Stands for events that are no longer kept, or have not arrived, for this reader."""
 

@@ -136,7 +136,7 @@ class Failure:
     stderr_path: str | None = None
     """File with its stderr; None if that is not captured."""
     notes: tuple[str, ...] = ()
-    """What the kernel adds: an OOM kill, a full disk."""
+    """What the supervisor adds: an OOM kill, a full disk, a full store."""
 
     @property
     def summary(self) -> str:

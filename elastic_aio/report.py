@@ -64,12 +64,19 @@ def describe(event: Event) -> tuple[int, str]:
             return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
         case events.ConsoleLost() | events.LogDiskFull() | events.OutputLost():
             return Level.WARNING, _missing_output(event)
+        case events.WorkerStoreRefused():
+            return Level.WARNING, _store_refused(event)
         case events.EventsMissed():
             return Level.WARNING, f"{event.count or 'some'} events missed"
         case events.JobFinished():
             ended = f"job {event.state.value} after {event.duration:.3g} s"
             return Level.INFO, f"{ended}: {event.why}"
     return _describe_rendezvous(event)
+
+
+def _store_refused(event: events.WorkerStoreRefused) -> str:
+    closed = f"the store of the workers closed the connection of {event.peer}"
+    return f"{closed}: it {event.why}"
 
 
 def _describe_rendezvous(event: Event) -> tuple[int, str]:

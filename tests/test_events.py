@@ -46,6 +46,7 @@ from elastic_aio.events import (
     WorkerAbandoned,
     WorkerExited,
     WorkerStarted,
+    WorkerStoreRefused,
     event_from_json,
     event_to_json,
 )
@@ -185,6 +186,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     NodeStandby: drawn(NodeStandby, round=counts, maximum=counts),
     StandbyPromoted: drawn(StandbyPromoted, round=counts, group_rank=counts),
     CoordinatorChanged: drawn(CoordinatorChanged, name=texts, term=counts),
+    WorkerStoreRefused: drawn(WorkerStoreRefused, peer=texts, why=texts),
     RendezvousStoreAwaited: drawn(RendezvousStoreAwaited, why=texts, time_left=floats),
     RendezvousStoreLost: drawn(RendezvousStoreLost, endpoint=texts, why=texts),
     RendezvousStoreRecovered: drawn(

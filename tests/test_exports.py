@@ -96,6 +96,7 @@ PUBLIC = [
     "WorkerExited",
     "WorkerResult",
     "WorkerStarted",
+    "WorkerStoreRefused",
     "__version__",
     "event_from_json",
     "event_to_json",

@@ -47,6 +47,7 @@ from elastic_aio import (
     WorkerError,
     WorkerExited,
     WorkerStarted,
+    WorkerStoreRefused,
     format_failure,
 )
 from elastic_aio.report import Level, describe
@@ -488,6 +489,12 @@ EVENTS: list[tuple[Event, int, str]] = [
         CoordinatorChanged(name="b", term=2),
         Level.INFO,
         "node b is the coordinator (term 2)",
+    ),
+    (
+        WorkerStoreRefused(peer="a:1", why="sent a request that is refused: the store is full"),
+        Level.WARNING,
+        "the store of the workers closed the connection of a:1: it sent a request that is refused:"
+        " the store is full",
     ),
     (
         RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.2),

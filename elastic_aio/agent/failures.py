@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import Struct
@@ -105,6 +105,7 @@ async def collect_failures(
     host: str,
     stopped_at: float,
     oom_kills_before: int | None,
+    store_refusals: Sequence[str] = (),
 ) -> tuple[Failure, ...]:
     """Return the failures among workers, the root cause first.
 
@@ -119,8 +120,10 @@ async def collect_failures(
         host: name of this host.
         stopped_at: Unix seconds at which the stop of the group began.
         oom_kills_before: the kernel's counter when the attempt began.
+        store_refusals: the requests that the store of the workers has refused.
     """
     failures = []
+    notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         result = results.get(worker.ranks.local_rank, _NO_RESULT)
         if worker.exit is None or (worker.exit.status.is_success and not result.problem):
@@ -143,7 +146,7 @@ async def collect_failures(
                 message=worker.expired_timer or result.problem,
                 stderr_path=worker.logs.stderr.path,
                 stderr_tail=() if is_victim else await _tail(worker.logs.stderr.path),
-                notes=() if is_victim else _notes(worker, error),
+                notes=() if is_victim else (*_notes(worker, error), *notes),
             )
         )
     return root_cause_first(_note_oom(failures, oom_kills_before))

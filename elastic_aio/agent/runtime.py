@@ -53,6 +53,7 @@ from elastic_aio.events import (
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
+    WorkerStoreRefused,
 )
 from elastic_aio.process.base import Child, ChildSpec, Spawner, reason_of
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
@@ -113,7 +114,7 @@ class LocalRuntime:
         self.clock = PausableClock()
         self._pid = os.getpid()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
-        self.master_ports = MasterPorts(spec)
+        self.master_ports = MasterPorts(spec, self._on_store_refused)
         self.output = JobOutput(spec, run_id=run_id, host=host, publish=publish, console=console)
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
@@ -253,6 +254,9 @@ class LocalRuntime:
 
     def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
         self.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
+
+    def _on_store_refused(self, peer: str, why: str) -> None:
+        self.publish(WorkerStoreRefused(attempt=self.attempt, peer=peer, why=why))
 
     # ------------------------------------------------------------ an attempt
 

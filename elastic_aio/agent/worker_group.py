@@ -246,6 +246,7 @@ class WorkerGroup:
             host=self._runtime.host,
             stopped_at=self._stopped_at,
             oom_kills_before=self._oom_kills,
+            store_refusals=self._runtime.master_ports.refusals,
         )
         statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -23,11 +24,13 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.sockets import bind_listeners, port_owner
 
 if TYPE_CHECKING:
+    from elastic_aio.store.limits import Dropped
     from elastic_aio.store.server import StoreServer
 
 MASTER_ADDR = "127.0.0.1"
 """Address at which the workers of a single-node job meet: no other host can reach it."""
 
+_REFUSALS_MAX = 8
 _PEER_TIMEOUT_S = 60.0
 _INTRODUCTION_S = 60.0
 """Seconds for another node to bind the port of the workers' store."""
@@ -36,7 +39,13 @@ _INTRODUCTION_S = 60.0
 class WorkerStore:
     """A listening socket that becomes a store on the first connection; must be closed."""
 
-    def __init__(self, port: int, host: str | None = MASTER_ADDR, token: str | None = None) -> None:
+    def __init__(
+        self,
+        port: int,
+        host: str | None = MASTER_ADDR,
+        token: str | None = None,
+        on_drop: Callable[[Dropped], None] | None = None,
+    ) -> None:
         """Bind `port`, 0 for a free one, at an address of this host.
 
         Args:
@@ -44,10 +53,12 @@ class WorkerStore:
             host: the address; None: all addresses, IPv4 and IPv6.
             token: serve only this host, and hosts from which an agent has proved the token;
                 torch's clients cannot present one.
+            on_drop: as for `StoreServer`.
 
         Raises:
             HostError: the port cannot be bound.
         """
+        self._on_drop = on_drop
         self._loop = asyncio.get_running_loop()
         self._token = token
         self._sockets = bind_listeners(host, port, _PEER_TIMEOUT_S)
@@ -93,13 +104,19 @@ class WorkerStore:
         from elastic_aio.store.server import StoreServer
 
         self._server = StoreServer(
-            listening=self._sockets, token=self._token, admit_hosts=self._token is not None
+            listening=self._sockets,
+            token=self._token,
+            admit_hosts=self._token is not None,
+            on_drop=self._on_drop,
         )
         await self._server.start()
 
 
 async def bind_store(
-    port: int, host: str | None = MASTER_ADDR, token: str | None = None
+    port: int,
+    host: str | None = MASTER_ADDR,
+    token: str | None = None,
+    on_drop: Callable[[Dropped], None] | None = None,
 ) -> WorkerStore:
     """Return a store at `port`.
 
@@ -107,7 +124,7 @@ async def bind_store(
         HostError: the port cannot be bound; names the process that has it, if known.
     """
     try:
-        return WorkerStore(port, host, token)
+        return WorkerStore(port, host, token, on_drop)
     except HostError as error:
         owner = await run_in_thread(port_owner, port)
         if not owner:
@@ -162,8 +179,17 @@ class MasterPorts:
     that announced it: the workers of a static rendezvous meet at the nodes' own store.
     """
 
-    def __init__(self, spec: LaunchSpec) -> None:
-        """Begin without any port."""
+    def __init__(
+        self, spec: LaunchSpec, on_refused: Callable[[str, str], None] = lambda peer, why: None
+    ) -> None:
+        """Begin without any port.
+
+        `on_refused` is called with a client whose request a store of an attempt has refused,
+        and why; at most `_REFUSALS_MAX` times in an attempt.
+        """
+        self._on_refused = on_refused
+        self.refusals: list[str] = []
+        """What the store of this attempt has refused, each once."""
         self._fixed_port = spec.master_port
         self._fixed_address = spec.master_addr
         self._host_store = spec.host_store
@@ -196,7 +222,7 @@ class MasterPorts:
             return ReservedPort(address, self._fixed_port, None)
         store: WorkerStore | HeldPort
         if self._host_store:
-            store = WorkerStore(0, self._bindable(address), self._token)
+            store = WorkerStore(0, self._bindable(address), self._token, self._on_drop)
         else:
             store = HeldPort()
         return ReservedPort(address, store.port, store)
@@ -217,7 +243,8 @@ class MasterPorts:
         """
         address = self.address_of(MASTER_ADDR)
         if self._host_store:
-            self._serving = await bind_store(self._fixed_port or 0, self._bindable(MASTER_ADDR))
+            host = self._bindable(MASTER_ADDR)
+            self._serving = await bind_store(self._fixed_port or 0, host, on_drop=self._on_drop)
         elif self._fixed_port is not None:
             return address, self._fixed_port
         else:
@@ -241,7 +268,16 @@ class MasterPorts:
         if claimed is not None and claimed.store is not None:
             self._serving = claimed.store
         elif self._host_store and port in self._ever_reserved:
-            self._serving = await bind_store(port, self._bindable(address), self._token)
+            self._serving = await bind_store(
+                port, self._bindable(address), self._token, self._on_drop
+            )
+
+    def _on_drop(self, dropped: Dropped) -> None:
+        """Report a refused request; strangers at the port are none of the job's business."""
+        is_new = dropped.reason not in self.refusals and len(self.refusals) < _REFUSALS_MAX
+        if dropped.is_refusal and is_new:
+            self.refusals.append(dropped.reason)
+            self._on_refused(dropped.peer, dropped.reason)
 
     def introduce(self, address: str, port: int) -> None:
         """Prove the token to the store of another node, so that it serves this node's workers.
@@ -283,6 +319,7 @@ class MasterPorts:
         if self._serving is not None:
             await self._serving.aclose()
             self._serving = None
+        self.refusals.clear()
         while self._unused:
             if (store := self._unused[-1].store) is not None:
                 await store.aclose()

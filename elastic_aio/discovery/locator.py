@@ -64,7 +64,7 @@ from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
 from elastic_aio.errors import ElasticAioError, StoreError
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.store import RemoteStore, StoreServer
+from elastic_aio.store import Dropped, RemoteStore, StoreServer
 from elastic_aio.store.handles import wire_key
 from elastic_aio.store.server import PAUSE_RESOLUTION
 from elastic_aio.store.sockets import Address
@@ -117,12 +117,14 @@ class StoreLocator:
         *,
         is_exclusive: bool = False,
         on_wait: Callable[[str, float], None] = lambda why, time_left: None,
+        on_drop: Callable[[Dropped], None] | None = None,
     ) -> None:
         """Parse the endpoints; nothing is connected yet.  None: the network of this host.
 
         `on_wait` is called in a search that takes long, with the reason for each endpoint and
-        the seconds until it ends.  With `is_exclusive` the store must belong to this run alone,
-        and the first node must serve it or find one that no node serves.
+        the seconds until it ends; `on_drop` is that of the `StoreServer`.  With `is_exclusive`
+        the store must belong to this run alone, and the first node must serve it or find one
+        that no node serves.
 
         Raises:
             SpecError: one of them is not HOST:PORT, or a certificate cannot be used.
@@ -141,7 +143,7 @@ class StoreLocator:
         )
         if spec.tls is not None:
             _check_node(spec, [endpoint.host for endpoint in self._endpoints])
-        self._on_wait = on_wait
+        self._on_wait, self._on_drop = on_wait, on_drop
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._was_suspended = asyncio.Event()
@@ -270,6 +272,7 @@ class StoreLocator:
             listening=sockets,
             token=self._spec.token,
             tls=self._spec.tls,
+            on_drop=self._on_drop,
             on_pause=self._on_pause,
         )
         server.keyspace.set(wire_key(OWNER_KEY, ""), owner.encode())

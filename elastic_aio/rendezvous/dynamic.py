@@ -26,6 +26,7 @@ from elastic_aio.events import (
     RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
+    WorkerStoreRefused,
 )
 from elastic_aio.rendezvous.base import (
     AgentPort,
@@ -45,6 +46,7 @@ from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
+from elastic_aio.store import Dropped
 
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
@@ -98,6 +100,7 @@ class DynamicRendezvous(Rendezvous):
             network,
             is_exclusive=fixed_ranks,
             on_wait=self._on_store_awaited,
+            on_drop=self._on_drop,
         )
         nnodes = spec.nnodes
         self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
@@ -124,7 +127,7 @@ class DynamicRendezvous(Rendezvous):
         self._probes: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
         self._refusals = 0
-        self._is_leaving = self._is_hurried = False
+        self._is_leaving = self._is_hurried = self._has_refused = False
         self._draining: asyncio.Timeout | None = None
 
     def __repr__(self) -> str:
@@ -295,6 +298,12 @@ class DynamicRendezvous(Rendezvous):
 
     def _on_store_awaited(self, why: str, time_left: float) -> None:
         self._agent.on_event(RendezvousStoreAwaited(why=why, time_left=round(time_left, 1)))
+
+    def _on_drop(self, dropped: Dropped) -> None:
+        """Report, once, a refused request of a worker that uses the nodes' own store."""
+        if dropped.is_refusal and self._shares_store and not self._has_refused:
+            self._has_refused = True
+            self._agent.on_event(WorkerStoreRefused(peer=dropped.peer, why=dropped.reason))
 
     def _on_joined(self) -> None:
         self._refusals = 0

@@ -144,6 +144,7 @@ class Keyspace:
         return len(self._values)
 
     def list_keys(self, _: bytes = b"", __: None = None) -> list[bytes]:
+        self._check_items(len(self._values))
         return self._checked_reply(list(self._values))
 
     def check(self, _: bytes, keys: Sequence[bytes]) -> int:
@@ -266,6 +267,7 @@ class Keyspace:
         else:
             pairs = ((key, self._values[key]),) if key in self._values else ()
         try:
+            self._check_items(len(pairs))
             self._checked_reply([item for pair in pairs for item in pair])
         except OperationRefused:
             self.watches.cancel(client, tag)
@@ -310,6 +312,12 @@ class Keyspace:
     def _collect(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the values of keys that all have one."""
         return self._checked_reply([self._values[key] for key in keys])
+
+    def _check_items(self, count: int) -> None:
+        """Refuse a reply with so many keys that it would block the event loop."""
+        if count > self._limits.items:
+            limit = self._limits.items
+            raise OperationRefused(f"the reply has {count} keys: the limit is {limit} keys")
 
     def _checked_reply(self, items: list[bytes]) -> list[bytes]:
         """Return the items of a reply; refuse what is too large before it is encoded."""

@@ -32,6 +32,7 @@ class KeyspaceLimits:
     Args:
         stored: bytes of all keys, values, queues, waits and watches.
         reply: bytes of a reply with several keys or values.
+        items: keys in the reply to LIST_KEYS, and in the first message of a watch.
         waits: pairs of a pending wait and a missing key.
         watches: open watches.
         leases: leases that have not ended.
@@ -42,6 +43,7 @@ class KeyspaceLimits:
 
     stored: int = 1 << 30
     reply: int = 64 << 20
+    items: int = 131_072
     waits: int = 1_000_000
     watches: int = 100_000
     leases: int = 100_000
@@ -78,10 +80,15 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The server closed the connection from `peer`; `reason` says what the peer did."""
+    """The server closed the connection from `peer`; `reason` says what the peer did.
+
+    `is_refusal`: it sent a valid request of torch's protocol, which has no other way to refuse
+    one; the store is full, for example.
+    """
 
     peer: str
     reason: str
+    is_refusal: bool = False
 
     def __str__(self) -> str:
         return f"dropped {self.peer}: it {self.reason}"

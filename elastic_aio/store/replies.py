@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from elastic_aio.store import wire
-from elastic_aio.store.wire import I64, U32, U64, WireError, sized
+from elastic_aio.store.wire import I64, U32, U64, WireError
 
 MAX_REPLY: Final = 256 << 20
 """The largest reply, in bytes, that a client accepts."""
@@ -116,6 +116,7 @@ _SNAPSHOT_WHOLE: Final = 4
 
 
 _pack_size: Final = U64.pack  # bound once: each GET calls it
+_SIZES: Final = [_pack_size(size) for size in range(256)]
 
 
 def _value(value: bytes) -> bytes | Pieces:
@@ -130,14 +131,27 @@ def _popped(popped: tuple[int, bytes]) -> bytes | Pieces:
     return _after(I64.pack(length), _value(item)) if length else I64.pack(0)
 
 
+def _joined(items: Sequence[bytes]) -> bytes:
+    """Return items, each preceded by its length; as `sized`, without calls for short ones."""
+    sizes = _SIZES
+    most = len(sizes)
+    return b"".join(
+        [
+            part
+            for item in items
+            for part in (sizes[len(item)] if len(item) < most else _pack_size(len(item)), item)
+        ]
+    )
+
+
 def _values(values: Sequence[bytes]) -> bytes | Pieces:
     if max(map(len, values), default=0) < LARGE:
-        return b"".join(map(sized, values))
+        return _joined(values)
     return [piece for value in values for piece in (U64.pack(len(value)), value)]
 
 
 def _names(names: Sequence[bytes]) -> bytes:
-    return U64.pack(len(names)) + b"".join(map(sized, names))
+    return U64.pack(len(names)) + _joined(names)
 
 
 def _maybe(value: bytes | None) -> bytes | Pieces:
@@ -185,7 +199,7 @@ def encode_change(change: RawChange) -> bytes | Pieces:
 def encode_snapshot(snapshot: WatchSnapshot) -> bytes:
     """Return the payload of the first message of a watch."""
     kind = _SNAPSHOT_WHOLE if snapshot.is_whole else _SNAPSHOT_CONTINUED
-    items = b"".join(sized(item) for pair in snapshot.pairs for item in pair)
+    items = _joined([item for pair in snapshot.pairs for item in pair])
     return _NOTIFICATION.pack(kind, snapshot.revision, len(snapshot.pairs)) + items
 
 

@@ -181,7 +181,8 @@ class Connection(ServerLink, Client):
                         self._append(ENCODER_OF[op](result))
         except OperationRefused as error:
             # The plain dialect has no other way to refuse a request.
-            self.drop(f"sent a request that is refused: {error}", is_graceful=True)
+            reason = f"sent a request that is refused: {error}"
+            self.drop(reason, is_graceful=True, is_refusal=True)
 
     def _serve_tagged(self, requests: Iterator[Request]) -> None:
         handlers, size = self._server.keyspace.handlers, 0

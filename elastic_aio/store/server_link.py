@@ -169,12 +169,13 @@ class ServerLink(asyncio.Protocol):
         else:
             self.drop(reason)
 
-    def drop(self, reason: str, *, is_graceful: bool = False) -> None:
+    def drop(self, reason: str, *, is_graceful: bool = False, is_refusal: bool = False) -> None:
         """Close this connection and report it; idempotent.
 
         Args:
             reason: what the peer did, for `Dropped`.
             is_graceful: send the pending replies first.
+            is_refusal: as in `Dropped`.
         """
         if self.is_gone:
             return
@@ -187,7 +188,7 @@ class ServerLink(asyncio.Protocol):
         else:
             self._transport.abort()
         if self._server._on_drop is not None:
-            self._server._on_drop(Dropped(peer, reason))
+            self._server._on_drop(Dropped(peer, reason, is_refusal))
 
     def _discard(self) -> None:
         """Serve this connection no more; free what is held for it."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from elastic_aio import JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent.worker_store import MASTER_ADDR, WorkerStore
+from elastic_aio import (
+    Event,
+    JobFailed,
+    LaunchSpec,
+    LogSpec,
+    WorkerStoreRefused,
+    format_failure,
+    launch,
+)
+from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts, WorkerStore
 from elastic_aio.errors import HostError, StoreLost
-from elastic_aio.store import connect
+from elastic_aio.store import KeyspaceLimits, ServerLimits, connect, server
 
 GUARD = 30.0
 # Speaks the protocol without torch: VALIDATE, then ADD 1 to a key, and tells the sum.
@@ -90,3 +99,46 @@ async def test_workers_may_host_it_themselves(tmp_path: Path) -> None:
     assert (await launch(spec)).state == "succeeded"
     (said,) = tmp_path.rglob("stdout.log")
     assert said.read_text() == "False\n"
+
+
+# Speaks the protocol without torch: sets a key to 3000 bytes, and waits for its peer.
+FILL = """
+import os, socket, struct
+peer = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+peer.sendall(struct.pack("<BI", 0, 0x3C85F7CE))
+peer.sendall(struct.pack("<BQ", 1, 4) + b"/key" + struct.pack("<Q", 3000) + bytes(3000))
+raise SystemExit(f"the store has answered {peer.recv(8)}")
+"""
+
+
+async def test_a_full_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an event of the attempt, once, and in the failure of the worker that it has closed."""
+    limits = ServerLimits(keyspace=KeyspaceLimits(stored=1000))
+    monkeypatch.setattr(server, "ServerLimits", lambda: limits)
+    spec = LaunchSpec([sys.executable, "-S", "-c", FILL], nproc_per_node=2, max_restarts=1)
+    events: list[Event] = []
+    with pytest.raises(JobFailed) as raised:
+        await launch(spec, listeners=[events.append])
+    refused = [event for event in events if isinstance(event, WorkerStoreRefused)]
+    why = "sent a request that is refused: the store is full: its limit is 1000 bytes"
+    assert [(event.attempt, event.why) for event in refused] == [(0, why), (1, why)]
+    (note,) = raised.value.failures[0].notes
+    assert note == f"the store of the workers dropped a client: it {why}"
+    assert note in format_failure(raised.value.result, "job")
+
+
+async def test_strangers_at_the_store_are_not_reported() -> None:
+    """They are closed, and nothing of the job is concerned."""
+    refused: list[tuple[str, str]] = []
+    ports = MasterPorts(LaunchSpec("x.py"), lambda *refusal: refused.append(refusal))
+    address, port = await ports.open_local()
+    reader, writer = await asyncio.open_connection(address, port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(GUARD):
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        async with connect(f"{address}:{port}") as store:
+            await store.num_keys()
+    assert refused == []
+    await ports.aclose()

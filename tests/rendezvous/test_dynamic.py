@@ -23,13 +23,15 @@ from elastic_aio.events import (
     RendezvousStoreRecovered,
     RoundForming,
     StandbyPromoted,
+    WorkerStoreRefused,
 )
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import make_static
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.store import KeyspaceLimits, ServerLimits, StoreServer, connect
+from elastic_aio.store import KeyspaceLimits, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store.wire import OPENING, encode
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
@@ -546,6 +548,29 @@ async def test_static_ranks_are_binding() -> None:
         await b.rendezvous.leave("enough")
         b.close()
         assert (await twin.wait_formed(2)).span.group_rank == 1
+
+
+async def test_what_the_shared_store_refuses_is_reported() -> None:
+    """Once, by the node that serves it; workers use the nodes' own store with "static"."""
+    endpoint = free_endpoint()
+    specs = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1)]
+    a, b = (FakeAgent(f"{i}", one, make=make_static) for i, one in enumerate(specs))
+    host, _, port = endpoint.rpartition(":")
+    async with present(a, b):
+        await a.wait_formed(2)
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(OPENING + encode(wire.SET, b"/n", b"no number"))
+            writer.write(encode(wire.ADD, b"/n", 1))
+            async with asyncio.timeout(20):
+                assert await reader.read() == b""
+            writer.close()
+        await a.wait_event(WorkerStoreRefused)
+        refused = [event for event in a.events if isinstance(event, WorkerStoreRefused)]
+        assert [event.why for event in refused] == [
+            "sent a request that is refused: the value is not a 64-bit number"
+        ]
+        assert not any(isinstance(event, WorkerStoreRefused) for event in b.events)
 
 
 async def test_two_static_jobs_never_share_a_port() -> None:

@@ -182,6 +182,33 @@ async def test_a_reply_above_the_limit_of_the_client_is_an_error(
     assert await store.num_keys() == 1, "the store is still usable"
 
 
+async def test_a_reply_has_a_limited_number_of_keys(dropped: list[Dropped]) -> None:
+    """Building a longer one would block the loop; the store serves everything else."""
+    limits = ServerLimits(keyspace=KeyspaceLimits(items=100))
+    async with (
+        StoreServer("127.0.0.1", limits=limits, on_drop=dropped.append) as server,
+        connect(server.endpoint) as store,
+        connected(server) as peer,
+    ):
+        await store.multi_set({f"n/{number}": b"" for number in range(100)})
+        assert len(await store.list_keys()) == 100
+        async with store.watch("n/", is_prefix=True) as watch:
+            assert len(watch.present) == 100
+        await store.set("one-more", b"")
+        with pytest.raises(StoreRefused, match="the reply has 101 keys: the limit is 100 keys"):
+            await store.list_keys()
+        with pytest.raises(StoreRefused, match="the reply has 101 keys"):
+            async with store.watch("", is_prefix=True):
+                pass
+        async with store.watch("n/", is_prefix=True) as watch:
+            assert len(watch.present) == 100
+        peer.send(encode(wire.LIST_KEYS, b"", None))
+        await peer.ended()
+        await until(lambda: dropped)
+        assert [drop.is_refusal for drop in dropped] == [True]
+        assert "the reply has 101 keys" in dropped[0].reason
+
+
 async def test_a_cancelled_grant_leaves_no_lease(server: StoreServer, store: RemoteStore) -> None:
     """The reply to the request finds no holder, so the client releases the lease."""
     for turns in range(6):
