@@ -115,13 +115,8 @@ def check_program(spec: ChildSpec) -> None:
     Raises:
         SpawnError: the same that a spawn without the wrapper raises.
     """
-    program = spec.argv[0]
-    if os.path.sep in program:
-        path: str | None = os.path.join(spec.cwd or "", program)
-    else:
-        # As in a shell, a file that cannot be executed does not hide a later one that can.
-        path = _which(spec, os.F_OK | os.X_OK) or _which(spec, os.F_OK)
-    if path is None or not os.path.exists(path):
+    path = program_path(spec)
+    if not os.path.exists(path):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
     if os.path.isdir(path) or not os.access(path, os.X_OK):
         raise spawn_error(PermissionError(errno.EACCES, "not executable"), spec)
@@ -133,6 +128,22 @@ def check_program(spec: ChildSpec) -> None:
     interpreter = first_line[2:].split()[:1] if first_line.startswith(b"#!") else []
     if interpreter and not os.path.exists(interpreter[0]):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
+
+
+def program_path(spec: ChildSpec) -> str:
+    """Return the path of a program, which need not exist.
+
+    Raises:
+        SpawnError: no directory in the PATH of the child has a file of its name.
+    """
+    program = spec.argv[0]
+    if os.path.sep in program:
+        return os.path.join(spec.cwd or "", program)
+    # As in a shell, a file that cannot be executed does not hide a later one that can.
+    path = _which(spec, os.F_OK | os.X_OK) or _which(spec, os.F_OK)
+    if path is None:
+        raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
+    return path
 
 
 def _which(spec: ChildSpec, mode: int) -> str | None:

@@ -20,14 +20,16 @@ Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (it fires whe
 spawning *thread* ends, and grandchildren do not inherit it): see `guardian`.
 
 A child inherits the signal mask of the spawning thread, and threads of programs often
-block all signals.  A stop could then only kill it; so it is started through an interpreter
-that clears the mask and executes the program (same pid).  Clearing it here around the
-spawn would let the program's own signals in.
+block all signals.  A stop could then only kill it.  Clearing the mask here around the spawn
+would let the program's own signals in.  So such a child is started by `posix_spawn`, which
+takes the mask of the child.  It takes no working directory: env(1) changes that, and executes
+the program (same pid).
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -36,7 +38,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from elastic_aio.aio import create_task
@@ -46,7 +48,9 @@ from elastic_aio.process.base import (
     ChildExit,
     ChildSpec,
     Spawner,
+    check_directory,
     check_program,
+    program_path,
     spawn_error,
 )
 from elastic_aio.process.exits import (
@@ -57,17 +61,6 @@ from elastic_aio.process.exits import (
     open_child_pidfd,
 )
 from elastic_aio.process.orphans import subreaper
-
-# An interpreter ignores two signals, and sets LC_CTYPE in the C locale (PEP 538).
-_CLEAR_MASK = """
-import os, signal, sys
-_, unset, *argv = sys.argv
-for number in signal.SIGPIPE, signal.SIGXFSZ:
-    signal.signal(number, signal.SIG_DFL)
-os.environ.pop(unset, None)
-signal.pthread_sigmask(signal.SIG_SETMASK, ())
-os.execvp(argv[0], argv)
-"""
 
 
 def command_spawner(loop: asyncio.AbstractEventLoop) -> Spawner:
@@ -86,13 +79,8 @@ def _waits_by_pidfd() -> bool:
     return is_attached and isinstance(watcher, asyncio.PidfdChildWatcher)
 
 
-def _argv(spec: ChildSpec) -> tuple[str, ...]:
-    """Return what is executed for a child, which must not inherit blocked signals."""
-    if not signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        return spec.argv
-    check_program(spec)
-    unset = "" if "LC_CTYPE" in spec.env else "LC_CTYPE"
-    return (sys.executable, "-I", "-S", "-c", _CLEAR_MASK, unset, *spec.argv)
+def _blocks_signals() -> bool:
+    return bool(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def _options(spec: ChildSpec) -> dict[str, Any]:
@@ -135,11 +123,11 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
-    if spec.cpus:
+    if spec.cpus or _blocks_signals():
         return await spawn_with_popen(spec)  # which spawns in one step, see `_bound_to`
     with subreaper.spawning():
         try:
-            process = await asyncio.create_subprocess_exec(*_argv(spec), **_options(spec))
+            process = await asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
         except OSError as error:
             if isinstance(error, ProcessLookupError) and (pid := _started_pid(error)):
                 return lost_child(pid)
@@ -220,9 +208,11 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
+    if _blocks_signals():
+        return _spawn_unblocked(spec)
     try:
         with _bound_to(spec.cpus):
-            process = subprocess.Popen(_argv(spec), **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
+            process = subprocess.Popen(spec.argv, **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
     except OSError as error:
         raise spawn_error(error, spec) from error
     try:
@@ -231,3 +221,57 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
         process.kill()
         process.wait()  # it was killed: this returns at once
         raise spawn_error(error, spec) from error
+
+
+def _spawn_unblocked(spec: ChildSpec) -> Child:
+    """Start a child with no signal blocked, which is watched by pidfd and reaped here."""
+    try:
+        with _bound_to(spec.cpus):
+            pid = _posix_spawn(spec)
+    except OSError as error:
+        raise spawn_error(error, spec) from error
+    try:
+        return ReapedChild(pid)
+    except OSError as error:  # no descriptor left for the pidfd
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)  # it was killed: this returns at once
+        raise spawn_error(error, spec) from error
+
+
+def _posix_spawn(spec: ChildSpec) -> int:
+    path, argv = program_path(spec), spec.argv
+    if spec.cwd is not None:
+        check_directory(spec)
+        check_program(spec)
+        path, argv = "/usr/bin/env", ("env", "-C", spec.cwd, "--", *spec.argv)
+    targets = {0: spec.stdin, 1: spec.stdout, 2: spec.stderr, **{fd: fd for fd in spec.pass_fds}}
+    actions: list[tuple[Any, ...]] = []
+    with ExitStack() as copies:
+        for target, source in targets.items():
+            # A copy, because another stream may have this number, and because a descriptor
+            # that is duplicated as itself may stay closed on exec (glibc before 2.29).
+            copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, 3)
+            copies.callback(os.close, copy)
+            actions.append((os.POSIX_SPAWN_DUP2, copy, target))
+        actions += [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable() - targets.keys()]
+        return os.posix_spawn(
+            path,
+            argv,
+            dict(spec.env),
+            file_actions=actions,
+            setsid=True,
+            setsigmask=(),
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # the interpreter ignores them
+        )
+
+
+def _inheritable() -> set[int]:
+    """Return the descriptors that every child would inherit."""
+    descriptors = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.get_inheritable(int(name)):
+                descriptors.add(int(name))
+        except OSError:
+            continue  # closed in the meantime
+    return descriptors
