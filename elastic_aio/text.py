@@ -15,6 +15,15 @@ def truncate(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def abridge(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a longer text: both its ends, and a note between."""
+    if len(text) <= limit:
+        return text
+    note = f"\n[... {len(text) - limit} characters or more are left out ...]\n"
+    kept = max(limit - len(note), 2)
+    return f"{text[: kept // 2]}{note}{text[-(kept - kept // 2) :]}"
+
+
 def one_line(text: str, limit: int | None = None) -> str:
     """Return `text` as a single printable line of at most `limit` characters.
 

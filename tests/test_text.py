@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elastic_aio.text import counted, format_value, jsonable, one_line, truncate
+from elastic_aio.text import abridge, counted, format_value, jsonable, one_line, truncate
 
 
 def test_a_noun_agrees_with_its_number() -> None:
@@ -18,6 +18,17 @@ def test_a_noun_agrees_with_its_number() -> None:
 @pytest.mark.parametrize(("limit", "text"), [(4, "text"), (3, "te…"), (1, "…")])
 def test_a_long_text_ends_with_an_ellipsis(limit: int, text: str) -> None:
     assert truncate("text", limit) == text
+
+
+def test_a_long_text_keeps_its_ends() -> None:
+    """Of a traceback the last line says most."""
+    text = f"first{'x' * 1000}last"
+    short = abridge(text, 100)
+    assert len(short) == 100
+    assert short.startswith("firstx")
+    assert short.endswith("xlast")
+    assert "\n[... 909 characters or more are left out ...]\n" in short
+    assert abridge(text, len(text)) == text
 
 
 def test_control_characters_cannot_leave_the_line() -> None:

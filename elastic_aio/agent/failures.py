@@ -25,7 +25,7 @@ from elastic_aio.worker.errorfile import parse_error_file
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16 * 1024
-_ERROR_FILE_MAX = 8 * 1024 * 1024
+_ERROR_FILE_MAX = 1024 * 1024  # a larger one would block the loop; ours have a tenth of that
 _MARGIN_S = 0.001
 _NO_RESULT = CallResult(0)
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
@@ -155,8 +155,11 @@ async def collect_failures(
 async def _read_error(path: str) -> WorkerError | None:
     try:
         status = os.stat(path)
-        if not 0 < status.st_size <= _ERROR_FILE_MAX:
+        if not status.st_size:
             return None
+        if status.st_size > _ERROR_FILE_MAX:
+            message = f"its error file is too large ({status.st_size} bytes): {path}"
+            return WorkerError(message, None, status.st_mtime, path)
         content = await read_file(path, 0, _ERROR_FILE_MAX)
     except OSError:
         return None

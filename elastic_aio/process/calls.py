@@ -36,7 +36,7 @@ from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
 from elastic_aio.process.base import reason_of
 from elastic_aio.text import one_line
-from elastic_aio.worker import bootstrap
+from elastic_aio.worker import bootstrap, interpreter
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
 # From this size on, files are closed in a thread: about a millisecond.
@@ -349,7 +349,7 @@ def _read(descriptor: int) -> CallResult:
     try:
         kind, content = bootstrap.read_result(descriptor)
     except BaseException as error:  # noqa: BLE001  # unpickling runs code of the user's
-        reason = one_line(bootstrap.describe_error(error))
+        reason = one_line(bootstrap.describe_error(error)[: interpreter.MESSAGE_MAX])
         return CallResult(bootstrap.VALUE, problem=f"its value cannot be unpickled here: {reason}")
     if kind == bootstrap.VALUE:
         return CallResult(kind, value=content)

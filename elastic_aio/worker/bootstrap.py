@@ -282,7 +282,8 @@ def _returned(value: object, result: int, is_quiet: bool) -> int:
 
 def _exited(error: SystemExit, result: int) -> int:
     is_number = error.code is None or isinstance(error.code, int)
-    _write_end(result, EXITED, ("" if is_number else _text_of(error.code), None, time.time()))
+    text = "" if is_number else _abridge(_text_of(error.code), interpreter.MESSAGE_MAX)
+    _write_end(result, EXITED, (text, None, time.time()))
     return interpreter.exit_code_of(error)
 
 
@@ -295,7 +296,8 @@ def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
         error.__traceback__ = trace
     stack = "".join(traceback.format_exception(error))
     is_exception = isinstance(error, Exception)
-    content = (describe_error(error), stack, time.time())
+    message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
+    content = (message, _abridge(stack, interpreter.TRACEBACK_MAX), time.time())
     if is_exception:
         _write_error_file(*content)
     kind = RAISED if is_exception else RAISED_BASE
@@ -314,7 +316,8 @@ def _unpicklable(value: object, error: BaseException, result: int) -> int:
     function = "the function" if rank is None else f"the function of rank {rank}"
     reason = _text_of(error) if isinstance(error, Exception) else describe_error(error)
     message = f"{function} returned a {name}, which cannot be pickled: {reason}"
-    stack = "".join(traceback.format_exception(error))
+    message = _abridge(message, interpreter.MESSAGE_MAX)
+    stack = _abridge("".join(traceback.format_exception(error)), interpreter.TRACEBACK_MAX)
     # A part of the value may have been written.
     os.ftruncate(result, 0)
     _write_end(result, UNPICKLABLE, (message, stack, time.time()))
@@ -345,6 +348,16 @@ def _write_error_file(message: str, stack: str, timestamp: float) -> None:
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error."""
     return f"{type(error).__name__}: {_text_of(error)}"
+
+
+def _abridge(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    try:
+        from elastic_aio.text import abridge
+    except ImportError:  # another interpreter, without the package
+        return text[:limit]
+    return abridge(text, limit)
 
 
 def _text_of(value: object) -> str:

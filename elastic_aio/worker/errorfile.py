@@ -16,6 +16,8 @@ import os
 import re
 
 from elastic_aio.outcome import WorkerError
+from elastic_aio.text import abridge
+from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
 
 
 def is_temporary(name: str) -> bool:
@@ -41,7 +43,7 @@ def write_error_file(error: WorkerError) -> None:
 
 
 def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerError | None:
-    """Read an error file; None if it has no error or another format.
+    """Read an error file, with long texts abridged; None if it has no error or another format.
 
     No content is an error here: a worker may be killed while it writes, and any process
     may write there.
@@ -59,6 +61,7 @@ def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerErro
         return None
     value = document.get("message") if isinstance(document, dict) else None
     if isinstance(value, str) and value:
+        value = abridge(value, MESSAGE_MAX)
         return WorkerError(value, None, _time(document.get("timestamp"), written_at), path)
     if not isinstance(value, dict):
         return None
@@ -69,8 +72,8 @@ def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerErro
     if not isinstance(message, str) or not (message or stack):
         return None
     return WorkerError(
-        message,
-        stack if isinstance(stack, str) and stack else None,
+        abridge(message, MESSAGE_MAX),
+        abridge(stack, TRACEBACK_MAX) if isinstance(stack, str) and stack else None,
         _time(extra.get("timestamp"), written_at),
         path,
     )

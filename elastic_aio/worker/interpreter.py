@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, NoReturn
 
+# Characters of a message and of a traceback that are passed on; stderr has all of them.
+MESSAGE_MAX = 16 * 1024
+TRACEBACK_MAX = 64 * 1024
+
 _SIGINT = 2
 _FLUSH_FAILED = 120  # CPython's exit code when the standard streams cannot be flushed
 _PID = os.getpid()

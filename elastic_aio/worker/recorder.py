@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from elastic_aio.outcome import WorkerError
+from elastic_aio.text import abridge
 from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import write_error_file
+from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,5 +68,6 @@ class _Recording:
 
 def worker_error(error: BaseException, path: str) -> WorkerError:
     """Return an exception, raised now, as the content of the error file at `path`."""
-    stack = "".join(traceback.format_exception(error))
-    return WorkerError(describe_error(error), stack, time.time(), path)
+    message = abridge(describe_error(error), MESSAGE_MAX)
+    stack = abridge("".join(traceback.format_exception(error)), TRACEBACK_MAX)
+    return WorkerError(message, stack, time.time(), path)

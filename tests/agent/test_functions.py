@@ -300,6 +300,21 @@ async def test_a_value_that_exits_is_a_failure(name: str, reason: str) -> None:
     assert failure.message == f"its value cannot be unpickled here: {reason}".strip()
 
 
+@pytest.mark.parametrize("name", ["raise_error", "leave"])
+async def test_a_long_text_is_abridged_by_its_worker(name: str, tmp_path: Path) -> None:
+    """The supervisor would be blocked for seconds; stderr has all of it."""
+    logs = LogSpec(log_dir=tmp_path, redirects=3)
+    text = f"begin{' x' * 1_000_000} end"
+    error = await failed(spec_of(getattr(functions, name), "spawn", text, logs=logs))
+    (failure,) = error.failures
+    message = said(failure)
+    assert len(message) == 16 * 1024
+    assert message.startswith("ValueError: begin x" if failure.error else "begin x")
+    assert message.endswith(" x end")
+    assert failure.stderr_path is not None
+    assert Path(failure.stderr_path).stat().st_size > 2_000_000
+
+
 async def test_an_exit_before_the_call_is_a_failure() -> None:
     """The function has not run; a main script without a guard may exit, too."""
     error = await failed(spec_of(functions.give, "spawn", functions.ExitsThere()))

@@ -98,7 +98,7 @@ def test_writing_is_atomic(tmp_path: Path) -> None:
                 continue
             parsed = parse_error_file(content, str(path), NOW)
             assert parsed is not None
-            assert len(parsed.message) == 200_012
+            assert len(parsed.message) == 16 * 1024
             reads += 1
     finally:
         stop.set()
@@ -434,3 +434,17 @@ def test_a_rendered_error_file_can_be_read(stack: str | None) -> None:
     assert parse_error_file(content, "/far/error.json", 1_700_000_000.5) == WorkerError(
         error.message, stack, 1_700_000_000.5, "/far/error.json"
     )
+
+
+def test_long_texts_are_abridged(tmp_path: Path) -> None:
+    """By the writer, and by the reader, since torch writes such files too."""
+    path = tmp_path / "error.json"
+    write_error_file(worker_error(ValueError("x" * 1_000_000), str(path)))
+    assert path.stat().st_size < 100_000
+    document = {"message": "y" * 100_000, "extraInfo": {"py_callstack": "z\n" * 100_000}}
+    error = parse_error_file(json.dumps({"message": document}).encode(), "p", 0.0)
+    assert error is not None
+    assert error.traceback is not None
+    for text in (error.message, error.traceback):
+        assert len(text) < 70_000
+        assert "are left out" in text
