@@ -26,8 +26,8 @@ _REST_S = 0.01
 class InotifyWatcher:
     """Calls back with the watched files that have grown; must be closed."""
 
-    def __init__(self, on_grown: Callable[[list[int]], None]) -> None:
-        """Call `on_grown` with the tokens of files that have grown."""
+    def __init__(self, on_grown: Callable[[list[int], bool], None]) -> None:
+        """Call `on_grown` with tokens of files, and whether the kernel has reported writes."""
         self._on_grown = on_grown
         self._loop = asyncio.get_running_loop()
         self._paths: dict[int, str] = {}  # token -> file
@@ -58,6 +58,11 @@ class InotifyWatcher:
             self._polled.discard(token)
             self._resting.discard(token)
             self._unsubscribe(token)
+
+    def read_events(self) -> None:
+        """Call back with what the kernel has reported by now."""
+        if self._descriptor >= 0 and (grown := self._read()):
+            self._on_grown(grown, True)
 
     def close(self) -> None:
         """Stop watching all files.  Idempotent."""
@@ -100,7 +105,7 @@ class InotifyWatcher:
             for token in grown:
                 self._unsubscribe(token)
         if grown:
-            self._on_grown(grown)
+            self._on_grown(grown, True)
 
     def _end_rest(self) -> None:
         # Subscribe before the callback: what is written in between is reported twice, and
@@ -109,7 +114,7 @@ class InotifyWatcher:
         for token in resting:
             self._subscribe(token)
         if resting:
-            self._on_grown(list(resting))
+            self._on_grown(list(resting), False)
 
     def _read(self) -> list[int]:
         """Return the tokens of the files that the queued events name."""
@@ -134,5 +139,5 @@ class InotifyWatcher:
     def _poll(self) -> None:
         self._timer = None
         if self._polled:
-            self._on_grown(list(self._polled))
+            self._on_grown(list(self._polled), False)
             self._poll_later()

@@ -5,7 +5,9 @@ file begins with that text.  The kernel does not report it: a file that was trun
 written again can be shorter than before, longer, or of the same size.  Each read therefore
 compares the bytes before its offset with the ones that were there; if they differ, the
 file was truncated.  A short file of the same bytes and size was written again if the time
-of its last change differs, and stays so: write(2) changes the time before the size.
+of its last change differs, and stays so: write(2) changes the time before the size.  The
+kernel must also have reported a write since: `touch`, and a write that fails, change the
+time only.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class LogFile:
         self._descriptor = descriptor
         self._before = b""  # the last bytes before the offset of the next read
         self._modified_at: int | None = None  # when it had the size that was read last
+        self.is_reported = False
+        """Whether the kernel has reported a write that no read has found yet; set by the owner."""
         self.look_again_at: float | None = None
         """Loop time at which a read may find that the file was written again."""
 
@@ -60,7 +64,8 @@ class LogFile:
         before = self._before
         if before and os.pread(self._descriptor, len(before), offset - len(before)) != before:
             return None
-        if len(data) < CHUNK and self._is_rewritten(offset, len(data), now):
+        # The beginning of a longer file is not known any more.
+        if offset + len(data) <= _COMPARED and self._is_rewritten(offset, len(data), now):
             return None
         self._before = data[-_COMPARED:] if len(data) >= _COMPARED else (before + data)[-_COMPARED:]
         return data
@@ -70,18 +75,14 @@ class LogFile:
         status = os.fstat(self._descriptor)
         is_read = status.st_size == offset + count
         is_changed = self._modified_at not in (None, status.st_mtime_ns)
-        # The beginning of a longer file is not known, and `touch` changes the time too.
-        if is_read and is_changed and not count and 0 < offset <= _COMPARED:
+        if is_read and is_changed and self.is_reported and offset and not count:
             if self.look_again_at is None:
                 self.look_again_at = now + _SETTLED_S
-            return now >= self.look_again_at and not self._is_disk_full()
+            return now >= self.look_again_at
         self.look_again_at = None
+        self.is_reported = False
         self._modified_at = status.st_mtime_ns if is_read else None
         return False
-
-    def _is_disk_full(self) -> bool:
-        """Whether a write may have failed, after it had changed the time."""
-        return not os.fstatvfs(self._descriptor).f_bavail
 
     def restart(self) -> None:
         """Begin again at offset 0."""

@@ -119,6 +119,7 @@ class Tee:
 
     def finish(self, tokens: Iterable[int]) -> None:
         """Declare files complete: their rest is shown, then they are closed."""
+        self._watcher.read_events()  # `remove` drops them
         for token in tokens:
             if (relay := self._relays.get(token)) is not None:
                 relay.finish()
@@ -175,10 +176,12 @@ class Tee:
             relay.close()
             relay.on_closed()
 
-    def _on_grown(self, tokens: list[int]) -> None:
+    def _on_grown(self, tokens: list[int], is_reported: bool) -> None:
         for token in tokens:
             if token in self._tailers:
                 tailer = self._tailers[token]
+                if is_reported:
+                    tailer.note_write()
                 self._pumps[tailer.sink].wake(tailer)
 
 

@@ -424,6 +424,22 @@ done
     assert lost.path.endswith("attempt_0/0/stdout.log")
 
 
+@pytest.mark.parametrize(
+    ("last", "lines"), [("touch", ["text"]), ("echo text >", ["text", "text"])]
+)
+async def test_a_log_that_changes_at_the_end(last: str, lines: list[str], tmp_path: Path) -> None:
+    """Its time alone, or its content too: only the second is a truncation."""
+    script = f'echo text; until [ -s "$NOTES/out" ]; do sleep 0.01; done; {last} /proc/$$/fd/1'
+    events: list[Event] = []
+    spec = LaunchSpec(
+        shell(script), logs=LogSpec(log_dir=tmp_path / "logs", tee=1), env={"NOTES": str(tmp_path)}
+    )
+    with file_console(tmp_path) as console:
+        await launch(spec, console=console, listeners=[events.append])
+    assert (tmp_path / "out").read_text() == "".join(f"[default0]:{line}\n" for line in lines)
+    assert sum(isinstance(event, OutputLost) for event in events) == len(lines) - 1
+
+
 @pytest.mark.both_loops
 async def test_a_console_that_blocks_when_no_descriptor_is_left(tmp_path: Path) -> None:
     """All lines are shown as soon as the console takes them."""

@@ -320,7 +320,7 @@ async def test_files_are_polled_where_inotify_refuses_a_watch(
 async def test_a_watcher_reports_the_files_that_grew(tmp_path: Path) -> None:
     """And none after its removal."""
     calls: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = InotifyWatcher(calls.put_nowait)
+    watch = InotifyWatcher(lambda tokens, _: calls.put_nowait(tokens))
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.touch()
@@ -342,7 +342,7 @@ async def test_a_watcher_reports_the_files_that_grew(tmp_path: Path) -> None:
 
 async def test_a_missing_path_is_polled(tmp_path: Path) -> None:
     calls: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = InotifyWatcher(calls.put_nowait)
+    watch = InotifyWatcher(lambda tokens, _: calls.put_nowait(tokens))
     watch.add(str(tmp_path / "missing"), 3)
     async with asyncio.timeout(GUARD):
         assert await calls.get() == [3]
@@ -363,7 +363,7 @@ async def main():
     calls = asyncio.Queue()
     real = ctypes.CDLL
     ctypes.CDLL = lambda *args, **options: Refusing()
-    watch = InotifyWatcher(calls.put_nowait)
+    watch = InotifyWatcher(lambda tokens, is_reported: calls.put_nowait(tokens))
     ctypes.CDLL = real
     watch.add(sys.argv[1], 5)
     print(await asyncio.wait_for(calls.get(), 10))
