@@ -14,8 +14,12 @@ A child was adopted if this package has not started it and it has another sessio
 this process: children of the embedding program have the same one, unless they were
 started as leaders of new ones.  Those look like a daemon.  So a library stops only those
 whose environment it is not allowed to read, and reaps only those that it has found as
-processes of the job; it leaves the zombie of a daemon that ends early.  The command line
-has no other children.
+processes of the job; it leaves the zombie of a daemon that ends early.
+
+A library cannot stop a daemon that has replaced its environment.  The kernel keeps no
+record of a former parent (proc(5) shows the present one), so nothing tells such a daemon of
+a worker from an orphan of another child of the program, nor, if it leads its session, from
+such a child itself.  The command line has no other children.
 """
 
 from __future__ import annotations
