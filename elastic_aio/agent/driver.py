@@ -101,6 +101,7 @@ class Driver:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._waiting: asyncio.Task[Any] | None = None
+        self._stopping: asyncio.Task[Any] | None = None
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
@@ -247,7 +248,9 @@ class Driver:
             case StopGroup():
                 if not effect.leftovers_only:
                     self._current_group.announce_stop(effect.plan, effect.reason, effect.signal)
-                self._run(effect, self._stop_group(effect))
+                if self._stopping is not None:
+                    self._abandon(self._stopping)  # by a longer plan
+                self._stopping = self._run(effect, self._stop_group(effect))
             case CallDecide():
                 self._waiting = self._run(effect, self._decide(effect))
             case BackOff():

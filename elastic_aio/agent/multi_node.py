@@ -18,9 +18,12 @@ Rules
   no further group is started: it holds what the workers would need.
 * A node that has succeeded waits for the other nodes at a barrier and still follows
   instructions.  When the barrier times out or the node is stopped, it ends as a success.
-* A stop of this node ends the job for this node only.  It leaves at once, while its
-  workers are being stopped, so that the other nodes need not wait.  If all workers had
-  succeeded, that is reported first, and the node ends as a success.
+* A stop of this node ends the job for this node only.  It leaves when its workers have
+  stopped, so that none of them runs beside those of the next round; with `overlap` at
+  once.  If all workers had succeeded, that is reported first, and the node ends as a
+  success.
+* A node that is cut off stops its workers by the first signal of its plan and SIGKILL
+  soon after, even if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
 * Once the end is decided, no instruction changes it.
 
@@ -42,11 +45,15 @@ Rules
     STARTING,
     RUNNING    StopRound                         STOPPING  StopGroup
     STARTING,
-    RUNNING    StopReceived, EndJob              STOPPING  Leave, StopGroup
+    RUNNING    StopReceived                      STOPPING  StopGroup (overlap: Leave)
+    STARTING,
+    RUNNING    EndJob                            STOPPING  Leave, StopGroup
     STOPPING   StartRound, StopRound             STOPPING  (decides what follows)
     STOPPING   StopReceived, all succeeded       STOPPING  (decides what follows)
-    STOPPING   StopReceived, EndJob              STOPPING  Leave
-    STOPPING   GroupStopped, the end is decided  LEAVING
+    STOPPING   StopReceived                      STOPPING  (overlap: Leave)
+    STOPPING   EndJob                            STOPPING  Leave
+    STOPPING   StopRound, cut off                STOPPING  StopGroup
+    STOPPING   GroupStopped, the end is decided  LEAVING   Leave, unless before
     STOPPING   GroupStopped, all succeeded       BARRIER   SendReport RoundSucceeded,
                                                            StartBarrier
     STOPPING   GroupStopped, anything else       IDLE      SendReport RoundStopped
@@ -95,6 +102,7 @@ from elastic_aio.agent.messages import (
 from elastic_aio.events import AttemptFailed, Event, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
+    CUT_OFF_GRACE,
     EndJob,
     Instruction,
     Placement,
@@ -111,6 +119,7 @@ from elastic_aio.rendezvous.base import (
     round_formed_event,
 )
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import StopPlan
 
 _SUCCESS = "all workers have finished"
 _CANNOT_KILL = "a process could not be killed"
@@ -130,7 +139,7 @@ class MultiNodeMachine(AgentMachine):
         self._next: StartRound | None = None
         self._stop: StopReceived | None = None
         self._finish: Finish | None = None
-        self._is_member = False
+        self._is_member = self._is_leaving = False
         self._published_failure = -1
         self._published_restart = -1
 
@@ -145,6 +154,11 @@ class MultiNodeMachine(AgentMachine):
                 return self._join()
             case StopReceived():
                 return self._on_stop_received(request)
+            case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
+                self.phase is AgentPhase.STOPPING
+            ):
+                plan = self._spec.stop.shortened(CUT_OFF_GRACE)
+                return self._stop_group(why, plan=plan, leftovers_only=self._all_succeeded)
             case InstructionReceived(instruction):
                 return [] if self._finish is not None else self._on_instruction(instruction)
             case JoinFailed(error):
@@ -185,7 +199,8 @@ class MultiNodeMachine(AgentMachine):
             return []
         self._newest_round = self._stopped_round = stop.round
         self._next = None
-        return self._stop_and_continue(stop.why)
+        plan = self._spec.stop.shortened(CUT_OFF_GRACE) if stop.is_cut_off else None
+        return self._stop_and_continue(stop.why, plan)
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
         if self._finish is not None or self._stop is not None:
@@ -217,10 +232,10 @@ class MultiNodeMachine(AgentMachine):
         # Before the stop: the other nodes' workers wait for one that has exited.
         return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
 
-    def _stop_and_continue(self, why: str) -> list[Effect]:
+    def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[Effect]:
         """Stop the group if it runs, then follow the newest instruction."""
         if self.phase in LIVE:
-            return self._stop_group(why)
+            return self._stop_group(why, plan=plan)
         if self.phase is AgentPhase.STOPPING:
             return []
         return [*self._cancel_barrier(), *self._continue()]
@@ -280,15 +295,24 @@ class MultiNodeMachine(AgentMachine):
     # ------------------------------------------------------------------ the end
 
     def _end(self, finish: Finish) -> list[Effect]:
-        """Leave at once and stop the group; finish when both are done."""
+        """Stop the group and leave; finish when both are done."""
         self._finish, self._next = finish, None
-        leaving: list[Effect] = [Leave(finish.outcome.why)] if self._is_member else []
+        # The others must not start another round beside these workers, unless they may.
+        is_first = self._stop is None or self._spec.rendezvous.overlap
+        leaving = self._leave() if is_first else []
         if self.phase in LIVE:
             signal = None if self._stop is None else self._stop.signal
             return [*leaving, *self._stop_group(finish.outcome.why, signal)]
         if self.phase is AgentPhase.STOPPING:
             return leaving
         return [*self._cancel_barrier(), *leaving, *self._done()]
+
+    def _leave(self) -> list[Effect]:
+        """Leave the rendezvous, once."""
+        if not self._is_member or self._is_leaving or self._finish is None:
+            return []
+        self._is_leaving = True
+        return [Leave(self._finish.outcome.why)]
 
     def _done(self) -> list[Effect]:
         """Finish, unless this node is still leaving; no group is running."""
@@ -297,7 +321,7 @@ class MultiNodeMachine(AgentMachine):
             raise self._impossible("an end that was not decided")
         if self._is_member:
             self.phase = AgentPhase.LEAVING
-            return []
+            return self._leave()
         self.phase = AgentPhase.DONE
         failures = _merge(finish.outcome.failures, self._failures)
         if finish.outcome.failures:

@@ -21,6 +21,9 @@ from elastic_aio.spec.restart import RestartAction
 RENDEZVOUS_FAILED = 75
 """Exit code of a failed rendezvous: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
+CUT_OFF_GRACE = 0.25
+"""Seconds between the first signal and SIGKILL on a node that is cut off."""
+
 
 class NodeInfo(Struct, frozen=True):
     """One node: its host's `name`, the agent's `pid`, `nproc` workers and their `role`."""
@@ -44,6 +47,7 @@ class Placement(Struct, frozen=True):
         span: the ranks of the node's workers.
         master_addr: address of the workers' store.
         master_port: TCP port of that store, reserved by the agent of group rank 0.
+        host_rank: group rank of the node that hosts the nodes' store; -1 for none of them.
     """
 
     round: int
@@ -54,6 +58,7 @@ class Placement(Struct, frozen=True):
     span: NodeRanks
     master_addr: str
     master_port: int
+    host_rank: int = -1
 
 
 class RestartCause(Struct, frozen=True):
@@ -85,10 +90,15 @@ class StartRound(Struct, frozen=True, tag=True):
 
 
 class StopRound(Struct, frozen=True, tag=True):
-    """Stop, because of `why`, the workers up to `round`, then report `RoundStopped`."""
+    """Stop, because of `why`, the workers up to `round`, then report `RoundStopped`.
+
+    `is_cut_off`: the other nodes may start another round soon, so that SIGKILL must follow
+    the first signal within `CUT_OFF_GRACE`, even if a stop has begun already.
+    """
 
     round: int
     why: str
+    is_cut_off: bool = False
 
 
 class RestartPending(Struct, frozen=True, tag=True):

@@ -123,7 +123,7 @@ class Coordinator:
         """
         self._state = CoordinatorState(settings, budget, name, term, now)
         self._joined: list[MemberRecord] = []
-        self._departed: list[MemberRecord] = []
+        self._departed: list[tuple[MemberRecord, bool]] = []
         self._count = 0
 
     def __repr__(self) -> str:
@@ -182,6 +182,8 @@ class Coordinator:
         state = self._state
         record = state.members.get(member)
         if record is None:
+            if status.is_leaving:
+                return
             self._count += 1
             record = state.members[member] = MemberRecord(member, self._count, status)
             self._joined.append(record)
@@ -189,6 +191,8 @@ class Coordinator:
             return
         record.observe(status, now)
         state.outbox.observe(record)
+        if status.is_leaving:
+            self.on_gone(member, is_lost=False)
 
     def on_gone(self, member: str, *, is_lost: bool, why: str = "its lease has ended") -> None:
         """Take the end of a member: it has left, or is lost because of `why`."""
@@ -197,7 +201,7 @@ class Coordinator:
         if record is None:
             return
         state.outbox.discard(member)
-        self._departed.append(record)
+        self._departed.append((record, is_lost))
         if member in state.round.placements and state.has_succeeded(record):
             state.round.succeeded_and_left.add(member)
         elif member in state.round.placements:
@@ -230,7 +234,11 @@ class Coordinator:
             self.on_gone(record.member, is_lost=True, why=why)
             if state.phase is not CoordinatorPhase.ENDING:
                 state.outbox.dismiss(record, why)
-        for record in self._departed:
+        for record, is_lost in self._departed:
+            if not (record.status.is_leaving or state.is_stopped(record)):
+                # One that has gone to another store keeps its workers on its way.
+                settings = state.settings
+                state.fence(settings.fence if is_lost else settings.heartbeat_timeout)
             state.visits.observe_departure(record, now)
         self._departed.clear()
         find_rank_holders(state)

@@ -41,7 +41,7 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
+from elastic_aio.rendezvous.messages import FENCE, PROBE_TIMEOUT, MemberStatus
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
@@ -290,7 +290,7 @@ class DynamicRendezvous(Rendezvous):
         """Keep the workers running until the other nodes may have replaced this one."""
         if self._grace is None:
             grace = self._settings.store_grace
-            seconds = self._settings.heartbeat_timeout if grace is None else grace
+            seconds = self._settings.heartbeat_timeout - FENCE if grace is None else grace
             reason = f"no store could be found for {seconds:g} s ({why})"
             loop = asyncio.get_running_loop()
             # The lease of this node began at the last message that was exchanged.
@@ -339,6 +339,9 @@ class DynamicRendezvous(Rendezvous):
 
     async def _leave_session(self, session: StoreSession) -> None:
         """Write the last status, and stay while other nodes need this one."""
+        if not self._member.has_ended:
+            self._member.leave()
+            self._status_changed()
         with contextlib.suppress(TimeoutError, StoreError):
             async with asyncio.timeout(_LAST_STATUS_S):
                 await session.wait_status_written()
@@ -375,6 +378,8 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         # Torch's own clients have no token and no TLS; worker 0 may want to host its store.
         shared_store=fixed_ranks and not (settings.token or settings.tls) and spec.host_store,
         overlap=settings.overlap,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        fence=FENCE,
         order_timeout=order_timeout(spec),
         policy=changed_settings(spec.max_restarts, spec.restart),
         has_decide=spec.restart.decide is not None,

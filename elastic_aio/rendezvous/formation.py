@@ -21,6 +21,28 @@ again: the newest placement that any member reports.
 * minimum and maximum are taken from a member of the round, not from the command line of
   the new coordinator's node, which may be a misconfigured joiner.
 
+Nodes that are gone
+===================
+
+The workers of a node that is gone may still run when the next round is to begin: it was
+lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`, F for
+`FENCE`, and G for `CUT_OFF_GRACE`:
+
+* The node receives its last reply from the store at r.  It stops its workers at r + L - F,
+  with SIGKILL at r + L - F + G.
+* The store receives the last message of the node at s, and ends the lease at s + L.  The
+  reply was sent after s, or after an earlier message; so r - s is the reply's way at most.
+* The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.25 s for the way of
+  the reply, for the end of killed processes, and for clocks of different rates.
+* A connection that ends without a partition ends the lease LEASE_LINGER later: its agent
+  is dead, and the guardian kills the workers; or the node has given up the connection, at
+  r + L - RECONNECT_FOR, and stops its workers at the same time.
+* At another store no lease tells when a missing member has last received a reply: it was
+  before this coordinator began.  So the round begins L + F later, unless only the node that
+  served the former store is missing: it is dead, or has a store of its own.
+* A member that has left while its workers run has gone to another store (or the rounds
+  may overlap).  It has L to get there.
+
 A new coordinator stays in RECOVERING for one call at least.  A member that reports a
 placement only after the coordinator has begun to form the first round leads back there.
 """
@@ -81,6 +103,12 @@ def recover_round(state: CoordinatorState) -> None:
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
+        ranks = {one.span.group_rank for one in held.values()}
+        is_host_alone = set(range(size)) - ranks == {next(iter(held.values())).host_rank}
+        is_moved = state.is_new_store and not is_host_alone
+        waited = state.deadlines.now - state.created_at
+        timeout = state.settings.heartbeat_timeout if is_moved else 0.0
+        state.fence(state.settings.fence + timeout - waited)
         state.round.has_lost_member = state.round.is_excused = True
         missing = counted(size - len(held) - members_done, "node")
         state.add_change_reason(f"{missing} did not come back")
@@ -134,10 +162,12 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     with the port is in flight, and its arrival calls this again.
     """
     candidates = list(candidates)
-    running = [one for one in state.admitted() if not state.is_stopped(one)]
-    if running and (state.settings.shared_store or not state.settings.overlap):
-        _stop_previous(state, running, why)
-        return
+    if state.settings.shared_store or not state.settings.overlap:
+        running = [one for one in state.admitted() if not state.is_stopped(one)]
+        if running:
+            _stop_previous(state, running, why)
+        if running or state.deadlines.arm(state.fenced_until):
+            return
     chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
     order = _by_group_rank(state, chosen)
     lead = order[0]
@@ -234,6 +264,8 @@ def _placements(
     lead = order[0].status
     nodes = [record.status.node for record in order]
     spans = assign_node_ranks([NodeSize(node.role, node.nproc) for node in nodes])
+    hosts = (rank for rank, record in enumerate(order) if record.status.is_host)
+    host_rank = next(hosts, -1)
     number = state.next_round
     changes = state.round.changes + (cause is not None and cause.root is None)
     return {
@@ -246,6 +278,7 @@ def _placements(
             span=span,
             master_addr=lead.address,
             master_port=lead.port,
+            host_rank=host_rank,
         )
         for record, span in zip(order, spans, strict=True)
     }

@@ -172,7 +172,12 @@ class Member:
         """Stop the workers: after this long without the store, this node is replaced."""
         if not self.status.is_busy:
             return []
-        return self._stop(self.status.round, why)
+        self._stopping = max(self.status.round, self._stopping)
+        return [StopRound(self.status.round, why, is_cut_off=True)]
+
+    def leave(self) -> None:
+        """Take part no more; no worker of this node is left, or rounds may overlap."""
+        self._update(is_leaving=True)
 
     def report(self, report: Report) -> None:
         """Take a report of the agent; one of another round is dropped."""

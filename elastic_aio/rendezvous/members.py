@@ -39,6 +39,8 @@ class RoundSettings(Struct, frozen=True):
         shared_store: whether the workers of all rounds use one store.
         overlap: whether a node may start the workers of a round while another node still
             stops those of the round before; not with a shared store.
+        heartbeat_timeout: how long a node without a store keeps its workers, at most.
+        fence: how long after the end of its lease workers may live on a lost node.
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the settings of restarts on the coordinator's node, which apply to all.
         has_decide: whether the user's callback is asked before each restart.
@@ -53,6 +55,8 @@ class RoundSettings(Struct, frozen=True):
     fixed_ranks: bool = False
     shared_store: bool = False
     overlap: bool = False
+    heartbeat_timeout: float = 0.0
+    fence: float = 0.0
     order_timeout: float = 28.0
     policy: dict[str, str] = {}
     has_decide: bool = False

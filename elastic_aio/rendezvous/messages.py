@@ -39,6 +39,11 @@ LEASE_LINGER = 0.2
 HOST_HEAD_START = 0.3
 """Seconds for which other nodes leave the election to the node that hosts the store."""
 
+FENCE = 0.25
+"""Seconds by which a node that is cut off begins to stop its workers before its lease ends,
+and for which the other nodes wait after its end (see `elastic_aio.rendezvous.formation`).
+"""
+
 PROBE_TIMEOUT = 5.0
 """Seconds for the address of a `ProbePeers` order to accept the connection."""
 
@@ -76,7 +81,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 26 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 27 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -97,6 +102,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         members_done: members of the round that have left after their success.
         pending_restart: a restart that was announced after the round's failure.
         outcome: how the job has ended, if it has seen that.
+        is_leaving: it takes part no more, and none of its workers is left.
         policy: its settings of restarts that are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
@@ -127,6 +133,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     members_done: int = 0
     pending_restart: RestartCause | None = None
     outcome: JobOutcome | None = None
+    is_leaving: bool = False
     policy: dict[str, str] = {}
     stop_time: float = 0.0
     sent_at: float = 0.0

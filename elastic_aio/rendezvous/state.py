@@ -161,6 +161,8 @@ class CoordinatorState:
         self.round = RoundState({}, {})
         self.restart = RestartState()
         self.timer = FormationTimer(now)
+        self.fenced_until = -math.inf
+        """Until when workers may live on nodes that are gone."""
         self.outcome: JobOutcome | None = None
         self.differences: set[str] = set()
         """Settings that differ between nodes, as published."""
@@ -301,6 +303,10 @@ class CoordinatorState:
             self.budget.record(self.deadlines.now)
 
     # ------------------------------------------------------------------ changes
+
+    def fence(self, seconds: float) -> None:
+        """Start no round for some seconds, in which nodes that are gone stop their workers."""
+        self.fenced_until = max(self.deadlines.now + seconds, self.fenced_until)
 
     def begin_round(self, placements: Mapping[str, Placement]) -> None:
         """Make `placements` the current round."""

@@ -85,8 +85,9 @@ class RendezvousSpec:
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
 
-    None is `heartbeat_timeout`.  The time counts from the last reply of the store, as the
-    other nodes count from the last sign of this one: after it they may have replaced it.
+    None is `heartbeat_timeout` less 0.25 s.  The time counts from the last reply of the
+    store, as the other nodes count from the last sign of this one: with a longer one, its
+    workers may run beside those of the round that replaces it.
     """
     keep_workers: bool = True
     """Whether workers keep running when the nodes move to another store and nothing else changes.
@@ -103,8 +104,8 @@ class RendezvousSpec:
     """Whether a new round may begin on one node while another node still stops its workers.
 
     By default no worker of a round starts before all processes of the round before have
-    ended on every node.  True saves that wait where two generations of workers can bear to
-    run at once.
+    ended on every node, and a node that is stopped leaves when its workers have ended.
+    True saves these waits where two generations of workers can bear to run at once.
     """
     # Not in the repr: a spec may be logged.
     token: str | None = field(default=None, repr=False)

@@ -90,6 +90,12 @@ class StopPlan:
         first, *rest = self.steps
         return self._with_steps(StopStep(signal, first.grace), *rest)
 
+    def shortened(self, grace: float) -> StopPlan:
+        """Return a plan of the first signal, `grace` seconds at most, and SIGKILL."""
+        return self._with_steps(
+            *(StopStep(one.signal, min(one.grace, grace)) for one in self.steps[:1])
+        )
+
     def _with_steps(self, *steps: StopStep) -> StopPlan:
         return StopPlan(steps, self.reap_timeout, self.guardian_grace)
 

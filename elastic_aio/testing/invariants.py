@@ -84,7 +84,7 @@ class InvariantChecker:
         self.trace: list[str] = []
         self.failure: InvariantViolated | None = None
         self.stores: dict[bytes, SimStore] = {}
-        self.rounds = RoundChecker(spec, self.fail)
+        self.rounds = RoundChecker(spec, self.stores, self.fail)
         self.outcomes: dict[str, JobOutcome] = {}
         self.faults = 0
         self.was_partitioned = False

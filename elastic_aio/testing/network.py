@@ -324,6 +324,8 @@ class SimTransport(asyncio.Transport):
 
     def reset(self) -> None:
         """Break the connection: both ends notice, if the network lets them."""
+        for end in filter(None, (self, self.peer)):
+            end.loop.host.disturbed_at = self._network.time.now
         self._send(_reset_error())
         self.loop.receive(self._lose, _reset_error())
 

@@ -345,7 +345,8 @@ class SimGroup(WorkerGroup):
         self._is_stopping = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
-        await asyncio.sleep(0.0 if leftovers_only else self._behavior.stop_duration)
+        duration = 0.0 if leftovers_only else self._behavior.stop_duration
+        await asyncio.sleep(min(duration, plan.grace))
         if not self._node.is_over:
             self._node.running = None
         await self.close()

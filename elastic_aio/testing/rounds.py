@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from elastic_aio.rendezvous.base import Placement, StartRound
+from elastic_aio.rendezvous.messages import FENCE
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.store import SimStore
+
+_NOTICE_S: Final = 2.5
+"""Seconds in which a node, and a coordinator, learns what is in the store."""
 
 RoundName = tuple[int, str]
 """Number and coordinator: the sides of a partition use numbers of their own."""
@@ -37,8 +42,11 @@ class RoundChecker:
         rounds: all rounds that were ordered.
     """
 
-    def __init__(self, spec: LaunchSpec, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], fail: Callable[[str], None]
+    ) -> None:
         """Begin without rounds."""
+        self._stores = stores
         self.rounds: dict[RoundName, SimRound] = {}
         self._spec = spec
         self._fail = fail
@@ -108,16 +116,43 @@ class RoundChecker:
                 self._fail(f"{node.name} and {name} have the same rank in {brief(placement)}")
 
     def _check_overlap(self, placement: Placement, other: SimNode, running: Placement) -> None:
-        """Check that workers of an older round run on no node that the coordinator knew.
+        """Check that no workers of an older round run, on whichever node.
 
-        A node that was lost before the round was formed may run on for as long as it may
-        without a store.
+        A node stops its workers before the others start without it (see
+        `elastic_aio.rendezvous.formation`), but for the cases of `_may_run_on`.
         """
-        round = self.rounds[_name_of(placement)]
-        joined_at = round.store.joined_at(other)
-        is_known = joined_at is not None and joined_at < round.formed_at
-        if is_known and running.round < placement.round and not self._spec.rendezvous.overlap:
-            self._fail(f"{brief(running)} still runs on {other.name} as {brief(placement)} starts")
+        if running.round < placement.round and not self._spec.rendezvous.overlap:
+            round = self.rounds[_name_of(placement)]
+            joined_at = round.store.joined_at(other)
+            is_known = joined_at is not None and joined_at < round.formed_at - _NOTICE_S
+            if is_known or not self._may_run_on(other, round, running):
+                text = f"{brief(running)} still runs on {other.name}"
+                self._fail(f"{text} as {brief(placement)} starts")
+
+    def _may_run_on(self, node: SimNode, round: SimRound, running: Placement) -> bool:
+        """Whether a node that the coordinator of `round` did not know may run older workers.
+
+        * A network that resets its connection looks like the end of its process, which
+          is a loss at once, while the node looks for a store.
+        * A host that is suspended, or was until just now, cannot act; one whose messages
+          are slow learns too late.
+        * With a longer `store_grace` the user prefers workers that run on.
+        * There is no quorum: nodes that meet at another store are another job.  So are
+          those of a round of which no member has come to the store of `round`.
+        """
+        rendezvous, host = self._spec.rendezvous, node.host
+        since = round.formed_at - rendezvous.heartbeat_timeout - _NOTICE_S
+        grace = rendezvous.store_grace
+        if grace is not None and grace > rendezvous.heartbeat_timeout - FENCE:
+            return True
+        if host.disturbed_at > since or host.is_suspended or host.delay:
+            return True
+        former = self.rounds[_name_of(running)]
+        is_successor = former.store is round.store or not former.members.keys().isdisjoint(
+            round.members
+        )
+        others = [one for one in self._stores.values() if one is not round.store]
+        return not is_successor or any(one.was_attended(node, since) for one in others)
 
     def on_succeeded(self, node: SimNode) -> None:
         """Take that all workers of a node have succeeded."""

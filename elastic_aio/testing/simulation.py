@@ -222,7 +222,7 @@ class Simulation:
         host = self._host(name)
         if host.is_suspended:
             self.checker.on_fault(name, "is resumed")
-            host.is_suspended = False
+            host.is_suspended, host.disturbed_at = False, self.now
             timers_first = self.random.random() < 0.5
             for process in self._processes:
                 if process.host is host:
@@ -233,7 +233,8 @@ class Simulation:
         for name, host in self._hosts.items():
             host.is_up = True
             self.resume(name)
-            host.delay = 0.0
+            if host.delay:
+                host.delay, host.disturbed_at = 0.0, self.now
         self.heal()
 
     def step_clock(self, node: SimNode, seconds: float) -> None:
@@ -266,7 +267,8 @@ class Simulation:
     def slow_down(self, name: str, seconds: float) -> None:
         """Let each message from and to a host take so much longer; 0: no longer."""
         self.checker.on_fault(name, f"is slow by {seconds:.3f} s")
-        self._host(name).delay = seconds
+        host = self._host(name)
+        host.delay, host.disturbed_at = seconds, self.now
 
     def partition(
         self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False

@@ -50,6 +50,7 @@ class SimStore(Client):
         self.statuses: dict[str, MemberStatus] = {}
         self.orders: dict[str, Order] = {}
         self._joined_at: dict[str, float] = {}
+        self._left_at: dict[tuple[str, int], float] = {}
         self._on_change = on_change
         view = server.keyspace.watch(self, None, _PREFIX, -1, is_prefix=True)
         assert not view.pairs, "a store is watched before its first request"
@@ -89,6 +90,11 @@ class SimStore(Client):
                 return self._joined_at[member]
         return None
 
+    def was_attended(self, node: SimNode, since: float) -> bool:
+        """Return whether a node is present as a member, or was after `since`."""
+        left_at = self._left_at.get((node.host.name, node.number), -1.0)
+        return (self.is_open and self.has_status(node)) or left_at > since
+
     def is_led_by(self, node: SimNode) -> bool:
         """Return whether a node is the coordinator."""
         leader = self.leader
@@ -109,7 +115,10 @@ class SimStore(Client):
         elif kind == "o" and is_set:
             value = self.orders[member] = decode_order(change.value)
         elif kind == "t":
-            self.statuses.pop(member, None)
+            status = self.statuses.pop(member, None)
+            if status is not None:
+                left = status.node.name, status.node.pid
+                self._left_at[left] = self.listener.loop.virtual_now
             self._joined_at.pop(member, None)
         elif kind == "o":
             self.orders.pop(member, None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
-RATE_MIN: Final = 0.97
+RATE_MIN: Final = 0.99
 """Speed of the slowest clock of a random scenario; the fastest is as much too fast."""
 
 
@@ -52,6 +53,8 @@ class SimHost:
         self.offset = 0.0
         self.delay = 0.0
         """Seconds that it adds to each of its messages: that of a slow host."""
+        self.disturbed_at = -math.inf
+        """When it was last resumed, its delay changed, or a connection was reset."""
         self.is_up = True
         self.is_suspended = False
         self._time = time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -391,9 +392,13 @@ async def test_a_stop_while_the_rendezvous_is_being_joined(tmp_path: Path) -> No
     assert len(node.rendezvous.leave_reasons) == 1
 
 
-async def test_a_stop_while_workers_run_leaves_first(tmp_path: Path) -> None:
-    """The others can go on while the workers of this node are still being stopped."""
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_node_that_is_stopped_leaves_after_its_workers(
+    tmp_path: Path, overlap: bool
+) -> None:
+    """The others do not start beside them, unless rounds may overlap."""
     spec = node_spec(tmp_path, ignoring_signals(), stop=StopPlan.within(0.3))
+    spec = spec.replace(rendezvous=replace(spec.rendezvous, overlap=overlap))
     running: list[bool] = []
     async with member(spec) as node:
         node.rendezvous.start_round(0)
@@ -404,7 +409,7 @@ async def test_a_stop_while_workers_run_leaves_first(tmp_path: Path) -> None:
         await stopped
         with pytest.raises(JobStopped, match="pre-empted") as caught:
             await node.agent.wait()
-    assert running == [True]
+    assert running == [overlap]
     assert node.rendezvous.leave_reasons == ["pre-empted"]
     assert not any(isinstance(report, RoundStopped) for report in node.rendezvous.reports)
     assert caught.value.result.exit_code == 143

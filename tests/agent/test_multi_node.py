@@ -41,6 +41,7 @@ from elastic_aio.events import AttemptFailed, MembershipChanged, Restarting, Rou
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
+    CUT_OFF_GRACE,
     EndJob,
     Instruction,
     Placement,
@@ -64,9 +65,9 @@ SPAN = NodeRanks(1, 2, 2, 4, 2, 4)
 BARRIER_S = 12.0
 
 
-def machine(*happenings: Input, nproc: int = 2) -> MultiNodeMachine:
+def machine(*happenings: Input, nproc: int = 2, overlap: bool = False) -> MultiNodeMachine:
     """Return a state machine that has handled these inputs."""
-    rendezvous = RendezvousSpec(exit_barrier_timeout=BARRIER_S)
+    rendezvous = RendezvousSpec(exit_barrier_timeout=BARRIER_S, overlap=overlap)
     spec = LaunchSpec(
         ["x"], nproc_per_node=nproc, nnodes="1:2", stop=PLAN, run_id="r", rendezvous=rendezvous
     )
@@ -134,6 +135,7 @@ BARRIER: list[Input] = [*ALL_DONE, group_stopped()]
 IDLE: list[Input] = [*FAILING, group_stopped(failure(2))]
 STOP = StopReceived("enough")
 SIGNAL = StopReceived("SIGQUIT was received", 3)
+CUT_OFF = InstructionReceived(StopRound(7, "no store", is_cut_off=True))
 
 
 def finish_as(*outcome: Any, **more: Any) -> Finish:
@@ -162,6 +164,11 @@ def start(number: int, restarts: int = 0) -> StartGroup:
 def stop_group(reason: str, signal: int | None = None, *, leftovers: bool = False) -> StopGroup:
     plan = PLAN if signal is None else PLAN.starting_with(signal)
     return StopGroup(7, plan, reason, signal, leftovers)
+
+
+def cut_short(*, leftovers_only: bool = False) -> StopGroup:
+    plan = StopPlan((StopStep(2, CUT_OFF_GRACE),))
+    return StopGroup(7, plan, "no store", leftovers_only=leftovers_only)
 
 
 def formed(number: int) -> Publish:
@@ -332,7 +339,7 @@ ROWS: list[Row] = [
         "starting: a stop is received",
         STARTING,
         STOP,
-        [Leave("enough"), stop_group("enough")],
+        [stop_group("enough")],
         AgentPhase.STOPPING,
     ),
     # ---------------------------------------------------------------- running
@@ -393,16 +400,17 @@ ROWS: list[Row] = [
         "running: a stop is received",
         RUNNING,
         STOP,
-        [Leave("enough"), stop_group("enough")],
+        [stop_group("enough")],
         AgentPhase.STOPPING,
     ),
     (
         "running: a signal",
         RUNNING,
         SIGNAL,
-        [Leave("SIGQUIT was received"), stop_group("SIGQUIT was received", 3)],
+        [stop_group("SIGQUIT was received", 3)],
         AgentPhase.STOPPING,
     ),
+    ("running: cut off", RUNNING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
     # --------------------------------------------------------------- stopping
     ("stopping: another failure", FAILING, ended(0, BAD), [], AgentPhase.STOPPING),
     ("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], AgentPhase.STOPPING),
@@ -414,7 +422,22 @@ ROWS: list[Row] = [
         [changed(), formed(8)],
         AgentPhase.STOPPING,
     ),
-    ("stopping: a stop is received", FAILING, STOP, [Leave("enough")], AgentPhase.STOPPING),
+    ("stopping: a stop is received", FAILING, STOP, [], AgentPhase.STOPPING),
+    ("stopping: cut off", FAILING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
+    (
+        "stopping: cut off after a stop",
+        [*RUNNING, STOP],
+        CUT_OFF,
+        [cut_short()],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "stopping: cut off, all succeeded",
+        ALL_DONE,
+        CUT_OFF,
+        [cut_short(leftovers_only=True)],
+        AgentPhase.STOPPING,
+    ),
     ("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], AgentPhase.STOPPING),
     ("stopping: end job", FAILING, CONCLUDE, [Leave(ENDING.why)], AgentPhase.STOPPING),
     (
@@ -549,10 +572,10 @@ ROWS: list[Row] = [
         AgentPhase.IDLE,
     ),
     (
-        "stopping: stopped before this node has left",
+        "stopping: stopped before this node leaves",
         [*RUNNING, STOP],
         group_stopped(),
-        [],
+        [Leave("enough")],
         AgentPhase.LEAVING,
     ),
     (
@@ -649,6 +672,13 @@ ROWS: list[Row] = [
     ("leaving: end job", [*JOINED, STOP], CONCLUDE, [], AgentPhase.LEAVING),
     ("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], AgentPhase.LEAVING),
 ]
+
+
+def test_a_node_leaves_at_once_where_rounds_may_overlap() -> None:
+    one = machine(*RUNNING, overlap=True)
+    assert one.handle(STOP) == [Leave("enough"), stop_group("enough")]
+    assert one.handle(group_stopped()) == []
+    assert one.handle(LeftRendezvous()) == [STOPPED]
 
 
 @pytest.mark.parametrize(

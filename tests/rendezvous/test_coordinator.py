@@ -266,6 +266,55 @@ def test_a_round_begins_when_all_workers_of_the_last_one_have_stopped(change: st
     assert harness.ranks == {"a": 0, "b": 1, **third}
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_round_waits_for_the_workers_of_a_node_that_is_gone(is_lost: bool) -> None:
+    """A lost one stops them soon; one that has gone to another store needs longer to get there."""
+    settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    harness = CoordinatorHarness(settings, "a", "b", "d")
+    harness.lose("b", is_lost=is_lost)
+    fence = 0.25 if is_lost else 5.0
+    assert harness.coordinator.deadline == fence
+    harness.settle(fence - 0.01)
+    assert harness.ranks == {}
+    harness.settle(fence)
+    assert harness.ranks == {"a": 0, "d": 1}
+
+
+def test_a_round_does_not_wait_for_a_node_without_workers() -> None:
+    """It has stopped them and says so, or has never had any."""
+    settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    harness = CoordinatorHarness(settings, "a", "b", "d")
+    harness.members["b"].leave()
+    harness.settle()
+    assert [(name, harness.ranks[name]) for name in "ad"] == [("a", 0), ("d", 1)]
+    assert harness.coordinator.round == 1
+    assert [one.name for one in harness.events(NodeLeft)] == ["b"]  # type: ignore[attr-defined]
+    harness.lose("b", is_lost=False)
+    assert len(harness.events(NodeLeft)) == 1, "said once"
+
+
+@pytest.mark.parametrize(
+    ("host", "store", "waits"), [(None, b"2", 5.25), ("b", b"2", 0.7), (None, None, 0.7)]
+)
+def test_a_recovered_round_waits_for_missing_members(
+    host: str | None, store: bytes | None, waits: float
+) -> None:
+    """At another store they may search for one; but not the node that has served the last."""
+    settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    harness = CoordinatorHarness(settings)
+    for name in "abd":
+        harness.join(name, is_host=name == host)
+    harness.join("e")
+    assert len(harness.ranks) == 3
+    del harness.members["b"]
+    harness.elect("x", store=store)
+    harness.settle()
+    while not {0, 1} <= set(harness.ranks.values()) or harness.coordinator.round < 1:
+        assert harness.coordinator.deadline is not None
+        harness.settle(harness.coordinator.deadline)
+    assert harness.now == waits
+
+
 def test_overlap_starts_a_round_beside_the_end_of_the_last_one() -> None:
     settings = RoundSettings(1, 3, last_call_timeout=0, overlap=True)
     harness = CoordinatorHarness(settings, "a", "b", "d")

@@ -254,7 +254,7 @@ def test_an_isolated_member_stops_its_workers() -> None:
     ordered = OrderedMember()
     assert ordered.member.isolate("no store") == []
     ordered.order(StartRound(place(0)))
-    assert ordered.member.isolate("no store") == [StopRound(0, "no store")]
+    assert ordered.member.isolate("no store") == [StopRound(0, "no store", is_cut_off=True)]
     ordered.member.report(RoundStopped(0))
     assert ordered.member.isolate("no store") == []
 
