@@ -298,8 +298,8 @@ class MultiNodeMachine(AgentMachine):
         """Stop the group and leave; finish when both are done."""
         self._finish, self._next = finish, None
         # The others must not start another round beside these workers, unless they may.
-        is_first = self._stop is None or self._spec.rendezvous.overlap
-        leaving = self._leave() if is_first else []
+        is_over = self._stop is None and not finish.outcome.is_rendezvous
+        leaving = self._leave() if is_over or self._spec.rendezvous.overlap else []
         if self.phase in LIVE:
             signal = None if self._stop is None else self._stop.signal
             return [*leaving, *self._stop_group(finish.outcome.why, signal)]

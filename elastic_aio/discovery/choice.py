@@ -24,6 +24,11 @@ RECONNECT_FOR: Final = 0.25
 A little more than leases linger; after that, reconnecting has no use.
 """
 
+FENCE: Final = 0.25
+"""Seconds by which a node that is cut off stops its workers before its lease ends, and for
+which the others wait after it (see `elastic_aio.rendezvous.formation`).
+"""
+
 _FIRST_GRACE: Final = 1.0
 _GRACE: Final = 0.3
 _FIRST_TURN: Final = 3.0

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
-from elastic_aio.discovery.choice import EndpointState
+from elastic_aio.discovery.choice import FENCE, EndpointState
 from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, read_end, read_run, run_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError, StoreRefused
@@ -108,7 +108,7 @@ class DialOptions(Struct, frozen=True):
     @property
     def reply_timeout(self) -> float:
         """Seconds without an answer after which a connection is given up."""
-        return self.peer_timeout - self.reconnect_for
+        return self.peer_timeout - self.reconnect_for - FENCE
 
 
 class StoreHandshake(Struct, frozen=True):

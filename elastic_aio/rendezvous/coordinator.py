@@ -246,7 +246,8 @@ class Coordinator:
         while True:
             before = state.phase, self.round
             state.deadlines.earliest = None
-            self._STEPS[state.phase](state)
+            if state.phase is not CoordinatorPhase.ENDING:
+                self._STEPS[state.phase](state)
             if before == (state.phase, self.round):
                 break
         wait_for_ranks(state)
@@ -270,5 +271,4 @@ class Coordinator:
         CoordinatorPhase.STOPPING: decide_restart,
         CoordinatorPhase.DECIDING: apply_decision,
         CoordinatorPhase.BACKING_OFF: back_off,
-        CoordinatorPhase.ENDING: CoordinatorState.notify_returning,
     }

@@ -79,6 +79,7 @@ class CoordinatorRunner:
         self._is_written.set()
         self._is_end_recorded = False
         self._deciding: asyncio.Task[None] | None = None
+        self._coordinator: Coordinator | None = None
         self._own_key = ""
         self._is_own_status_gone = False
         self.departure_handled = asyncio.Event()
@@ -107,6 +108,7 @@ class CoordinatorRunner:
             term=term,
             now=asyncio.get_running_loop().time(),
         )
+        self._coordinator = coordinator
         self._own_key = f"t/{name}"
         async with store.watch("t/", is_prefix=True) as statuses:
             for key, text in statuses.present.items():

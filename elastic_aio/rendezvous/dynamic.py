@@ -18,6 +18,7 @@ import random
 from collections.abc import Iterable
 
 from elastic_aio.aio import create_task, random_bytes, run_shielded
+from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, StoreError
@@ -26,6 +27,7 @@ from elastic_aio.events import (
     RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
+    RoundWaiting,
     WorkerStoreRefused,
 )
 from elastic_aio.rendezvous.base import (
@@ -41,7 +43,7 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.messages import FENCE, PROBE_TIMEOUT, MemberStatus
+from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
@@ -53,6 +55,11 @@ _LAST_STATUS_S = 0.5
 
 _RELEASE_S = 0.25
 """Seconds for which it then waits until the store has ended its lease."""
+
+START_TIMEOUT = 600.0
+"""Seconds after which a node gives up whose workers do not start."""
+_START_NOTICE_S = 60.0
+"""Seconds between two notices of that."""
 
 _REJOIN = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before the next attempt at a store that refuses this node, with a lease for example."""
@@ -237,7 +244,8 @@ class DynamicRendezvous(Rendezvous):
     def _perform(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
             match effect:
-                case StartRound():
+                case StartRound(placement):
+                    self._await_start(placement.round)
                     self._agent.on_instruction(effect)
                     if not self._shares_store:
                         self._reserve_port()
@@ -252,6 +260,28 @@ class DynamicRendezvous(Rendezvous):
                     self._probes.add(task)
                     task.add_done_callback(self._probes.discard)
         self._status_changed()
+
+    def _await_start(self, round: int, waited: float = 0.0) -> None:
+        """Publish, and finally end, a wait for workers that the agent does not start."""
+        status = self._member.status
+        if (
+            self._is_leaving
+            or status.round > round
+            or round in (self._member.started_round, status.stopped_round)
+        ):
+            return
+        left = START_TIMEOUT - waited
+        if left <= 0:
+            why = f"the workers of this node have not started within {START_TIMEOUT:g} s"
+            self._perform(self._member.fail(why))
+            return
+        if waited:
+            what = "the workers of this node have not started"
+            self._agent.on_event(
+                RoundWaiting(phase="starting", what=what, waited=waited, time_left=left)
+            )
+        later = waited + _START_NOTICE_S
+        asyncio.get_running_loop().call_later(_START_NOTICE_S, self._await_start, round, later)
 
     def _reserve_port(self) -> bool:
         try:

@@ -35,8 +35,8 @@ lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`
 * The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.25 s for the way of
   the reply, for the end of killed processes, and for clocks of different rates.
 * A connection that ends without a partition ends the lease LEASE_LINGER later: its agent
-  is dead, and the guardian kills the workers; or the node has given up the connection, at
-  r + L - RECONNECT_FOR, and stops its workers at the same time.
+  is dead, and the guardian kills the workers; or the node has given up the connection, not
+  before r + L - F - RECONNECT_FOR, and stops its workers RECONNECT_FOR later.
 * At another store no lease tells when a missing member has last received a reply: it was
   before this coordinator began.  So the round begins L + F later, unless only the node that
   served the former store is missing: it is dead, or has a store of its own.

@@ -66,6 +66,8 @@ class Member:
         self._acked = (0, 0)
         self._order: OrderBody | None = None
         self._stopping = -1
+        self.started_round = -1
+        """The last round whose workers have started."""
         self._is_standing_by = False
         self.has_ended = False
         """Whether the job is over for this member."""
@@ -184,8 +186,8 @@ class Member:
         if report.round != self.status.round:
             return
         match report:
-            case RoundStarted():
-                return
+            case RoundStarted(round):
+                self.started_round = round
             case RoundFailing():
                 if self.status.phase is MemberPhase.RUNNING:
                     self._update(phase=MemberPhase.FAILING)

@@ -39,11 +39,6 @@ LEASE_LINGER = 0.2
 HOST_HEAD_START = 0.3
 """Seconds for which other nodes leave the election to the node that hosts the store."""
 
-FENCE = 0.25
-"""Seconds by which a node that is cut off begins to stop its workers before its lease ends,
-and for which the other nodes wait after its end (see `elastic_aio.rendezvous.formation`).
-"""
-
 PROBE_TIMEOUT = 5.0
 """Seconds for the address of a `ProbePeers` order to accept the connection."""
 

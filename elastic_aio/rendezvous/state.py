@@ -359,17 +359,3 @@ class CoordinatorState:
                 restarts=outcome.restarts,
             )
         )
-
-    def notify_returning(self) -> None:
-        """Send the outcome to members that were away when the job ended.
-
-        A member that never took part gets none: it belongs to the next job of that name.
-        """
-        if self.outcome is None:
-            return
-        for record in self.admitted():
-            status = record.status
-            took_part = status.placement is not None or status.acked > (0, 0)
-            if took_part and not record.has_end_order:
-                record.has_end_order = True
-                self.outbox.send(record, EndJob(self.outcome))

@@ -6,9 +6,10 @@ with its workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from elastic_aio.events import Event, RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
@@ -41,6 +42,8 @@ _ROUNDS_PER_FAULT: Final = 4
 _KEYS_PER_MEMBER: Final = 3
 _KEYS_OF_RUN: Final = 8
 _EVENTS_KEPT: Final = 1_000
+_ITEMS_PER_MEMBER: Final = 2
+_ITEMS_OF_COORDINATOR: Final = 16
 
 
 class InvariantViolated(AssertionError):
@@ -79,8 +82,15 @@ class InvariantChecker:
         order_hook: called with the store, the member and the body of each order.
     """
 
-    def __init__(self, network: Network, spec: LaunchSpec, seed: int) -> None:
-        """Begin with an empty trace."""
+    def __init__(
+        self,
+        network: Network,
+        spec: LaunchSpec,
+        seed: int,
+        nodes: Callable[[], Iterable[SimNode]],
+    ) -> None:
+        """Begin with an empty trace; `nodes` returns the live nodes."""
+        self._nodes = nodes
         self.trace: list[str] = []
         self.failure: InvariantViolated | None = None
         self.stores: dict[bytes, SimStore] = {}
@@ -129,12 +139,19 @@ class InvariantChecker:
         return [store for store in self.stores.values() if store.is_open]
 
     def is_tidy(self) -> bool:
-        """Return whether a job occupies in its stores what its present members need."""
+        """Return whether a job occupies in its stores what its present members need.
+
+        So do the coordinators in their memory: no container of theirs grows with the time.
+        """
         for store in self.open_stores:
             members = len(store.statuses)
             keys_max = _KEYS_PER_MEMBER * members + _KEYS_OF_RUN + _EVENTS_KEPT
             if len(store.orders) > members or store.server.keyspace.num_keys() > keys_max:
                 return False
+            for node in filter(store.is_led_by, self._nodes()):
+                size = _largest_container(node.coordinator, set())
+                if size > _ITEMS_PER_MEMBER * members + _ITEMS_OF_COORDINATOR:
+                    return False
         return True
 
     def _on_accepted(self, listener: Listener, protocol: object) -> None:
@@ -251,3 +268,17 @@ def _obey_s(spec: LaunchSpec) -> float:
     """
     resent_after = Outbox(0, order_timeout(spec)).interval
     return max(resent_after, spec.rendezvous.heartbeat_timeout / RATE_MIN) + _OBEY_MARGIN_S
+
+
+def _largest_container(owner: Any, seen: set[int]) -> int:
+    """Return the size of the largest container of an object of the rendezvous, or its parts."""
+    if id(owner) in seen:
+        return 0
+    seen.add(id(owner))
+    if isinstance(owner, dict | list | set | deque):
+        parts = list(owner.values()) if isinstance(owner, dict) else list(owner)
+        return max([len(owner), *(_largest_container(part, seen) for part in parts)])
+    if not type(owner).__module__.startswith("elastic_aio.rendezvous"):
+        return 0
+    names = (*getattr(owner, "__slots__", ()), *getattr(owner, "__dict__", ()))
+    return max((_largest_container(getattr(owner, name), seen) for name in names), default=0)

@@ -42,6 +42,9 @@ from elastic_aio.testing.settings import WorkerBehavior
 
 RUN_ID = "simulated"
 
+_SPAWN_S = 5.0
+"""Seconds for which a stop waits for workers that are being spawned."""
+
 
 class Observer(Protocol):
     """What is informed of everything that a node does."""
@@ -111,6 +114,13 @@ class SimNode:
     def __repr__(self) -> str:
         runs = "nothing" if self.running is None else f"round {self.running.round}"
         return f"<SimNode {self.name}: runs {runs}, {self._driver}>"
+
+    @property
+    def coordinator(self) -> Any:
+        """What coordinates the job here, if this node is the coordinator."""
+        rendezvous: Any = None if self._driver is None else self._driver._rendezvous
+        session = None if rendezvous is None else rendezvous._session
+        return None if session is None else session._runner
 
     @property
     def is_live(self) -> bool:
@@ -344,7 +354,7 @@ class SimGroup(WorkerGroup):
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
         self._is_stopping = True
         if self._starting is not None:
-            await asyncio.wait([self._starting])
+            await asyncio.wait([self._starting], timeout=_SPAWN_S)
         duration = 0.0 if leftovers_only else self._behavior.stop_duration
         await asyncio.sleep(min(duration, plan.grace))
         if not self._node.is_over:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from elastic_aio.discovery.choice import FENCE
 from elastic_aio.rendezvous.base import Placement, StartRound
-from elastic_aio.rendezvous.messages import FENCE
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.store import SimStore

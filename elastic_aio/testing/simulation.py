@@ -59,7 +59,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.time = VirtualTime()
         self.network = Network(self.time, self.random, delay)
-        self.checker = InvariantChecker(self.network, spec, seed)
+        self.checker = InvariantChecker(self.network, spec, seed, lambda: self.live_nodes)
         self.nodes: dict[str, SimNode] = {}
         """The newest process of each node, by host."""
         self.processes: list[SimNode] = []

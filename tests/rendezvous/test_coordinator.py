@@ -789,24 +789,6 @@ def test_standby_nodes_get_the_outcome() -> None:
     assert harness.end_orders().keys() == {"a", "b", "d"}
 
 
-def test_a_returning_member_gets_the_outcome_and_a_new_one_does_not() -> None:
-    """A new node belongs to the next job of that name."""
-    harness = CoordinatorHarness(RoundSettings(2, 3), "a", "b", "d")
-    away = harness.members.pop("d")
-    harness.succeed("a", "b")
-    away.report(RoundStopped(-1))
-    harness.coordinator.on_gone("d", is_lost=True)
-    harness.settle()
-    harness.succeed("a", "b")
-    assert harness.is_in(CoordinatorPhase.ENDING)
-    harness.members["d"] = away
-    harness.settle()
-    assert "d" in harness.end_orders()
-    harness.join("e")
-    harness.settle(LATE)
-    assert harness.done["e"] == []
-
-
 # -------------------------------------------------------- another coordinator
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
-from elastic_aio.events import Event, NodeJoined, NodeLost
+from elastic_aio.events import Event, NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
@@ -340,6 +340,24 @@ def test_a_mismatched_node_is_rejected() -> None:
     assert x.outcome is not None
     assert "it was started with --nnodes 2:8, the job with 1:3" in x.outcome.why
     assert sim.is_settled(3)
+
+
+def test_a_node_whose_workers_never_start_gives_up() -> None:
+    """Its agent has taken the order, so the coordinator waits no longer."""
+    waited: list[float] = []
+    sim = Simulation(job("1:2"))
+    sim.behavior = lambda node, placement: WorkerBehavior(
+        start_duration=1e9 if node.host.name == "b" else 0.0
+    )
+    sim.checker.event_hook = lambda node, event: waited.extend(
+        [event.waited] if isinstance(event, RoundWaiting) and event.phase == "starting" else []
+    )
+    a, b = sim.add_node("a"), sim.add_node("b")
+    sim.run_until(lambda: b.outcome is not None, 700)
+    assert b.outcome is not None
+    assert b.outcome.why == "the workers of this node have not started within 600 s"
+    assert waited == [60.0 * count for count in range(1, 10)]
+    sim.run_until(lambda: sim.is_settled(1, [a]), 10)
 
 
 @pytest.mark.slow

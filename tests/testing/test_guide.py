@@ -18,4 +18,4 @@ def test_a_program_runs(program: str) -> None:
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4

@@ -7,27 +7,65 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous import dynamic
+from elastic_aio.rendezvous.base import EndJob, StopRound
 from elastic_aio.rendezvous.coordinator import Coordinator
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
-from elastic_aio.rendezvous.member import Member
+from elastic_aio.rendezvous.member import Member, MemberEffect
+from elastic_aio.rendezvous.members import MemberRecord
+from elastic_aio.rendezvous.messages import MemberStatus, Order, StandBy
 from elastic_aio.rendezvous.outbox import Outbox
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, Visits
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Lease
-from elastic_aio.testing import InvariantViolated, run_random_scenario
+from elastic_aio.testing import InvariantViolated, Simulation, WorkerBehavior, run_random_scenario
 
 pytestmark = pytest.mark.slow
 
 
-def violation(seeds: int) -> str:
-    """Return the first violation among so many scenarios."""
-    for seed in range(seeds):
+def violation(*seeds: int, spec: LaunchSpec | None = None) -> str:
+    """Return the first violation among scenarios: those of the seeds, or so many."""
+    for seed in seeds if len(seeds) > 1 else range(*seeds):
         try:
-            run_random_scenario(seed)
+            run_random_scenario(seed, spec)
         except InvariantViolated as error:
             return str(error).partition("\n")[0]
-    raise AssertionError(f"{seeds} scenarios hold all invariants")
+    raise AssertionError(f"the scenarios of {seeds} hold all invariants")
+
+
+def come_and_go(times: int) -> None:
+    """Let nodes come to a full job and leave it, which must cost no memory."""
+    spec = LaunchSpec("x", nnodes=1)
+    with Simulation(spec) as sim:
+        sim.add_node("a")
+        sim.run_until(lambda: sim.is_settled(1), 60)
+        for _ in range(times):
+            spare = sim.add_node("spare")
+            sim.run(0.5)
+            sim.kill(spare)
+            sim.run(0.5)
+        sim.run_until(sim.checker.is_tidy, 10)
+
+
+def cut_off() -> None:
+    """Cut a node off whose workers stop slowly."""
+    spec = LaunchSpec("x", nnodes="1:3", rendezvous=RendezvousSpec(last_call_timeout=1))
+    with Simulation(spec) as sim:
+        sim.behavior = lambda node, placement: WorkerBehavior(
+            stop_duration=20.0 if node.host.name == "c" else 0.05
+        )
+        a, b, _c = (sim.add_node(name) for name in "abc")
+        sim.run_until(lambda: sim.is_settled(3), 60)
+        sim.partition(["a", "b"], ["c"])
+        sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+
+
+def test_the_stories_hold_without_a_mutation() -> None:
+    come_and_go(50)
+    cut_off()
 
 
 def attend(self: Member, instance: bytes, job: str = "") -> None:
@@ -91,3 +129,55 @@ def test_a_round_for_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(Coordinator._STEPS, CoordinatorPhase.RUNNING, restless)
     assert "rounds after" in violation(100)
+
+
+def test_orders_of_a_former_coordinator_that_are_obeyed_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round began without an acknowledgement to its own coordinator."""
+    monkeypatch.setattr(MemberRecord, "is_synchronized", True)
+    assert "still runs on" in violation(339, 976, spec=LaunchSpec("x", nnodes="1:3"))
+
+
+def test_a_round_that_waits_for_no_node_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoordinatorState, "fence", lambda self, seconds: None)
+    assert "still runs on" in violation(500)
+
+
+def test_a_node_that_is_cut_off_and_stops_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def isolate(self: Member, why: str) -> list[MemberEffect]:
+        return [StopRound(self.status.round, why)] if self.status.is_busy else []
+
+    monkeypatch.setattr(Member, "isolate", isolate)
+    with pytest.raises(InvariantViolated, match="still runs on"):
+        cut_off()
+
+
+def test_a_success_that_waits_for_a_round_that_was_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node stayed at the exit barrier."""
+    monkeypatch.setattr(MemberStatus, "is_in_round", MemberStatus.is_busy)
+    assert "the condition does not hold within" in violation(1944, 20984)
+
+
+def test_an_end_for_a_node_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that came too many was given the end of a job in which it had no part."""
+    on_order = Member.on_order
+
+    def ending(self: Member, order: Order) -> list[MemberEffect]:
+        if isinstance(order.body, StandBy):
+            return [EndJob(JobOutcome(JobState.STOPPED, "the job is full", 0))]
+        return on_order(self, order)
+
+    monkeypatch.setattr(Member, "on_order", ending)
+    assert "in which it took no part" in violation(100)
+
+
+def test_a_coordinator_that_remembers_all_who_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remember(self: Visits, record: MemberRecord, now: float) -> None:
+        self._short[record.member] = (1, now)
+
+    monkeypatch.setattr(Visits, "observe_departure", remember)
+    with pytest.raises(InvariantViolated, match="the condition does not hold within"):
+        come_and_go(50)
