@@ -198,7 +198,7 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
 
 
 class LogDiskFull(Event, frozen=True, kw_only=True):
-    """A disk has no space left for log files, so that they may be incomplete.
+    """A disk takes no more output into log files, most often for lack of space.
 
     `is_shown`: the console shows what they lack (`LogSpec.on_full`).
     """
@@ -206,6 +206,8 @@ class LogDiskFull(Event, frozen=True, kw_only=True):
     mount_point: str
     """Where the disk is mounted."""
     is_shown: bool
+    why: str = "no space left on device"
+    """The error of a write."""
 
 
 class OutputLost(Event, frozen=True, kw_only=True):

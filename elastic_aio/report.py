@@ -136,7 +136,7 @@ def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.Outp
             return f"{event.stream} accepts no more output ({event.why}); {rest}see the logs"
         case events.LogDiskFull():
             effect = "the console shows the rest" if event.is_shown else "they may be incomplete"
-            return f"the disk of the log files is full, {effect}: {event.mount_point}"
+            return f"writes to the log files fail ({event.why}), {effect}: {event.mount_point}"
         case events.OutputLost():
             lost = "output" if event.lost is None else counted(event.lost, "byte")
             text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"

@@ -138,7 +138,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     TimerRejected: drawn(TimerRejected, why=texts),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),
     ConsoleLost: drawn(ConsoleLost, stream=texts, why=texts, unshown=st.none() | counts),
-    LogDiskFull: drawn(LogDiskFull, mount_point=texts, is_shown=st.booleans()),
+    LogDiskFull: drawn(LogDiskFull, mount_point=texts, is_shown=st.booleans(), why=texts),
     OutputLost: drawn(
         OutputLost,
         rank=counts,

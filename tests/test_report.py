@@ -370,14 +370,14 @@ EVENTS: list[tuple[Event, int, str]] = [
         "stdout accepts no more output (it was not read); 7 bytes not shown, see the logs",
     ),
     (
-        LogDiskFull(mount_point="/mnt", is_shown=True),
+        LogDiskFull(mount_point="/mnt", is_shown=True, why="input/output error"),
         Level.WARNING,
-        "the disk of the log files is full, the console shows the rest: /mnt",
+        "writes to the log files fail (input/output error), the console shows the rest: /mnt",
     ),
     (
         LogDiskFull(mount_point="/mnt", is_shown=False),
         Level.WARNING,
-        "the disk of the log files is full, they may be incomplete: /mnt",
+        "writes to the log files fail (no space left on device), they may be incomplete: /mnt",
     ),
     (
         OutputLost(rank=3, local_rank=1, stream="stderr", path="/logs/x", why="it is gone"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import defaultdict
@@ -172,7 +173,7 @@ class JobOutput:
             self._tee.finish(self._tokens.pop(attempt, []))
         for directory in self._directories.pop(attempt, set()):
             if is_full(directory):
-                self._report_full_disk(attempt, directory)
+                self._report_full_disk(attempt, directory, _no_space())
 
     # -------------------------------------------------------------- a stream
 
@@ -205,7 +206,7 @@ class JobOutput:
         if relay is None:
             token = self._tee.follow(path, sink, prefix, on_lost, line_filter)
         else:
-            relay.on_full = partial(self._report_full_disk, attempt, path)
+            relay.on_full = lambda: self._report_full_disk(attempt, path, relay.why)
             relay.on_closed = partial(_report_rest, relay, on_lost)
             shown_on = None if plan.is_muted else sink
             token = self._tee.follow_relay(
@@ -217,7 +218,7 @@ class JobOutput:
                 line_filter=line_filter if plan.is_shown else None,
             )
             if relay.error is not None:
-                self._report_full_disk(attempt, path)
+                self._report_full_disk(attempt, path, relay.why)
         self._tokens[attempt].append(token)
 
     def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
@@ -260,12 +261,14 @@ class JobOutput:
             ConsoleLost(attempt=self._attempt, stream=sink.name, why=why, unshown=unshown)
         )
 
-    def _report_full_disk(self, attempt: int, path: str) -> None:
+    def _report_full_disk(self, attempt: int, path: str, why: str) -> None:
         place = mount_point(path)
         if (attempt, place) not in self._full:
             self._full.add((attempt, place))
             is_shown = self._spec.logs.on_full == "console"
-            self._publish(LogDiskFull(attempt=attempt, mount_point=place, is_shown=is_shown))
+            self._publish(
+                LogDiskFull(attempt=attempt, mount_point=place, is_shown=is_shown, why=why)
+            )
 
     @property
     def _standard_streams(self) -> StandardStreams:
@@ -276,9 +279,13 @@ class JobOutput:
 def _report_rest(relay: Relay, on_lost: Callable[[str, int | None], None]) -> None:
     """Report what a relay has not written to its file, and what was not shown either."""
     if relay.unkept:
-        on_lost("its log file lacks them, because the disk is full", relay.unkept)
+        on_lost(f"its log file does not take them ({relay.why})", relay.unkept)
     if relay.lost:
         on_lost("neither its log file nor the console took them", relay.lost)
+
+
+def _no_space() -> str:
+    return os.strerror(errno.ENOSPC).lower()
 
 
 def _log_error(error: OSError) -> SpawnError:

@@ -84,6 +84,11 @@ class Relay:
         return f"<Relay {state}{'' if self._reader >= 0 else ', finished'}>"
 
     @property
+    def why(self) -> str:
+        """The text of `error`."""
+        return ((self.error and self.error.strerror) or str(self.error)).lower()
+
+    @property
     def end(self) -> int:
         """Offset of the end of what is held."""
         return self._held_from + len(self._held)

@@ -252,7 +252,7 @@ except OSError as error:
     (log,) = disk.rglob("stdout.log")
     size = log.stat().st_size
     assert f"full: {disk} ({log}); the file ends after {size} bytes" in ended.err
-    assert f"the disk of the log files is full, they may be incomplete: {disk}" in ended.err
+    assert f"(no space left on device), they may be incomplete: {disk}" in ended.err
     kept = log.read_text().splitlines()
     assert len(kept) > 1000
     assert ended.out.splitlines() == [f"[default0]:{line}" for line in kept]
@@ -285,15 +285,31 @@ def test_a_full_log_disk_and_the_console(disk: Path) -> None:
     for rank in range(2):
         own = [line for line in lines if line.startswith(f"[default{rank}]:")]
         assert own == [f"[default{rank}]:{rank} {i}" for i in range(30000)]
-    full = f"the disk of the log files is full, the console shows the rest: {disk}"
+    full = f"(no space left on device), the console shows the rest: {disk}"
     assert ended.err.count(full) == 1
     written = len("".join(f"0 {i}\n" for i in range(30000)))
     for rank in range(2):
         (log,) = disk.rglob(f"{rank}/stdout.log")
         lost = written - log.stat().st_size
-        assert f"{lost} bytes of stdout of rank {rank} lost: its log file lacks them" in ended.err
+        assert (
+            f"{lost} bytes of stdout of rank {rank} lost: its log file does not take them"
+            in ended.err
+        )
         # A redirected stream is shown from the moment when its file takes no more.
         assert f"[default{rank}]:done {rank}" in ended.err
+
+
+def test_a_log_file_of_the_largest_size(tmp_path: Path) -> None:
+    """Another error of a write is reported as what it is."""
+    # Of the launcher only: the output of this program is a file too.
+    shell = ["bash", "-c", '(ulimit -f 4; exec "$@") | cat; exit ${PIPESTATUS[0]}', "bash"]
+    options = ["-t1", "--on-full=console", "--log-dir", str(tmp_path), *BASH]
+    script = "for ((i = 0; i < 2000; i++)); do echo $i; done"
+    ended = run_program([*shell, *CLI, "run", *options, script])
+    assert ended.code == 0, ended.err
+    assert ended.out == "".join(f"[default0]:{i}\n" for i in range(2000))
+    assert "writes to the log files fail (file too large), the console shows" in ended.err
+    assert "lost: its log file does not take them (file too large)" in ended.err
 
 
 def test_a_log_disk_that_is_full_at_a_restart(disk: Path) -> None:
