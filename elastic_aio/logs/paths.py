@@ -73,13 +73,16 @@ def attempt_directory(run_directory: str, attempt: int) -> str:
 
 def filtered_logs(spec: LogSpec, run_directory: str | None, attempt: int) -> dict[str, str]:
     """Return the files for the lines that duplicate filters select, by the stream's name."""
-    if run_directory is None or spec.is_off:
-        return {}
-    directory = attempt_directory(run_directory, attempt)
     filters = {
         "stdout": spec.duplicate_stdout_filters,
         "stderr": spec.duplicate_stderr_filters,
     }
+    paths = spec.filtered_paths() if isinstance(spec, LogLayout) else None
+    if paths is not None:
+        return {name: path for name, path in paths.items() if filters[name]}
+    if run_directory is None or spec.is_off:
+        return {}
+    directory = attempt_directory(run_directory, attempt)
     return {name: f"{directory}/filtered_{name}.log" for name, texts in filters.items() if texts}
 
 

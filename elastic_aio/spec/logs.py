@@ -276,3 +276,10 @@ class LogLayout(LogSpec):
         Must be pure: it is called more than once for a worker, and the plans must be equal.
         """
         raise NotImplementedError(f"{type(self).__name__} must define plan()")
+
+    def filtered_paths(self) -> Mapping[str, str] | None:
+        """Return the files for selected lines, of "stdout" and "stderr" (`duplicate_...`).
+
+        None (the default) leaves them in the directory of the attempt.
+        """
+        return None

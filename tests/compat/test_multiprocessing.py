@@ -94,6 +94,23 @@ def test_prefixes_are_literal(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert sorted(capfd.readouterr().out.splitlines()) == ["$rank> a", "[trainer1]:b"]
 
 
+def test_filters_copy_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Shown lines that contain one of the texts, with their prefixes; nothing without files."""
+    settings: dict[str, Any] = {
+        "duplicate_stdout_filters": ["oss"],
+        "log_line_prefixes": {0: "[rank0]:"},
+    }
+    logs = DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)
+    context = started("printf", ("loss 1\\nother\\n",), logs_specs=logs, **settings)
+    assert context.wait() is not None
+    assert Path(context.filtered_stdout or "").read_text() == "[rank0]:loss 1\n"
+    assert context.filtered_stderr is None
+    assert capfd.readouterr().out == "[rank0]:loss 1\n[rank0]:other\n"
+    context = started("true", (), **settings)
+    assert context.wait() is not None
+    assert context.filtered_stdout is None
+
+
 def test_the_first_failure_of_a_program_is_the_root_cause() -> None:
     """Siblings that were stopped follow."""
     context = started("bash", ("-c", "sleep 99"), ("-c", "exit 3"))

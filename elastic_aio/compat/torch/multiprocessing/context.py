@@ -160,7 +160,7 @@ class PContext:
         self.nprocs = len(args)
         self.envs = {rank: dict(env) for rank, env in envs.items()}
         self._logs_specs = logs_specs
-        dest = self._dest = logs_specs.reify(self.envs)
+        dest = logs_specs.reify(self.envs)
         validate_full_rank(dest.stdouts, self.nprocs, "stdouts")
         validate_full_rank(dest.stderrs, self.nprocs, "stderrs")
         self.entrypoint = entrypoint
@@ -168,7 +168,12 @@ class PContext:
         self.stdouts = dest.stdouts
         self.stderrs = dest.stderrs
         self.error_files = dest.error_files
-        self._prefixes = log_line_prefixes
+        filters = duplicate_stdout_filters or (), duplicate_stderr_filters or ()
+        with torch_errors():
+            self._layout = ReifiedLayout(dest, log_line_prefixes, *filters)
+        paths = self._layout.filtered_paths()
+        self.filtered_stdout = paths.get("stdout") if filters[0] else None
+        self.filtered_stderr = paths.get("stderr") if filters[1] else None
         self._processes: list[WorkerProcess] | None = None
         self._context: sync.SyncGroupContext | None = None
         self._has_handlers = False
@@ -211,7 +216,7 @@ class PContext:
                 self.entrypoint,
                 {rank: tuple(args) for rank, args in self.args.items()},
                 self.envs,
-                ReifiedLayout(self._dest, self._prefixes),
+                self._layout,
                 start_method=self._start_method,
                 signals=False,
             )

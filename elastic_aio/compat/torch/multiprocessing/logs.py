@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 
@@ -227,14 +227,31 @@ def _plan_nothing(dest: LogsDest, rank: int) -> None:
 class ReifiedLayout(LogLayout):
     """A `LogsDest` as the layout of this library's own log files."""
 
-    def __init__(self, dest: LogsDest, prefixes: Mapping[int, str] | None = None) -> None:
-        """Keep the paths, and the prefixes of shown lines by local rank."""
-        super().__init__(log_dir=os.devnull)
+    def __init__(
+        self,
+        dest: LogsDest,
+        prefixes: Mapping[int, str] | None = None,
+        stdout_filters: Iterable[str] = (),
+        stderr_filters: Iterable[str] = (),
+    ) -> None:
+        """Keep the paths, the prefixes of shown lines by local rank, and filters of lines."""
+        super().__init__(
+            log_dir=os.devnull,
+            duplicate_stdout_filters=stdout_filters,
+            duplicate_stderr_filters=stderr_filters,
+        )
         object.__setattr__(self, "_dest", dest)  # a frozen dataclass
         object.__setattr__(self, "_prefixes", dict(prefixes or {}))
 
     _dest: LogsDest
     _prefixes: dict[int, str]
+
+    def filtered_paths(self) -> Mapping[str, str]:
+        """Return the files for selected lines; none where nothing is kept."""
+        dest = self._dest
+        paths = {"stdout": dest.filtered_stdout, "stderr": dest.filtered_stderr}
+        kept = {name: path for name, path in paths.items() if path}
+        return {name: path for name, path in kept.items() if not path.startswith(os.devnull)}
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         """Return the streams of one worker."""
