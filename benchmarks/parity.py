@@ -41,7 +41,7 @@ _LEFT_S = 2.0
 """Seconds that processes may outlive their launcher before they count as left behind."""
 
 _OPTION = re.compile(r"^  (?:-\w(?: [A-Z]+)?, )?(--[a-z-]+)\b", re.MULTILINE)
-_STEPS_S = 120.0
+_STEPS_S = 300.0
 _ENDLESS = "does not end"
 
 Values = dict[str, Any]

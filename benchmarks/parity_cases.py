@@ -48,7 +48,7 @@ class Case:
     steps: tuple[str, ...] = ()
     stdin: bytes = b""
     prefix: str = ""
-    limit: float = 100.0
+    limit: float = 300.0
     ignored: tuple[str, ...] = ()
 
 
