@@ -10,7 +10,7 @@ import pytest
 from tests.support.cli import REPOSITORY, Ended, run_cli
 
 PROGRAMS = Path(__file__).parent
-SECONDS = 300.0  # torch takes seconds to import, per process and attempt
+SECONDS = 900.0  # torch takes seconds to import, per process and attempt; minutes on a busy host
 
 
 def found(module: str) -> bool:
@@ -22,6 +22,18 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(not found("torch"), reason="needs torch"),
 ]
+
+
+needs_accelerate = pytest.mark.skipif(not found("accelerate"), reason="needs accelerate")
+
+
+def lines_of_accelerate(prefix: str) -> list[str]:
+    """Return what `accelerate_resume.py` prints, sorted; `{}` in the prefix is the local rank."""
+    lines = []
+    for rank in (0, 1):
+        begins = [f"rank {rank} of 2: from epoch {first} by elastic_aio" for first in (0, 2)]
+        lines += [prefix.format(rank) + text for text in (*begins, f"rank {rank}: finished")]
+    return sorted(lines)
 
 
 def run_torch(*args: object, **options: object) -> Ended:
@@ -79,7 +91,18 @@ def test_lightning_resumes_a_fit(tmp_path: Path) -> None:
         assert f"[default{rank}]:rank {rank}: finished after 4 epochs" in ended.out
 
 
-@pytest.mark.skipif(not found("accelerate"), reason="needs accelerate")
+@needs_accelerate
+def test_accelerate_resumes_from_its_state(tmp_path: Path) -> None:
+    """Rank 1 is killed in epoch 2, where the restart begins."""
+    ended = run_torch(
+        *("--nproc-per-node=2", "--max-restarts=1"),
+        *(PROGRAMS / "accelerate_resume.py", tmp_path),
+    )
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == lines_of_accelerate("[default{}]:")
+
+
+@needs_accelerate
 @pytest.mark.parametrize(
     ("script", "last"),
     [
