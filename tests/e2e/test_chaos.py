@@ -77,7 +77,8 @@ def make_job(chance: random.Random, directory: Path, *, may_fork: bool) -> Job:
     run += ["--log-dir", str(directory / "logs"), "--shutdown-timeout", "0.5"]
     run += ["--max-restarts", str(chance.randint(0, 1))]
     program = str(REPOSITORY / "tests/support/chaos_program.py")
-    work = [program, "30", chance.choice(["fails", ""]), "0.1"]
+    daemon = chance.choice(["", "", "program", "fork"]) if may_fork else ""
+    work = [program, "30", chance.choice(["fails", ""]), "0.1", daemon]
     first = chance.choice(["", "", "FAILS=yes\n", _DAEMON, _STUBBORN]) if may_fork else ""
     shell = ["--no-python", "bash", "-c", first + _SHELL_WORKER]
     loop = chance.choice(["asyncio", "uvloop"])
@@ -94,7 +95,9 @@ def make_job(chance: random.Random, directory: Path, *, may_fork: bool) -> Job:
         argv = [*run, "--no-python", *inner, *shell]
     else:
         launch = ["-m", "tests.support.chaos_program", "launch", kind, loop]
-        return Job(kind, [sys.executable, *launch, str(directory / "logs")], is_shown=True)
+        # A program that adopts no orphans cannot find a fork of a forked worker.
+        daemon = "program" if daemon and kind == "fork" else daemon
+        return Job(kind, [sys.executable, *launch, str(directory / "logs"), daemon], is_shown=True)
     return Job(kind, argv, is_shown)
 
 

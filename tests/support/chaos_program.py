@@ -1,8 +1,8 @@
 """What the jobs of the chaos run execute: workers that write numbered lines, and a host program.
 
-`python -m tests.support.chaos_program launch METHOD LOOP DIRECTORY` runs `work` in two workers
-through the library, and reports the end and what it left in this process.  With other arguments
-the module is a worker's script.
+`python -m tests.support.chaos_program launch METHOD LOOP DIRECTORY DAEMON` runs `work` in two
+workers through the library, and reports the end and what it left in this process.  With other
+arguments the module is a worker's script.
 
 A worker writes a byte to `$NOTES/<pid>` after each line that the kernel has accepted, so that
 the lines that must be found are known however the worker ends.
@@ -19,8 +19,14 @@ import time
 PADDING = "x" * 60
 
 
-def work(count: int, fails: bool = False, pause: float = 0.0) -> int:
-    """Write `count` lines; fail in the first attempt, as rank 0, if `fails`."""
+def work(count: int, fails: bool = False, pause: float = 0.0, daemon: str = "") -> int:
+    """Write `count` lines; fail in the first attempt, as rank 0, if `fails`.
+
+    `daemon` is what is left behind, in a session of its own and without a parent: a process
+    that executes a `program`, or a `fork` of this one.
+    """
+    if daemon:
+        _leave_daemon(daemon)
     notes = os.open(f"{os.environ['NOTES']}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in range(count):
         line = f"line {os.getpid()} {number} {PADDING}\n".encode()
@@ -33,6 +39,24 @@ def work(count: int, fails: bool = False, pause: float = 0.0) -> int:
     if fails and is_first:
         raise ValueError("the first attempt")
     return count
+
+
+def _leave_daemon(kind: str) -> None:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            null = os.open("/dev/null", os.O_RDWR)
+            for number in range(3):
+                os.dup2(null, number)
+            if kind == "program":
+                os.execlp("sleep", "sleep", "99")
+            time.sleep(99)
+    finally:
+        os._exit(0)
 
 
 def _open_descriptors() -> dict[int, str]:
@@ -50,7 +74,7 @@ def _open_descriptors() -> dict[int, str]:
     return found
 
 
-def _launch(method: str, loop: str, directory: str) -> int:
+def _launch(method: str, loop: str, directory: str, daemon: str) -> int:
     """Run `work` in two workers, and write the end to `$NOTES/report`; return the exit code."""
     import gc
     import threading
@@ -67,7 +91,7 @@ def _launch(method: str, loop: str, directory: str) -> int:
         factory().close()  # libuv keeps descriptors that it opens with its first loop
     spec = LaunchSpec(
         function,
-        args=[30, True, 0.1],
+        args=[30, True, 0.1, daemon],
         nproc_per_node=2,
         max_restarts=1,
         start_method=method,  # type: ignore[arg-type]  # LaunchSpec checks it
@@ -96,4 +120,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "launch":
         sys.exit(_launch(*sys.argv[2:]))
     else:
-        work(int(sys.argv[1]), sys.argv[2] == "fails", float(sys.argv[3]))
+        work(int(sys.argv[1]), sys.argv[2] == "fails", float(sys.argv[3]), sys.argv[4])
