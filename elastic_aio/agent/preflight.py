@@ -255,6 +255,8 @@ def check_preload(spec: LaunchSpec) -> None:
     first = [spec.cwd or "."]
     if isinstance(program, Script):
         path = os.path.join(spec.cwd or "", program.path)
+        if not os.path.exists(path):
+            return  # the error of the start is clearer
         first = [path, os.path.dirname(os.path.realpath(path))]
     is_found = name in sys.modules or find_spec(name) or PathFinder.find_spec(name, first)
     if not is_found:
