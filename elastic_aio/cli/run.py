@@ -33,7 +33,8 @@ from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import one_line
 from elastic_aio.worker.context import ERROR_FILE
-from elastic_aio.worker.errorfile import render_error_file, with_exit_code
+from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
+from elastic_aio.worker.recorder import worker_error
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
 """Makes a listener for events from what writes a line to standard error."""
@@ -68,10 +69,13 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
                 loop_factory=factory,
             )
     except SpecError as error:
+        _write_error_file(error)
         return print_error("run", as_option_error(error, request.variables), 2)
     except HostError as error:
+        _write_error_file(error)
         return print_error("run", str(error), 1)
     except OSError as error:
+        _write_error_file(error)
         subject = "" if error.filename is None else f"{error.filename}: "
         return print_error("run", f"{subject}{reason_of(error)}", 1)
 
@@ -117,8 +121,7 @@ async def _run(
     except JobEnded as error:
         code = error.result.exit_code
         printer.print_result(error, request.spec)
-        if isinstance(error, JobFailed):
-            _copy_error_file(error, printer.node)
+        _write_error_file(error)
     finally:
         # The exit code is settled: later signals have no effect while the report is printed.
         received.discard(request.signals.stop | request.signals.forward)
@@ -139,8 +142,6 @@ class _EventPrinter:
         self._writer = LineWriter(stderr)
         self._level = level
         self._held: list[Event] = []
-        self.node = ""
-        """The name of this host, from the latest event."""
         self.warns_of_threads = False
         """Whether to print once that several workers get OMP_NUM_THREADS=1."""
 
@@ -153,7 +154,6 @@ class _EventPrinter:
         self._writer.put(lines.encode("utf-8", "replace"))
 
     def on_event(self, event: Event) -> None:
-        self.node = event.node
         match event:
             # If no worker can be started at all, the final line is the only one printed;
             # so earlier events are held until something has started.
@@ -224,22 +224,26 @@ def _open_events(path: str | None) -> int | None:
         raise invalid_value("--events", problem, path) from error
 
 
-def _copy_error_file(error: JobFailed, node: str) -> None:
-    """Copy the root cause's error file to where the parent launcher expects one."""
+def _write_error_file(error: Exception) -> None:
+    """Write the error file that the parent launcher expects, if there is one.
+
+    It is that of the root cause; if the workers have left none, there is none.  A launcher
+    whose own error ended the job writes that.
+    """
     target = os.environ.get(ERROR_FILE)
-    root = error.failures[0] if error.failures else None
-    if not target or root is None or root.error is None or not root.error.path:
+    if not target:
         return
+    root = error.root_cause if isinstance(error, JobFailed) else None
+    warning = None
     try:
-        if root.host == node:
-            with open(root.error.path, "rb") as file:
-                content = file.read()
-        else:
-            content = render_error_file(root.error)
-        with open(target, "wb") as file:
-            file.write(with_exit_code(content, root.status.returncode or 0))
-    except (OSError, ValueError) as problem:
-        reason = (getattr(problem, "strerror", None) or str(problem)).lower()
+        if root is None:
+            write_error_file(worker_error(error, target))
+        elif root.error is not None and root.error.path:
+            warning = pass_on_error_file(root, target)
+    except OSError as problem:
+        reason = (problem.strerror or str(problem)).lower()
         print_error(
             "run", str(invalid_value(ERROR_FILE, f"cannot be written: {reason}", target)), 0
         )
+    if warning is not None:
+        print_error("run", f"{ERROR_FILE}: {warning}", 0)

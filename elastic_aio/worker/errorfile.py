@@ -15,7 +15,7 @@ import json
 import os
 import re
 
-from elastic_aio.outcome import WorkerError
+from elastic_aio.outcome import Failure, WorkerError
 from elastic_aio.text import abridge
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
 
@@ -31,11 +31,15 @@ def write_error_file(error: WorkerError) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    temporary = f"{error.path}.{os.getpid()}"
+    _write(error.path, render_error_file(error))
+
+
+def _write(path: str, content: bytes) -> None:
+    temporary = f"{path}.{os.getpid()}"
     try:
         with open(temporary, "wb") as file:
-            file.write(render_error_file(error))
-        os.replace(temporary, error.path)
+            file.write(content)
+        os.replace(temporary, path)
     except OSError:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -110,3 +114,45 @@ def with_exit_code(content: bytes, exit_code: int) -> bytes:
         return json.dumps(document).encode("ascii")
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def pass_on_error_file(root: Failure, path: str) -> str | None:
+    """Write the error file of a failed worker as that of its launcher, for the launcher's parent.
+
+    All that the worker's file holds is kept, and the exit code is added.
+
+    Args:
+        root: the failure, whose `error` has a path, maybe on another host.
+        path: the launcher's own error file.
+
+    Returns:
+        A warning if the file existed, with what it held; else None.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    assert root.error is not None, "the caller checks that there is an error"
+    content = render_error_file(root.error)
+    try:
+        with open(root.error.path, "rb") as file:
+            own = file.read()
+        read = parse_error_file(own, root.error.path, root.error.timestamp)
+        # On another host, this path may be another file.
+        if read is not None and read.message == root.error.message:
+            content = own
+    except OSError:
+        pass  # on another host, or removed
+    former = _read_start(path)
+    _write(path, with_exit_code(content, root.status.returncode or 0))
+    if former is None:
+        return None
+    return f"{path} exists already and is overwritten; it held: {former}"
+
+
+def _read_start(path: str) -> str | None:
+    """Return the first part of a file; None if there is none, or if it is empty."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(2000).decode("utf-8", "replace") or None
+    except OSError:
+        return None

@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import WorkerError
 from elastic_aio.text import abridge
 from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler
 from elastic_aio.worker.context import ERROR_FILE
-from elastic_aio.worker.errorfile import write_error_file
+from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -24,8 +25,9 @@ def record(function: Function) -> Function:
     """Decorate a worker's main function, so that it records why it failed.
 
     Compatible with torch's `record`.  An Exception is written to the file that
-    `TORCHELASTIC_ERROR_FILE` names, and raised again.  `SystemExit(0)` becomes a normal
-    return; other exits and KeyboardInterrupt are not recorded.
+    `TORCHELASTIC_ERROR_FILE` names, and raised again; of a `JobFailed`, where the function is
+    itself a launcher, the error file of the root cause is passed on.  `SystemExit(0)` becomes
+    a normal return; other exits and KeyboardInterrupt are not recorded.
 
     Args:
         function: the function, `def` or `async def`.
@@ -60,10 +62,20 @@ class _Recording:
         path = os.environ.get(ERROR_FILE)
         if path and isinstance(error, Exception):
             try:
-                write_error_file(worker_error(error, path))
+                _record(error, path)
             except OSError:
                 pass  # a full disk must not replace the exception that is being raised
         return isinstance(error, SystemExit) and error.code == 0
+
+
+def _record(error: Exception, path: str) -> None:
+    root = error.root_cause if isinstance(error, JobFailed) else None
+    if root is None or root.error is None or not root.error.path:
+        write_error_file(worker_error(error, path))
+    elif warning := pass_on_error_file(root, path):
+        import logging  # here: most workers have no use for it
+
+        logging.getLogger(__name__).warning("%s", warning)
 
 
 def worker_error(error: BaseException, path: str) -> WorkerError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,35 @@ def test_no_error_file_means_no_copy(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_ERROR_FILE": str(target), "OUTER": str(target)}
     assert run_cli(*BASH, script, env=env).code == 5
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--log-dir", "/dev/null/x", "--no-python", "true"], "SpecError: logs.log_dir: "),
+        (["--no-python", "sh", "-c", "kill -TERM $PPID; sleep 99"], "JobStopped: sh was stopped"),
+    ],
+)
+def test_a_launcher_records_its_own_error(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    """Of which no worker is the cause."""
+    target = tmp_path / "error.json"
+    run_cli(*arguments, env={"TORCHELASTIC_ERROR_FILE": str(target)})
+    written = json.loads(target.read_text())["message"]
+    assert written["message"].startswith(message)
+    assert "py_callstack" in written["extraInfo"]
+
+
+def test_nested_launchers_pass_the_root_cause_on(recorded: Path, tmp_path: Path) -> None:
+    """From the innermost worker to the outermost launcher; overwriting a file warns."""
+    target = tmp_path / "error.json"
+    target.write_text("older")
+    inner = [sys.executable, "-m", "elastic_aio", "run", "--nproc-per-node", 2, recorded]
+    ended = run_cli("--no-python", *inner, env={"TORCHELASTIC_ERROR_FILE": str(target)})
+    message = json.loads(target.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("ValueError: no data", 1)
+    assert f"TORCHELASTIC_ERROR_FILE: {target} exists already and is overwritten" in ended.err
 
 
 def test_an_error_file_that_cannot_be_copied(recorded: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.outcome import WorkerError
+from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from elastic_aio.worker.errorfile import (
     parse_error_file,
+    pass_on_error_file,
     render_error_file,
     with_exit_code,
     write_error_file,
@@ -448,3 +449,56 @@ def test_long_texts_are_abridged(tmp_path: Path) -> None:
     for text in (error.message, error.traceback):
         assert len(text) < 70_000
         assert "are left out" in text
+
+
+RECORDED = (
+    "from elastic_aio.worker import record\n"
+    "@record\ndef main(): raise ValueError('inner')\nmain()\n"
+)
+NESTED = """
+import sys
+from elastic_aio import LaunchSpec, run
+from elastic_aio.worker import record
+@record
+def main(): run(LaunchSpec([sys.executable, "-c", sys.argv[1]]))
+main()
+"""
+
+
+def test_a_launcher_in_a_worker_passes_the_root_cause_on(tmp_path: Path) -> None:
+    """With the exit code; what was there before is named in a warning."""
+    path = tmp_path / "error.json"
+    path.write_text("older")
+    program = [sys.executable, "-c", NESTED, RECORDED]
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    message = json.loads(path.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("ValueError: inner", 1)
+    assert f"{path} exists already and is overwritten; it held: older" in done.stderr
+
+
+def failure_with(path: Path, message: str = "m", code: int = 3) -> Failure:
+    error = WorkerError(message, "stack", 1_700_000_000.0, str(path))
+    return Failure(0, 0, 7, "h", ExitStatus(code=code), 1_700_000_000.0, 0, error=error)
+
+
+def test_an_error_file_is_passed_on_whole(tmp_path: Path) -> None:
+    """Also what another tool has added; a file of another host is rendered."""
+    path, own = tmp_path / "theirs.json", tmp_path / "own.json"
+    extra = {"py_callstack": "stack", "timestamp": "1700000000", "more": "kept"}
+    document = {"message": {"message": "m", "extraInfo": extra}, "errorTraits": {"a": "b"}}
+    path.write_text(json.dumps(document))
+    assert pass_on_error_file(failure_with(path), str(own)) is None
+    passed = json.loads(own.read_text())
+    assert passed["errorTraits"] == {"a": "b"}
+    assert passed["message"]["extraInfo"] == extra
+    assert passed["message"]["errorCode"] == 3
+    warning = pass_on_error_file(failure_with(path, "of another host"), str(own))
+    assert warning is not None
+    assert "errorTraits" in warning
+    assert json.loads(own.read_text())["message"]["message"] == "of another host"
+    pass_on_error_file(failure_with(tmp_path / "missing"), str(own))
+    assert json.loads(own.read_text())["message"]["message"] == "m"
+    with pytest.raises(OSError, match="nowhere"):
+        pass_on_error_file(failure_with(path), "/nowhere/error.json")
