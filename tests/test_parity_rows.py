@@ -15,9 +15,6 @@ from benchmarks.parity_cases import CASES, REASONS
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs/reference/torchrun-parity.md"
 
-# Rows of options that are being built.
-MISSING = {"F114", "D39"}
-
 
 def table(title: str) -> list[list[str]]:
     """Return the rows of the tables of a section, as stripped cells."""
@@ -64,19 +61,16 @@ def test_every_row_is_there_once() -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS)
 def test_a_row_has_tests_or_a_difference(row: str) -> None:
     _, tests, difference = BEHAVIOURS[row]
-    is_missing = tests.startswith("not yet")
-    assert is_missing == (row in MISSING)
     assert tests or difference
     assert not difference or difference in DIFFERENCES
-    assert is_missing or not missing_tests(tests)
+    assert not missing_tests(tests)
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_has_tests(name: str) -> None:
-    _, ours, tests = DIFFERENCES[name]
-    is_missing = ours == "not yet"
-    assert is_missing == (name in MISSING)
-    assert is_missing or (tests and not missing_tests(tests))
+    _, _, tests = DIFFERENCES[name]
+    assert tests
+    assert not missing_tests(tests)
 
 
 def test_a_declared_reason_is_a_difference() -> None:
