@@ -96,6 +96,13 @@ async def supervise(
 ) -> LaunchResult:
     """Run a job to its end as `launch` does, and handle signals that the caller receives."""
     agent = Agent(spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans)
+    return await supervise_agent(agent, chosen, received)
+
+
+async def supervise_agent(
+    agent: Agent, chosen: SignalSpec, received: ReceivedSignals
+) -> LaunchResult:
+    """Run the job of an agent to its end, and handle signals that the caller receives."""
     async with agent:
 
         def on_stop(number: int) -> None:

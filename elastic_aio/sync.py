@@ -39,7 +39,7 @@ __all__ = ["SyncGroupContext", "SyncProcessContext", "spawn", "start_context", "
 T = TypeVar("T")
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop in a thread of its own; must be closed."""
 
     def __init__(self) -> None:
@@ -120,17 +120,17 @@ class SyncGroupContext:
         self._group = group
         self._takes_signals = signals
         self._handler: _SignalHandler | None = None
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
 
     @property
-    def _loop(self) -> _LoopThread:
+    def _loop(self) -> LoopThread:
         if self._thread is None:
             raise RuntimeError("the processes are not started: use `with`")
         return self._thread
 
     def __enter__(self) -> SyncGroupContext:
         """Start all processes."""
-        thread = self._thread = _LoopThread()
+        thread = self._thread = LoopThread()
         handler: _SignalHandler | None = None
         try:
             handler = self._handler = _SignalHandler(self._takes_signals)
@@ -174,7 +174,7 @@ class SyncProcessContext:
     """The processes of `spawn(..., join=False)` (see `multiprocessing.ProcessContext`)."""
 
     def __init__(
-        self, loop: _LoopThread, context: multiprocessing.ProcessContext, handler: _SignalHandler
+        self, loop: LoopThread, context: multiprocessing.ProcessContext, handler: _SignalHandler
     ) -> None:
         """Use `spawn` to get one."""
         self._loop = loop
@@ -286,7 +286,7 @@ def start_context(
         with received if received.numbers else nullcontext():
             run_coroutine(lambda: _join(start, received))
         return None
-    loop = _LoopThread()
+    loop = LoopThread()
     handler: _SignalHandler | None = None
     context = None
     try:

@@ -94,6 +94,7 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
         "run": options_of("run"),
         "events": options_of("events"),
         "store": options_of("store") | options_of("store", "ping"),
+        "exec": options_of("exec"),
     }
     page = (ROOT / "docs/reference/command-line.md").read_text()
     sections = dict(re.findall(r"^## aio-elastic (\w+)$(.*?)(?=^## |\Z)", page, re.M | re.S))

@@ -90,9 +90,13 @@ CONFINED = {
     "aiofiles": {"aio"},
     "anyio": {"aio"},
     "cloudpickle": {"process.calls"},
-    # Each import is inside the function that has to return one of torch's objects.
-    "torch": {"compat.torch.handlers", "compat.torch.rendezvous"},
     "pynvml": {"hardware.nvml"},
+    # Each import is inside the function that has to return one of torch's objects.
+    "torch": {
+        "compat.torch.rendezvous.handlers",
+        "compat.torch.rendezvous.participation",
+        "compat.torch.rendezvous.registry",
+    },
     "uvloop": {"cli.options"},
 }
 

@@ -25,6 +25,7 @@ LONG_FUNCTIONS = {
     "store/wire.py RequestReader._read_whole",  # the hot path of the server: one loop, no calls
 }
 LARGE_CLASSES = {
+    "compat/torch/launcher.py LaunchConfig",  # the fields are torch's
     "rendezvous/messages.py MemberStatus",  # a wire record: the whole reported state of a node
     "spec/job.py LaunchSpec",  # a public value: one field for each setting of a job
 }

@@ -21,6 +21,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
+       aio-elastic exec program [arguments of the program]
        aio-elastic --version
        aio-torchrun [options] script [arguments of the script]
 
@@ -81,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elastic_aio.cli.events import main_events
 
             return main_events(rest)
+        case ["exec", *rest]:
+            from elastic_aio.cli.exec import main_exec
+
+            return main_exec(rest)
         case ["--version" | "-V"]:
             print(f"aio-elastic {__version__}")
             return 0
@@ -89,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)
-    problem = "must be 'run', 'events' or 'store'"
+    problem = "must be 'run', 'events', 'store' or 'exec'"
     return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
 
 

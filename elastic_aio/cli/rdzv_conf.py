@@ -78,7 +78,7 @@ def parse_conf(text: str, backend: str) -> Conf:
     Raises:
         UsageError: one line that names the key, the range and the value.
     """
-    pairs = _pairs(text)
+    pairs = parse_pairs(text)
     warnings: list[str] = []
     settings: dict[str, Any] = {}
     if backend == "static":
@@ -114,7 +114,12 @@ def parse_conf(text: str, backend: str) -> Conf:
     return Conf(settings, tls, pairs.get("token_file"), pairs, tuple(warnings))
 
 
-def _pairs(text: str) -> dict[str, str]:
+def parse_pairs(text: str) -> dict[str, str]:
+    """Split `KEY=VALUE,KEY=VALUE`; the keys are not checked.
+
+    Raises:
+        UsageError: a key or a value is missing.
+    """
     pairs: dict[str, str] = {}
     for part in _PART.findall(text) if text.strip() else []:
         key, equals, value = part.partition("=")

@@ -166,7 +166,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         master_addr=rendezvous.master_addr,
         master_port=rendezvous.master_port,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
-        timers=_timers(env),
+        timers=timers_from(env),
         logs=logs,
         stop=_stop_plan(values["shutdown_timeout"], env),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
@@ -174,7 +174,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         python=env.get("PYTHON_EXEC") or None,
         numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
         virtual_local_rank=bool(values["virtual_local_rank"]),
-        uninterruptible_timeout=_uninterruptible_timeout(env),
+        uninterruptible_timeout=uninterruptible_timeout_from(env),
     )
     return RunRequest(
         spec,
@@ -265,7 +265,7 @@ def _ranks(value: str) -> frozenset[int]:
     return frozenset(rank for rank in ranks if rank is not None)
 
 
-def _timers(env: Mapping[str, str]) -> bool | str:
+def timers_from(env: Mapping[str, str]) -> bool | str:
     """Return where the pipe of the timers is made: False for none."""
     return env.get(_TIMERS_VARIABLE) == "1" and (env.get(TIMER_FILE) or True)
 
@@ -277,7 +277,8 @@ def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value))
 
 
-def _uninterruptible_timeout(env: Mapping[str, str]) -> float | None:
+def uninterruptible_timeout_from(env: Mapping[str, str]) -> float | None:
+    """Return the limit in seconds of uninterruptible system calls; None is no limit."""
     text = env.get(_UNINTERRUPTIBLE_VARIABLE, "")
     # As in torch, a number that is not above 0 is no limit.
     if not text or re.fullmatch(r"-\d+(\.\d*)?", text):

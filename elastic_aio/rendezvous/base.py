@@ -24,6 +24,9 @@ RENDEZVOUS_FAILED = 75
 CUT_OFF_GRACE = 0.25
 """Seconds between the first signal and SIGKILL on a node that is cut off."""
 
+RUN_HAS_ENDED = "the run has ended"
+"""How the reason begins of a node that came after the end of its run."""
+
 
 class NodeInfo(Struct, frozen=True):
     """One node: its host's `name`, the agent's `pid`, `nproc` workers and their `role`."""

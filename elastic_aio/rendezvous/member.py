@@ -15,6 +15,7 @@ from elastic_aio.events import CoordinatorChanged, Event, NodeStandby, StandbyPr
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
+    RUN_HAS_ENDED,
     EndJob,
     Instruction,
     Report,
@@ -108,7 +109,7 @@ class Member:
             return []
         self.has_ended = True
         if self.status.placement is None:
-            outcome = dataclasses.replace(outcome, why=f"the run has ended: {outcome.why}")
+            outcome = dataclasses.replace(outcome, why=f"{RUN_HAS_ENDED}: {outcome.why}")
         return [EndJob(outcome)]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:

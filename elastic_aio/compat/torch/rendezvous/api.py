@@ -1,16 +1,8 @@
-"""torch.distributed.elastic.rendezvous: parameters, handlers by name, and errors.
-
-A handler of this module (backends "c10d" and "static") has two lives.  Under our
-`LocalElasticAgent` it is a description, and the agent takes part in the rendezvous itself.
-Under torch's agent, or called by a program, `next_rendezvous` takes part in it.
-
-A handler of torch, of a plug-in or of the program runs under our `LocalElasticAgent` too.
-"""
+"""torch.distributed.elastic.rendezvous.api: parameters, the interface of handlers, errors."""
 
 from __future__ import annotations
 
 import abc
-import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,11 +21,7 @@ __all__ = [
     "RendezvousStateError",
     "RendezvousStoreInfo",
     "RendezvousTimeoutError",
-    "get_rendezvous_handler",
-    "rendezvous_handler_registry",
 ]
-
-log = logging.getLogger(__name__)
 
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
@@ -291,6 +279,10 @@ class RendezvousHandlerRegistry:
         if present != creator:
             raise ValueError(f"backend: {backend!r} is already registered, with {present!r}")
 
+    def known(self) -> list[str]:
+        """Return the names of all backends, sorted."""
+        return sorted(self._registry)
+
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Return a new handler of the backend that `params` name.
 
@@ -300,7 +292,7 @@ class RendezvousHandlerRegistry:
         """
         creator = self._registry.get(params.backend)
         if creator is None:
-            known = ", ".join(sorted(self._registry))
+            known = ", ".join(self.known())
             problem = f"is not registered; call `register` (registered: {known})"
             raise ValueError(f"rdzv_backend: {params.backend!r} {problem}")
         handler = creator(params)
@@ -308,12 +300,3 @@ class RendezvousHandlerRegistry:
             problem = f"does not match the requested backend {params.backend!r}"
             raise RuntimeError(f"rdzv_backend: {handler.get_backend()!r} {problem}")
         return handler
-
-
-rendezvous_handler_registry = RendezvousHandlerRegistry()
-"""The handlers that `get_rendezvous_handler` and the launcher use."""
-
-
-def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Return a new handler of the backend that `params` name (see the registry)."""
-    return rendezvous_handler_registry.create_handler(params)

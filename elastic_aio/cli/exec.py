@@ -1,0 +1,60 @@
+"""`aio-elastic exec`: run a program whose torchrun, accelerate or Lightning launches jobs here.
+
+::
+
+    aio-elastic exec accelerate launch train.py
+
+The program replaces this process.  An environment variable carries the replacement of torch's
+launcher (see `compat.torch.installation`) into every Python that the program starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from elastic_aio.cli.options import OptionParser, UsageError, print_error
+
+_VARIABLE = "PYTHONPATH"
+_SITE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "compat", "torch", "site")
+"""The directory of the `sitecustomize` that installs the replacement."""
+
+
+def main_exec(argv: Sequence[str]) -> int:
+    """Execute a program; return an exit code only where that is impossible.
+
+    2: the arguments are invalid.  126, 127: the program cannot be executed, or found.
+    """
+    try:
+        program = _parser().parse_args(argv).program
+        if program[:1] == ["--"]:
+            program = program[1:]
+        if not program:
+            raise UsageError("a program is required: aio-elastic exec program [arguments]")
+    except UsageError as error:
+        return print_error("exec", str(error), 2)
+    paths = [path for path in os.environ.get(_VARIABLE, "").split(os.pathsep) if path]
+    os.environ[_VARIABLE] = os.pathsep.join([_SITE, *(path for path in paths if path != _SITE)])
+    print_error("exec", f"jobs of torch's launcher in {program[0]} run in elastic_aio", 0)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        reason = (error.strerror or str(error)).lower()
+        return print_error("exec", f"cannot run {program[0]}: {reason}", code)
+
+
+def _parser() -> OptionParser:
+    import argparse
+
+    parser = OptionParser(
+        prog="aio-elastic exec",
+        usage="aio-elastic exec program [arguments of the program]",
+        description="Run a program in which torchrun, torch.distributed.run and"
+        " torch.distributed.launcher, and so accelerate and Lightning, launch their jobs with"
+        " elastic_aio.",
+        epilog="Exit codes: the program's; 126 or 127 if it cannot be executed or found,"
+        " 2 invalid arguments.",
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
+    return parser

@@ -1,0 +1,311 @@
+"""A `WorkerSpec` of torch as a job of elastic_aio, run to its end in a blocking call."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.event_log import EventListener
+from elastic_aio.cli.event_handlers import load_event_handler
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torchrun import timers_from
+from elastic_aio.compat.torch.console import console_descriptors
+from elastic_aio.compat.torch.events import event_listener
+from elastic_aio.compat.torch.metrics import metric_listener
+from elastic_aio.compat.torch.multiprocessing.context import SignalException
+from elastic_aio.compat.torch.multiprocessing.logs import (
+    DefaultLogsSpecs,
+    LogsDest,
+    LogsSpecs,
+    ReifiedLayout,
+)
+from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError
+from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
+from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
+from elastic_aio.compat.torch.rendezvous.outcomes import error_of_reason
+from elastic_aio.compat.torch.worker_group import WorkerSpec
+from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
+from elastic_aio.events import Event
+from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
+from elastic_aio.outcome import LaunchResult, signal_name
+from elastic_aio.rendezvous.base import RUN_HAS_ENDED, AgentPort, NodeInfo, Rendezvous
+from elastic_aio.report import describe
+from elastic_aio.spec.checks import signal_number
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, LogSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.stop import SignalSpec, StopPlan
+from elastic_aio.sync import LoopThread
+
+log = logging.getLogger(__name__)
+
+_NODES_MAX = 65_536
+"""For a handler that does not say how many nodes it may have."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The settings of an agent that are not in its `WorkerSpec` (see `LocalElasticAgent`)."""
+
+    logs_specs: LogsSpecs
+    start_method: str
+    exit_barrier_timeout: float
+    prefix: str | None
+    shutdown_timeout: float
+    signals: str | None
+    uninterruptible_timeout: float | None
+
+
+class AgentJob:
+    """One run of the workers of a `WorkerSpec`."""
+
+    def __init__(self, worker_spec: WorkerSpec, settings: JobSettings) -> None:
+        """Translate the settings; nothing is started before `run`.
+
+        Raises:
+            ValueError: a setting cannot be accepted.
+        """
+        self._worker_spec = worker_spec
+        self._settings = settings
+        self._handler = worker_spec.rdzv_handler
+        self._bridge: HandlerRendezvous | None = None
+        self.spec = self._launch_spec()
+        self._signals = _signal_spec(settings.signals)
+        self._event_handlers = _event_handlers(worker_spec.event_log_handler)
+
+    # ------------------------------------------------------------------ the spec
+
+    def _launch_spec(self) -> LaunchSpec:
+        spec, settings = self._worker_spec, self._settings
+        handler = self._handler
+        entrypoint: Any = spec.entrypoint
+        if isinstance(handler, DynamicRendezvousHandler):
+            nodes = (handler.nodes.minimum, handler.nodes.maximum)
+            rendezvous, port = handler.rendezvous, spec.master_port or handler.master_port
+        else:
+            # More than one: the handler decides, and an agent of one node would not ask it.
+            most = getattr(getattr(handler, "settings", None), "max_nodes", _NODES_MAX)
+            nodes, rendezvous, port = (1, max(2, most)), RendezvousSpec(), None
+        return LaunchSpec(
+            [entrypoint] if isinstance(entrypoint, str) else entrypoint,
+            args=spec.args,
+            nproc_per_node=spec.local_world_size,
+            nnodes=nodes,
+            max_restarts=spec.max_restarts,
+            role=spec.role,
+            run_id=handler.get_run_id(),
+            master_port=port,
+            host_store=bool(handler.use_agent_store),
+            logs=self._log_spec(),
+            stop=StopPlan.within(settings.shutdown_timeout),
+            rendezvous=dataclasses.replace(
+                rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout
+            ),
+            numa_binding=_numa_mode(spec.numa_options),  # type: ignore[arg-type]  # as below
+            virtual_local_rank=spec.virtual_local_rank,
+            timers=timers_from(os.environ),
+            uninterruptible_timeout=settings.uninterruptible_timeout or None,
+            start_method=settings.start_method,  # type: ignore[arg-type]  # LaunchSpec checks it
+        )
+
+    def _log_spec(self) -> LogSpec:
+        specs = self._settings.logs_specs
+        others: dict[str, Any] = {
+            "prefix": self._settings.prefix or None,
+            "duplicate_stdout_filters": self._worker_spec.duplicate_stdout_filters or (),
+            "duplicate_stderr_filters": self._worker_spec.duplicate_stderr_filters or (),
+        }
+        if type(specs) is not DefaultLogsSpecs:
+            return _PlugInLayout(specs, self._log_env, **others)
+        return LogSpec(
+            log_dir=specs._root_log_dir,
+            redirects=_streams(specs._redirects),
+            tee=_streams(specs._tee),
+            local_ranks_filter=specs._local_ranks_filter or (),
+            **others,
+        )
+
+    def _log_env(self, attempt: int) -> dict[int, dict[str, str]]:
+        """Return what a plug-in for logs learns of each worker."""
+        spec = self._worker_spec
+        return {
+            local_rank: {
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+                "ROLE_NAME": spec.role,
+                "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            }
+            for local_rank in range(spec.local_world_size)
+        }
+
+    # ------------------------------------------------------------------- the run
+
+    def run(self, listeners: Sequence[EventListener]) -> LaunchResult:
+        """Run the job to its end; return the result also of workers that failed.
+
+        On the main thread the signals of the settings stop the job.
+
+        Args:
+            listeners: called with every event.
+
+        Raises:
+            RendezvousError: the nodes did not come together, or the job has ended before.
+            SignalException: a signal ended the job; no process of it is left.
+            Exception: what the rendezvous handler raised.
+        """
+        try:
+            result = self._run([_log_event, *self._event_handlers, *listeners])
+        except JobStopped as error:
+            number = error.result.exit_code - 128
+            text = f"Process got signal: {number} ({signal_name(number)})"
+            raise SignalException(text, signal.Signals(number)) from None
+        except RendezvousFailed as error:
+            if self._bridge is not None and self._bridge.error is not None:
+                raise self._bridge.error from None
+            raise error_of_reason(error.result.reason) from error
+        except JobFailed as error:
+            result = error.result
+        if not result.attempts and result.reason.startswith(RUN_HAS_ENDED):
+            raise RendezvousClosedError(result.reason)
+        return result
+
+    def _make_bridge(
+        self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
+    ) -> Rendezvous:
+        worker_spec = self._worker_spec
+        self._bridge = HandlerRendezvous(
+            self._handler,
+            spec,
+            node,
+            agent,
+            master=(worker_spec.master_addr, worker_spec.master_port),
+            interval=worker_spec.monitor_interval,
+        )
+        return self._bridge
+
+    def _run(self, listeners: Sequence[EventListener]) -> LaunchResult:
+        with console_descriptors() as console:
+            return self._run_agent(listeners, console)
+
+    def _run_agent(
+        self, listeners: Sequence[EventListener], console: tuple[int, int]
+    ) -> LaunchResult:
+        is_ours = isinstance(self._handler, DynamicRendezvousHandler)
+        factory = None if is_ours else self._make_bridge
+        agent = Agent(self.spec, console=console, listeners=listeners, _rendezvous=factory)
+        if _is_loop_running():
+            return _run_in_thread(agent)
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals are handled on the main thread only")
+            return run_coroutine(lambda: _wait(agent))
+        with receive_signals(self._signals) as received:
+            return run_coroutine(lambda: supervise_agent(agent, self._signals, received))
+
+
+async def _wait(agent: Agent) -> LaunchResult:
+    async with agent:
+        return await agent.wait()
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_thread(agent: Agent) -> LaunchResult:
+    """Run a job while the event loop of this thread is blocked, as in a notebook.
+
+    KeyboardInterrupt stops the job first.
+    """
+    loop = LoopThread()
+    try:
+        return loop.call(_wait(agent))
+    except KeyboardInterrupt:
+        loop.call(_stop(agent))
+        raise
+    finally:
+        loop.close()
+
+
+async def _stop(agent: Agent) -> None:
+    await agent.stop(signal=signal.SIGINT, reason="SIGINT was received")
+
+
+def _log_event(event: Event) -> None:
+    level, text = describe(event)
+    log.log(level, "%s", text)
+
+
+def _event_handlers(name: str) -> list[EventListener]:
+    """Return what writes torch's events and metrics: to a registered handler, or a plug-in."""
+    if name == "null":
+        return [metric_listener()]
+    try:
+        return [metric_listener(), event_listener(name)]
+    except KeyError:
+        pass  # a plug-in, or a mistake
+    try:
+        return [metric_listener(), load_event_handler(name)(log.info)]
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def _signal_spec(names: str | None) -> SignalSpec:
+    if names is None:
+        return SignalSpec()
+    numbers = set()
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            numbers.add(signal_number("signals_to_handle", name))
+        except SpecError as error:
+            log.warning("%s", error)
+    return SignalSpec(stop=frozenset(numbers) - SignalSpec().forward)
+
+
+# ---------------------------------------------------------------------- logs
+
+
+def _numa_mode(options: Any) -> str | None:
+    """Return the mode of torch `NumaOptions`, or of `--numa-binding`."""
+    mode: Any = getattr(options, "affinity_mode", options)
+    value: str | None = getattr(mode, "value", mode)
+    return value
+
+
+def _streams(value: Any) -> dict[int, int] | int:
+    return {rank: int(mask) for rank, mask in value.items()} if isinstance(value, dict) else value
+
+
+class _PlugInLayout(LogLayout):
+    """A `LogsSpecs` of another package: it lays out the logs of each attempt once."""
+
+    _specs: LogsSpecs
+    _env: Callable[[int], dict[int, dict[str, str]]]
+    _attempts: dict[int, LogsDest]
+
+    def __init__(
+        self,
+        specs: LogsSpecs,
+        env: Callable[[int], dict[int, dict[str, str]]],
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        for name, value in (("_specs", specs), ("_env", env), ("_attempts", {})):
+            object.__setattr__(self, name, value)  # a frozen dataclass
+
+    def plan(self, worker: LogLayoutContext) -> LogDestinations:
+        if worker.attempt not in self._attempts:
+            self._attempts[worker.attempt] = self._specs.reify(self._env(worker.attempt))
+        return ReifiedLayout(self._attempts[worker.attempt]).plan(worker)

@@ -1,0 +1,308 @@
+"""A rendezvous handler of torch, of a plug-in or of the program, under our agent.
+
+The handler's methods block, so one daemon thread calls them, one after the other.  What they
+do not offer is done as torch's agent does it, with the same keys in the handler's store:
+
+* The ranks of the workers: every node writes its role and size, the node of rank 0 writes
+  the first ranks of each node.
+* Restarts are counted by each node for itself.
+* A membership change cannot be waited for, so `num_nodes_waiting` is called every
+  `monitor_interval` seconds while workers run.  That is the handler's interface, and the one
+  poll of this library.
+* After its success a node waits at a barrier in the store, at most `exit_barrier_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.ranks import NodeRanks, NodeSize, assign_node_ranks
+from elastic_aio.rendezvous.base import (
+    RENDEZVOUS_FAILED,
+    AgentPort,
+    EndJob,
+    NodeInfo,
+    Placement,
+    Rendezvous,
+    Report,
+    RestartCause,
+    RestartPending,
+    RoundFailing,
+    RoundStarted,
+    RoundStopped,
+    RoundSucceeded,
+    StartRound,
+    StopRound,
+)
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import RestartAction, RestartBudget
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_POLL_MIN_S = 0.1
+_ROLE = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+_BARRIER = "torchelastic/agent/terminal_state"
+_END_THREAD = None
+
+
+class HandlerThread:
+    """A daemon thread that calls blocking methods one after the other.
+
+    A daemon: a call may block for minutes after the job has ended without it.
+    """
+
+    def __init__(self) -> None:
+        """Start the thread."""
+        self._loop = asyncio.get_running_loop()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rendezvous handler", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not _END_THREAD:
+            call()
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns.
+
+        Cancellation: the call goes on; its result is dropped.
+        """
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(value: T | None, error: BaseException | None) -> None:
+            if done.cancelled():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(value)  # type: ignore[arg-type]  # there is a value or an error
+
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = function(*args)
+            except BaseException as raised:  # noqa: BLE001  # handed to the caller
+                error = raised
+            try:
+                self._loop.call_soon_threadsafe(settle, value, error)
+            except RuntimeError:
+                pass  # the event loop is closed: the job has ended
+
+        self._calls.put(run)
+        return await done
+
+    def close(self) -> None:
+        """Let the thread end after the present call."""
+        self._calls.put(_END_THREAD)
+
+
+class HandlerRendezvous(Rendezvous):
+    """One node's part in the rendezvous of a blocking handler.
+
+    Attributes:
+        error: what the handler raised.
+    """
+
+    def __init__(
+        self,
+        handler: Any,
+        spec: LaunchSpec,
+        node: NodeInfo,
+        agent: AgentPort,
+        *,
+        master: tuple[str | None, int | None] = (None, None),
+        interval: float = _POLL_MIN_S,
+    ) -> None:
+        """Prepare; nothing is called before `open`.
+
+        Args:
+            handler: torch `RendezvousHandler`.
+            spec: the job.
+            node: this node.
+            agent: takes instructions.
+            master: address and port of the workers' store in place of the handler's.
+            interval: seconds between two looks for waiting nodes, at least 0.1.
+        """
+        self.error: BaseException | None = None
+        self._handler = handler
+        self._spec = spec
+        self._node = node
+        self._agent = agent
+        self._master = master
+        self._interval = max(interval, _POLL_MIN_S)
+        self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
+        self._reports: asyncio.Queue[Report] = asyncio.Queue()
+        self._thread: HandlerThread | None = None
+        self._attending: asyncio.Task[None] | None = None
+        self._round = -1
+        self._changes = 0
+
+    async def open(self) -> None:
+        self._thread = HandlerThread()
+        self._attending = create_task(self._attend(), name="rendezvous handler")
+
+    def report(self, report: Report) -> None:
+        self._reports.put_nowait(report)
+
+    async def leave(self, why: str) -> None:
+        if self._attending is not None:
+            await cancel_and_wait([self._attending])
+        if self._thread is not None:
+            self._thread.close()
+
+    # ------------------------------------------------------------------ rounds
+
+    async def _attend(self) -> None:
+        try:
+            outcome = await self._attend_rounds()
+        except Exception as error:  # noqa: BLE001  # the handler's: the caller of `run` gets it
+            if _is_graceful_exit(error):
+                why = f"this node is not part of the rendezvous: {error}"
+                outcome = JobOutcome(JobState.SUCCEEDED, why, 0)
+            else:
+                self.error = error
+                why = f"{type(error).__name__}: {error}"
+                outcome = JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
+        self._agent.on_instruction(EndJob(outcome))
+
+    async def _attend_rounds(self) -> JobOutcome:
+        """Take part in one round after the other; return how the job ended."""
+        cause: RestartCause | None = None
+        while True:
+            self._round += 1
+            info = await self._call(self._handler.next_rendezvous)
+            placement = await self._call(self._place, info)
+            self._agent.on_instruction(StartRound(placement, cause))
+            ended = await self._round_end()
+            if isinstance(ended, RoundSucceeded):
+                await self._call(self._wait_at_barrier, info)
+                return JobOutcome(
+                    JobState.SUCCEEDED, "all workers have finished", 0, self._restarts
+                )
+            if ended.failures or ended.is_permanent:
+                outcome, cause = await self._decide(ended)
+                if outcome is not None:
+                    return outcome
+            else:
+                why = "other nodes wait to join"
+                cause = RestartCause(self._round + 1, why, self._restarts)
+                self._changes += 1
+
+    async def _round_end(self) -> RoundStopped | RoundSucceeded:
+        """Wait for the end of the round, which waiting nodes bring about."""
+        is_running, is_stopping = False, False
+        while True:
+            is_watching = is_running and not is_stopping
+            try:
+                async with asyncio.timeout(self._interval if is_watching else None):
+                    report = await self._reports.get()
+            except TimeoutError:
+                if await self._call(self._handler.num_nodes_waiting) > 0:
+                    is_stopping = True
+                    stop = StopRound(self._round, "other nodes wait to join")
+                    self._agent.on_instruction(stop)
+                continue
+            if report.round != self._round:
+                continue
+            match report:
+                case RoundStarted():
+                    is_running = True
+                case RoundFailing():
+                    is_stopping = True
+                case RoundStopped() | RoundSucceeded():
+                    return report
+
+    async def _decide(self, stopped: RoundStopped) -> tuple[JobOutcome | None, RestartCause | None]:
+        """Return the end of the job, or why and when another attempt follows."""
+        failures = stopped.failures
+        if stopped.is_permanent or not failures:
+            why = stopped.permanent_reason
+        else:
+            action = RestartAction.DEFAULT
+            if self._spec.restart.decide is not None:
+                action = await self._agent.decide(failures[0])
+            now = time.monotonic()
+            decision = self._budget.decide(failures[0], action, stopped.runtime, now)
+            if decision.restart:
+                self._budget.record(now)
+                cause = RestartCause(
+                    self._round + 1, decision.why, self._restarts, decision.delay, failures[0]
+                )
+                self._agent.on_instruction(RestartPending(cause))
+                await asyncio.sleep(decision.delay)  # the back-off of the restart policy
+                return None, cause
+            why = decision.why
+        state, code = JobState.FAILED, stopped.exit_code
+        return JobOutcome(state, why, code, self._restarts, failures), None
+
+    @property
+    def _restarts(self) -> int:
+        return self._budget.restarts
+
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        assert self._thread is not None, "open() comes first"
+        return await self._thread.call(function, *args)
+
+    # ----------------------------------------- in the handler's thread, blocking
+
+    def _place(self, info: Any) -> Placement:
+        """Agree with the other nodes on the ranks of all workers."""
+        span = self._span(info.store, info.rank, info.world_size)
+        where = info.bootstrap_store_info
+        address, port = self._master
+        return Placement(
+            round=self._round,
+            formed_by="",
+            attempt=self._round,
+            restarts=self._restarts,
+            changes=self._changes,
+            span=span,
+            master_addr=address or where.master_addr,
+            master_port=int(port or where.master_port),
+        )
+
+    def _span(self, store: Any, rank: int, world_size: int) -> NodeRanks:
+        own = {"role": self._node.role, "rank": rank, "local_world_size": self._node.nproc}
+        store.set(f"{_ROLE}{rank}", json.dumps(own))
+        if rank == 0:
+            infos = [json.loads(store.get(f"{_ROLE}{node}")) for node in range(world_size)]
+            sizes = [NodeSize(info["role"], info["local_world_size"]) for info in infos]
+            for node, ranks in enumerate(assign_node_ranks(sizes)):
+                values = (
+                    ranks.first_rank,
+                    ranks.world_size,
+                    ranks.first_role_rank,
+                    ranks.role_world_size,
+                )
+                store.set(f"{_RANKS}{node}", json.dumps(values))
+        first, world, first_of_role, role_world = json.loads(store.get(f"{_RANKS}{rank}"))
+        return NodeRanks(rank, world_size, first, world, first_of_role, role_world)
+
+    def _wait_at_barrier(self, info: Any) -> None:
+        """Wait for the other nodes; an error or the timeout only ends the wait, as in torch."""
+        store, seconds = info.store, self._spec.rendezvous.exit_barrier_timeout
+        try:
+            if store.add(f"{_BARRIER}/num_members", 1) == info.world_size:
+                store.set(f"{_BARRIER}/last_member", "<val_ignored>")
+            store.wait([f"{_BARRIER}/last_member"], timedelta(seconds=seconds))
+        except Exception as error:  # noqa: BLE001  # the workers of this node have succeeded
+            log.warning("the exit barrier of the rendezvous failed: %s", error)
+
+
+def _is_graceful_exit(error: BaseException) -> bool:
+    """Whether a handler, torch's own too, says that this node is not needed."""
+    return any(kind.__name__ == "RendezvousGracefulExitError" for kind in type(error).__mro__)

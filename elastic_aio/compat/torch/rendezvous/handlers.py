@@ -1,0 +1,212 @@
+"""The backends "c10d" and "static" as torch's rendezvous handlers.
+
+Under our `LocalElasticAgent` a handler is only a description: the agent takes its `nodes`
+and `rendezvous`.  Anywhere else, under torch's own agent for example, `next_rendezvous`
+makes this process a member of an `elastic_aio` rendezvous (see `participation`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.compat.torch.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.job import NodeRange
+from elastic_aio.spec.rendezvous import RendezvousSpec
+
+if TYPE_CHECKING:
+    from elastic_aio.compat.torch.rendezvous.participation import Participation
+
+__all__ = ["DynamicRendezvousHandler", "StaticTCPRendezvous", "create_handler"]
+
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class DynamicRendezvousHandler(RendezvousHandler):
+    """One node's part in the rendezvous of a job at a store that one of the nodes serves.
+
+    Attributes:
+        nodes: how many nodes the job has.
+        rendezvous: how they find each other.
+        master_port: port of the workers' store; None takes a free one in each round.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        nodes: NodeRange,
+        rendezvous: RendezvousSpec,
+        *,
+        master_port: int | None = None,
+    ) -> None:
+        """Prepare; nothing is connected before `next_rendezvous`.
+
+        Args:
+            run_id: id of the run, the same on all nodes.
+            nodes: how many nodes the job has.
+            rendezvous: how they find each other.
+            master_port: port of the workers' store; None takes a free one in each round.
+        """
+        if not run_id:
+            raise ValueError("run_id: must be a non-empty string (got '')")
+        self.nodes = nodes
+        self.rendezvous = rendezvous
+        self.master_port = master_port
+        self._run_id = run_id
+        self._participation: Participation | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def from_backend(*args: Any, **kwargs: Any) -> Any:
+        """Return torch's own handler at a store of torch; the arguments are torch's."""
+        from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+        return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(*args, **kwargs)
+
+    def get_backend(self) -> str:
+        """Return "c10d" or "static"."""
+        return self.rendezvous.backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agents serve the workers' store; an environment variable turns it off."""
+        return os.environ.get(_NO_SHARED_STORE) != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until a round with this node is complete, and return it.
+
+        Raises:
+            RendezvousClosedError: the job has ended.
+            RendezvousConnectionError: the store cannot be reached.
+            RendezvousTimeoutError: too few nodes came in time.
+            ImportError: torch is not installed.
+        """
+        from elastic_aio.compat.torch.rendezvous.participation import Participation
+
+        with self._lock:
+            if self._is_closed:
+                raise RendezvousClosedError(f"the rendezvous of run {self._run_id} is closed")
+            if self._participation is None:
+                self._participation = Participation(
+                    self._run_id, self.nodes, self.rendezvous, serves=self.use_agent_store
+                )
+        return self._participation.next_round()
+
+    def is_closed(self) -> bool:
+        """Return whether the job has ended, as far as this node knows."""
+        return self._is_closed or (
+            self._participation is not None and self._participation.has_ended
+        )
+
+    def set_closed(self) -> None:
+        """End the job for all nodes, once their present workers have ended."""
+        with self._lock:
+            self._is_closed = True
+        if self._participation is not None:
+            self._participation.end_job()
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if this node has to join another round, else 0."""
+        return 0 if self._participation is None else int(self._participation.is_round_over)
+
+    def get_run_id(self) -> str:
+        """Return the id of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes, and leave.  Idempotent."""
+        self.set_closed()
+        participation, self._participation = self._participation, None
+        if participation is not None:
+            participation.close()
+        return True
+
+
+class StaticTCPRendezvous(DynamicRendezvousHandler):
+    """The same with ranks that are given, at the store of rank 0."""
+
+
+def create_c10d_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a handler of the backend "c10d".
+
+    Raises:
+        ValueError: a setting cannot be accepted.
+    """
+    # The launcher adds `timeout` for every backend; this one does not use it.
+    config = {key: value for key, value in params.config.items() if key != "timeout"}
+    spec = RendezvousSpec(
+        backend="c10d",
+        endpoint=params.endpoint.strip() or RendezvousSpec().endpoint,
+        local_addr=params.local_addr,
+        **_settings(config, "c10d"),
+    )
+    return DynamicRendezvousHandler(params.run_id, _nodes(params), spec)
+
+
+def create_static_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a handler of the backend "static".
+
+    Raises:
+        ValueError: a setting cannot be accepted.
+    """
+    config = dict(params.config)
+    if (rank := config.pop("rank", None)) is None:
+        raise ValueError("rdzv_configs: needs a rank with the backend 'static'; set --node-rank")
+    endpoint = params.endpoint.strip()
+    port = parse_host_port("rdzv_endpoint", endpoint)[1]
+    nodes = NodeRange(params.max_nodes, params.max_nodes)
+    spec = RendezvousSpec(
+        backend="static",
+        endpoint=endpoint,
+        local_addr=params.local_addr,
+        node_rank=int(rank),
+        is_host=int(rank) == 0,
+        **_settings(config, "static"),
+    )
+    is_alone = nodes.maximum == 1
+    return StaticTCPRendezvous(params.run_id, nodes, spec, master_port=port if is_alone else None)
+
+
+def create_handler(store: Any, backend: Any, params: RendezvousParameters) -> Any:
+    """Return torch's own handler at a store of torch.
+
+    Args:
+        store: torch `Store`.
+        backend: torch `RendezvousBackend`.
+        params: settings of the handler.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous.create_handler(store, backend, params)
+
+
+def _nodes(params: RendezvousParameters) -> NodeRange:
+    return NodeRange(params.min_nodes, params.max_nodes)
+
+
+def _settings(config: dict[str, Any], backend: str) -> dict[str, Any]:
+    """Return the fields of `RendezvousSpec` for torch's keys."""
+    import logging
+
+    from elastic_aio.cli.options import read_token
+
+    try:
+        conf = parse_conf(",".join(f"{key}={value}" for key, value in config.items()), backend)
+        settings = dict(conf.settings)
+        if conf.token_file is not None:
+            settings["token"] = read_token("rdzv_configs: token_file", conf.token_file)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    for warning in conf.warnings:
+        logging.getLogger(__name__).warning("%s", warning)
+    return settings

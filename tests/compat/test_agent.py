@@ -1,0 +1,154 @@
+"""torch's agent as a blocking call: values, states, and what cannot be extended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from elastic_aio.compat.torch.agent import (
+    ElasticAgent,
+    LocalElasticAgent,
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs
+from elastic_aio.compat.torch.rendezvous import RendezvousParameters, get_rendezvous_handler
+from tests.support import functions
+
+
+def spec(entrypoint: Any = functions.give_rank, nproc: int = 2, **settings: Any) -> WorkerSpec:
+    parameters = RendezvousParameters("c10d", "localhost:0", "run", 1, 1)
+    return WorkerSpec(
+        **{
+            "role": "trainer",
+            "local_world_size": nproc,
+            "rdzv_handler": get_rendezvous_handler(parameters),
+            "entrypoint": entrypoint,
+            "max_restarts": 0,
+            **settings,
+        }
+    )
+
+
+def agent(*args: Any, **settings: Any) -> LocalElasticAgent:
+    return LocalElasticAgent(spec(*args, **settings), DefaultLogsSpecs(os.devnull))
+
+
+def test_a_run_returns_the_values() -> None:
+    made = agent()
+    assert made.get_worker_group().state is WorkerState.INIT
+    result = made.run()
+    assert result == RunResult(WorkerState.SUCCEEDED, return_values={0: 0, 1: 1})
+    assert not result.is_failed()
+    assert isinstance(made, SimpleElasticAgent)
+    assert isinstance(made, ElasticAgent)
+
+
+def test_the_worker_group_knows_ranks_and_processes() -> None:
+    made = agent(os.getpid)
+    pids = made.run().return_values
+    group = made.get_worker_group()
+    assert group.state is WorkerState.SUCCEEDED
+    assert {worker.global_rank: worker.id for worker in group.workers} == pids
+    first = group.workers[0]
+    assert (first.local_rank, first.world_size, first.role_rank) == (0, 2, 0)
+    assert (group.group_rank, group.group_world_size) == (0, 1)
+
+
+def test_a_failed_run_has_failures_by_rank() -> None:
+    """All of the last attempt, with those that the agent stopped, the root cause first."""
+    code = "import os, time; time.sleep(99 * int(os.environ['RANK'])); exit(7)"
+    made = agent(sys.executable, args=("-c", code))
+    result = made.run()
+    assert result.is_failed()
+    assert made.get_worker_group().state is WorkerState.FAILED
+    assert [(rank, one.exitcode) for rank, one in result.failures.items()] == [(0, 7), (1, -15)]
+
+
+def test_a_run_happens_once_per_handler_but_a_handler_serves_many() -> None:
+    """torch's tests use one handler for several agents."""
+    shared = spec()
+    logs = DefaultLogsSpecs(os.devnull)
+    for _ in range(2):
+        assert not LocalElasticAgent(shared, logs).run().is_failed()
+
+
+def test_a_health_server_runs_around_the_job() -> None:
+    class Server:
+        def start(self) -> None:
+            calls.append("start")
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+    calls: list[str] = []
+    made = LocalElasticAgent(
+        spec("true"), DefaultLogsSpecs(os.devnull), health_check_server=Server()
+    )
+    made.run()
+    assert calls == ["start", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"nproc": 0}, "local_world_size: must be at least 1"),
+        ({"monitor_interval": 0}, "monitor_interval: must be above 0"),
+        ({"entrypoint": None}, "entrypoint: must be"),
+    ],
+)
+def test_a_spec_is_checked(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        spec(**settings)
+
+
+def test_the_older_name_of_the_entrypoint() -> None:
+    with pytest.warns(DeprecationWarning, match="use WorkerSpec.entrypoint"):
+        made = spec(None, fn=functions.give)
+    assert made.entrypoint is functions.give
+    assert made.get_entrypoint_name() == "give"
+    assert spec("/bin/true").get_entrypoint_name() == "true"
+
+
+def test_a_subclass_of_the_base_is_refused_with_the_seam() -> None:
+    with pytest.raises(
+        TypeError, match=r"Mine: SimpleElasticAgent cannot be extended: .*listeners"
+    ):
+
+        class Mine(SimpleElasticAgent):
+            pass
+
+
+def test_a_subclass_may_not_override_private_methods() -> None:
+    with pytest.raises(TypeError, match=r"Mine\._start_workers: cannot be overridden"):
+
+        class Mine(LocalElasticAgent):
+            def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+                return {}
+
+    class Yours(LocalElasticAgent):
+        def run(self, role: str = "default") -> RunResult:
+            return super().run(role)
+
+    assert Yours(spec("true"), DefaultLogsSpecs(os.devnull)).run().return_values == {
+        0: None,
+        1: None,
+    }
+
+
+def test_values_print_themselves() -> None:
+    worker = Worker(0, global_rank=3, world_size=4)
+    assert str(worker) == (
+        "local_rank=0,global_rank=3,role_rank=-1,world_size=4,role_world_size=-1"
+    )
+    assert str(WorkerState.FAILED) == "WorkerState.FAILED"
+    assert WorkerState.FAILED == "FAILED"
+    assert WorkerState.is_running(WorkerState.HEALTHY)
+    assert not WorkerState.is_running(WorkerState.STOPPED)
