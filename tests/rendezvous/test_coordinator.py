@@ -315,6 +315,23 @@ def test_a_recovered_round_waits_for_missing_members(
     assert harness.now == waits
 
 
+def test_a_round_waits_for_members_of_a_newer_round_from_another_store() -> None:
+    """One of them has arrived, and the others may still be on their way."""
+    settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    other = CoordinatorHarness(settings, "b", "d")
+    other.lose("d")
+    other.settle(1)
+    assert other.ranks == {"b": 0}
+    harness = CoordinatorHarness(settings, "a")
+    harness.members["b"], harness.done["b"] = other.members["b"], []
+    harness.members["b"].attend(b"another")
+    harness.settle(2)
+    harness.settle(7.2)
+    assert harness.ranks == {}
+    harness.settle(7.25)
+    assert harness.ranks == {"a": 0, "b": 1}
+
+
 def test_overlap_starts_a_round_beside_the_end_of_the_last_one() -> None:
     settings = RoundSettings(1, 3, last_call_timeout=0, overlap=True)
     harness = CoordinatorHarness(settings, "a", "b", "d")
