@@ -6,13 +6,14 @@ A plug-in is an entry point of the group `elastic_aio.event_handlers`, or of tor
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
-from importlib import import_module
 from typing import Final
 
 from elastic_aio.cli.options import UsageError, invalid_value
 from elastic_aio.events import Event
+from elastic_aio.torch_events import TorchEvents
 
 Send = Callable[[str], None]
 
@@ -32,15 +33,13 @@ def load_event_handler(name: str) -> Callable[[Send], Callable[[Event], None]]:
         UsageError: there is no such handler, or it cannot be loaded.
     """
     plugin = None if name == "console" else _plugin(name)
-    # Above this package, so found as a plug-in is.
-    torch_events = import_module("elastic_aio.compat.torch.events").torch_events
 
     def make_listener(print_line: Send) -> Callable[[Event], None]:
-        send, lines_of = plugin or print_line, torch_events()
+        send, translate = plugin or print_line, TorchEvents()
 
         def on_event(event: Event) -> None:
-            for line in lines_of(event):
-                send(line)
+            for line in translate(event):
+                send(json.dumps(line))
 
         return on_event
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -188,7 +187,7 @@ def test_the_notice_of_omp_num_threads(run_here: RunHere, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Handlers of events as plug-ins, and a translation of events in place of torch's format."""
+    """Handlers of events as plug-ins; the file of what they get."""
     directory = tmp_path / "wave-1.0.dist-info"
     directory.mkdir()
     (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: wave\nVersion: 1.0\n")
@@ -207,11 +206,6 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wave", raising=False)
-    translation = ModuleType("elastic_aio.compat.torch.events")
-    vars(translation)["torch_events"] = lambda: (
-        lambda event: [json.dumps({"name": type(event).__name__})]
-    )
-    monkeypatch.setitem(sys.modules, translation.__name__, translation)
     return tmp_path / "events"
 
 
@@ -220,16 +214,24 @@ def test_plugins_get_the_events(name: str, plugins: Path, run_here: RunHere) -> 
     ended = run_here("--event-log-handler", name, "--no-python", "true")
     assert ended.code == 0
     lines = plugins.read_text().splitlines()
-    assert lines[0] == f'torchelastic-events-{name} INFO {{"name": "JobStarted"}}'
-    assert lines[-1].endswith('{"name": "JobFinished"}')
+    logger, level, first = lines[0].split(maxsplit=2)
+    assert (logger, level) == (f"torchelastic-events-{name}", "INFO")
+    assert json.loads(first)["metadata"]["state"] == "RENDEZVOUS"
+    assert '"state": "SUCCEEDED"' in lines[-1]
 
 
 @pytest.mark.usefixtures("plugins")
 def test_the_console_gets_the_events(run_here: RunHere) -> None:
     """One line of JSON each, on stderr."""
     ended = run_here("--event-log-handler", "console", "--no-python", "true")
-    names = [json.loads(line)["name"] for line in ended.errors if line.startswith("{")]
-    assert (names[0], names[-1]) == ("JobStarted", "JobFinished")
+    lines = [json.loads(line) for line in ended.errors if line.startswith("{")]
+    assert [(line["source"], line["metadata"]["state"]) for line in lines] == [
+        ("AGENT", "RENDEZVOUS"),
+        ("AGENT", "ASSIGN_WORKER_RANKS"),
+        ("WORKER", "START"),
+        ("WORKER", "SUCCEEDED"),
+        ("AGENT", "SUCCEEDED"),
+    ]
 
 
 @pytest.mark.usefixtures("plugins")

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, TextIO
 
 from elastic_aio import events as native
-from elastic_aio.compat.torch.translation import TorchEvents
+from elastic_aio.torch_events import TorchEvents
 
 __all__ = [
     "Event",

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
-from elastic_aio.compat.torch.translation import TorchMetrics
 from elastic_aio.events import Event
+from elastic_aio.torch_events import TorchMetrics
 
 __all__ = [
     "ConsoleMetricHandler",
