@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import REPOSITORY, Ended, run_cli
+from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program
 
 PROGRAMS = Path(__file__).parent
 SECONDS = 900.0  # torch takes seconds to import, per process and attempt; minutes on a busy host
@@ -36,10 +37,12 @@ def lines_of_accelerate(prefix: str) -> list[str]:
     return sorted(lines)
 
 
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "LOGLEVEL": None}
+
+
 def run_torch(*args: object, **options: object) -> Ended:
     """Run a job of torch workers on CPUs to its end."""
-    env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "LOGLEVEL": None}
-    return run_cli("--tee=3", *args, env=env, seconds=SECONDS, **options)
+    return run_cli("--tee=3", *args, env=ENVIRONMENT, seconds=SECONDS, **options)
 
 
 def test_ddp_resumes_from_its_snapshot(tmp_path: Path) -> None:
@@ -100,6 +103,23 @@ def test_accelerate_resumes_from_its_state(tmp_path: Path) -> None:
     )
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == lines_of_accelerate("[default{}]:")
+
+
+@needs_accelerate
+def test_accelerate_launch_runs_its_job_here(tmp_path: Path) -> None:
+    """By `aio-elastic exec`: both attempts are those of this library."""
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision=no"]
+    nodes = ["--num_machines=1", "--num_processes=2", "--main_process_port=0"]
+    others = ["--dynamo_backend=no", "--max_restarts=1"]
+    program = [str(PROGRAMS / "accelerate_resume.py"), str(tmp_path)]
+    ended = run_program(
+        [*CLI, "exec", sys.executable, *launch, *nodes, *others, *program],
+        env=ENVIRONMENT,
+        seconds=SECONDS,
+    )
+    assert ended.code == 0, ended.err
+    lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
+    assert sorted(lines) == lines_of_accelerate("")
 
 
 @needs_accelerate
