@@ -30,7 +30,7 @@ from elastic_aio.launcher import run_coroutine
 from elastic_aio.multiprocessing import RunProcsResult
 from elastic_aio.multiprocessing.context import warn_of_start_method
 from elastic_aio.signals import ReceivedSignals
-from elastic_aio.spec.job import StartMethod
+from elastic_aio.spec.job import NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import SignalSpec
 
@@ -225,6 +225,7 @@ def start_processes(
     *,
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
+    numa_binding: NumaMode | None = None,
     console: tuple[int, int] | None = None,
     signals: bool = True,
 ) -> SyncGroupContext:
@@ -241,6 +242,7 @@ def start_processes(
         logs,
         start_method=start_method,
         preload=preload,
+        numa_binding=numa_binding,
         console=console,
     )
     return SyncGroupContext(group, signals)

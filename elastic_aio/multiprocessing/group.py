@@ -14,7 +14,7 @@ from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure, signal_name
 from elastic_aio.spec.checks import checked_console, checked_items
-from elastic_aio.spec.job import Command, Function, LaunchSpec, StartMethod
+from elastic_aio.spec.job import Command, Function, LaunchSpec, NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan, StopStep
 
@@ -185,6 +185,7 @@ def start_processes(
     *,
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
+    numa_binding: NumaMode | None = None,
     console: tuple[int, int] | None = None,
 ) -> GroupContext:
     """Prepare a group of processes; `async with` starts it.
@@ -197,6 +198,7 @@ def start_processes(
         logs: where output goes; None leaves the streams inherited.
         start_method: how functions start (see `LaunchSpec`).
         preload: modules that the fork server imports.
+        numa_binding: which CPUs each process is bound to (see `LaunchSpec`).
         console: descriptors for the shown stdout and stderr; None is 1 and 2.
 
     Raises:
@@ -225,6 +227,7 @@ def start_processes(
         run_id=name or None,
         start_method=start_method,
         preload=preload,
+        numa_binding=numa_binding,
     )
     overrides = PerRankOverrides(args=tuple(own_args), envs=own_envs)
     return GroupContext(BareGroup(spec, overrides, console=checked_console(console)))

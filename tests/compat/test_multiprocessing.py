@@ -10,10 +10,13 @@ import sys
 import threading
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_aio import LaunchSpec
+from elastic_aio.agent.preflight import worker_cpus
 from elastic_aio.compat.torch.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -31,6 +34,7 @@ from elastic_aio.compat.torch.multiprocessing import (
     start_context,
     start_processes,
 )
+from elastic_aio.hardware.cpus import format_cpus
 from tests.support import functions
 from tests.support.children import none_alive, noted, until_sync
 from tests.support.leaks import alive
@@ -84,6 +88,23 @@ def test_a_program(tmp_path: Path) -> None:
     assert path.relative_to(tmp_path).parts[0].startswith("job_")
     assert path.relative_to(tmp_path).parts[1:] == ("attempt_0", "1", "stdout.log")
     assert envs[0] == {"TORCHELASTIC_RUN_ID": "job"}, "the caller's dict is not changed"
+
+
+def test_numa_options_bind_each_process(tmp_path: Path) -> None:
+    """Functions and programs, before they run; as torch's object, or by the name of the mode."""
+    bound = worker_cpus(LaunchSpec("x.py", nproc_per_node=2, numa_binding="cpu"), 2)
+    options = SimpleNamespace(affinity_mode=SimpleNamespace(value="cpu"))
+    result = started(os.sched_getaffinity, (0,), (0,), numa_options=options).wait()
+    assert result is not None
+    assert result.return_values == dict(enumerate(bound))
+    words = ("Cpus_allowed_list", "/proc/self/status")
+    logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
+    result = started("grep", words, words, numa_options="cpu", logs_specs=logs).wait()
+    assert result is not None
+    for rank, cpus in enumerate(bound):
+        assert Path(result.stdouts[rank]).read_text().split()[1] == format_cpus(cpus)
+    with pytest.raises(ValueError, match="numa_binding: must be 'node', "):
+        started("true", (), numa_options="pigeons")
 
 
 def test_prefixes_are_literal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

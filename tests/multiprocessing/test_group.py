@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import LogSpec, SpawnError, SpecError
+from elastic_aio import LaunchSpec, LogSpec, SpawnError, SpecError
+from elastic_aio.agent.preflight import worker_cpus
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.multiprocessing import ProcessFailure, RunProcsResult, spawn, start_processes
 from tests.support import functions
@@ -45,6 +47,15 @@ async def test_functions_with_their_own_arguments(method: Any, tmp_path: Path) -
     assert dict(result.return_values) == {0: (("a",), "0", None), 1: (("b", [2]), "1", None)}
     assert [Path(result.stdouts[rank]).read_text() for rank in (0, 1)] == ["out a\n", "out b [2]\n"]
     assert [Path(result.stderrs[rank]).read_text() for rank in (0, 1)] == ["", ""]
+
+
+async def test_processes_are_bound_to_cpus(method: Any) -> None:
+    bound = worker_cpus(LaunchSpec("x.py", nproc_per_node=2, numa_binding="cpu"), 2)
+    rows = {0: (0,), 1: (0,)}
+    result = await result_of(
+        *("g", os.sched_getaffinity, rows, NO_ENVS), start_method=method, numa_binding="cpu"
+    )
+    assert dict(result.return_values) == dict(enumerate(bound))
 
 
 async def test_programs(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from elastic_aio.compat.torch.multiprocessing.logs import (
 )
 from elastic_aio.compat.torch.multiprocessing.processes import (
     WorkerProcess,
+    numa_mode,
     processes_of,
     torch_errors,
 )
@@ -131,6 +132,7 @@ class PContext:
     """The processes of `start_processes`; must be waited for or closed."""
 
     _started_twice = ""
+    _numa_options: Any = None
 
     def __init__(
         self,
@@ -218,6 +220,7 @@ class PContext:
                 self.envs,
                 self._layout,
                 start_method=self._start_method,
+                numa_binding=numa_mode(self._numa_options),
                 signals=False,
             )
             self._context = context.__enter__()
@@ -324,7 +327,7 @@ class SubprocessContext(PContext):
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
         """Prepare; the arguments are those of `PContext` and `start_processes`."""
-        _refuse_numa(numa_options)
+        self._numa_options = numa_options
         super().__init__(
             name,
             entrypoint,
@@ -358,7 +361,7 @@ class MultiprocessContext(PContext):
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
         """Prepare; the arguments are those of `PContext` and `start_processes`."""
-        _refuse_numa(numa_options)
+        self._numa_options = numa_options
         super().__init__(
             name,
             entrypoint,
@@ -401,7 +404,7 @@ def start_processes(
         logs_specs: where output goes.
         log_line_prefixes: prefixes of lines on the console by local rank.
         start_method: how functions start: "spawn", "fork" or "forkserver".
-        numa_options: only None is supported.
+        numa_options: torch `NumaOptions`, or a mode of `--numa-binding`.
         duplicate_stdout_filters: copy shown lines of stdout that contain one of these texts
             to a file.
         duplicate_stderr_filters: the same for stderr.
@@ -441,8 +444,3 @@ def validate_full_rank(by_rank: Mapping[int, Any], nprocs: int, what: str) -> No
         raise RuntimeError(
             f"{what}, local rank mapping mismatch, expected: {expected}, actual: {actual}"
         )
-
-
-def _refuse_numa(options: object) -> None:
-    if options is not None:
-        raise NotImplementedError("numa_options are not supported")

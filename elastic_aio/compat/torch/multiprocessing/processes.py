@@ -29,7 +29,7 @@ from elastic_aio.multiprocessing.context import (
     ProcessRaisedException,
 )
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.spec.job import StartMethod
+from elastic_aio.spec.job import NumaMode, StartMethod
 
 __all__ = [
     "ProcessContext",
@@ -332,3 +332,10 @@ def torch_errors() -> Iterator[None]:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise
+
+
+def numa_mode(options: Any) -> NumaMode | None:
+    """Return the mode of torch `NumaOptions`, or of `--numa-binding`; not checked yet."""
+    mode: Any = getattr(options, "affinity_mode", options)
+    value: NumaMode | None = getattr(mode, "value", mode)
+    return value
