@@ -1,7 +1,7 @@
-"""Plug-ins of torchrun's entry point group for log layouts, as a `LogLayout`.
+"""torch's `LogsSpecs`, of plug-ins and of callers, as a `LogLayout`.
 
-They derive from torch's `LogsSpecs`, so torch can be imported where they are used; here it
-is found through them only.
+Those of torchrun's entry point group derive from torch's class, so torch can be imported where
+they are used; here it is found through them only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
-from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, StdMap
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, LogSpec, StdMap
 
 _API: Final = "torch.distributed.elastic.multiprocessing.api"
 
@@ -22,20 +22,32 @@ class TorchLogLayout(LogLayout):
     torch plans all workers of an attempt at once; the plan is made for the first of them.
     """
 
-    def __init__(self, specs_class: Callable[..., Any], **settings: Any) -> None:
-        """Create the plug-in's object with the settings of a `LogSpec`."""
+    def __init__(self, specs: Any, variables: Mapping[str, str] = {}, **settings: Any) -> None:
+        """Use a `LogsSpecs`.
+
+        Args:
+            specs: the object.
+            variables: of all workers, which it gets beside those of each worker.
+            settings: those of a `LogSpec`.
+        """
         super().__init__(**settings)
-        std = import_module(_API).Std
-        specs = specs_class(
-            log_dir=self.log_dir,
-            redirects=_for_torch(self.redirects, std),
-            tee=_for_torch(self.tee, std),
-            local_ranks_filter=set(self.local_ranks_filter) or None,
-        )
         # A spec is frozen; this is not part of its value.
-        object.__setattr__(self, "_planner", _Planner(specs))
+        object.__setattr__(self, "_planner", _Planner(specs, variables))
 
     _planner: _Planner
+
+    @classmethod
+    def of_plugin(cls, specs_class: Callable[..., Any], **settings: Any) -> TorchLogLayout:
+        """Create the object of a plug-in with the settings of a `LogSpec`."""
+        spec = LogSpec(**settings)
+        std = import_module(_API).Std
+        specs = specs_class(
+            log_dir=spec.log_dir,
+            redirects=_for_torch(spec.redirects, std),
+            tee=_for_torch(spec.tee, std),
+            local_ranks_filter=set(spec.local_ranks_filter) or None,
+        )
+        return cls(specs, **settings)
 
     def check_with(self, nproc: int) -> None:
         """Check the ranks as a `LogSpec` does, and note the number of workers."""
@@ -44,31 +56,16 @@ class TorchLogLayout(LogLayout):
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         """Return where torch's plan puts the streams of one worker."""
-        destinations = self._planner.plan(worker)
-        rank = worker.local_rank
-        shown = {
-            name
-            for name, tee in (
-                ("stdout", destinations.tee_stdouts),
-                ("stderr", destinations.tee_stderrs),
-            )
-            if tee.get(rank, os.devnull) != os.devnull
-        }
-        error_file = destinations.error_files.get(rank, "")
-        return LogDestinations(
-            stdout=destinations.stdouts.get(rank) or None,
-            stderr=destinations.stderrs.get(rank) or None,
-            error_file="" if error_file == os.devnull else error_file,
-            shown=frozenset(shown),
-        )
+        return destinations_of(self._planner.plan(worker), worker.local_rank)
 
 
 class _Planner:
     """Calls `reify` once for each attempt."""
 
-    def __init__(self, specs: Any) -> None:
+    def __init__(self, specs: Any, variables: Mapping[str, str]) -> None:
         self.nproc = 1
         self._specs = specs
+        self._variables = variables
         self._attempt = -1
         self._destinations: Any = None
 
@@ -79,6 +76,7 @@ class _Planner:
                 "TORCHELASTIC_RUN_ID": run.rpartition("_")[0] or "none",
                 "TORCHELASTIC_RESTART_COUNT": str(worker.attempt),
                 "LOCAL_WORLD_SIZE": str(self.nproc),
+                **self._variables,
             }
             envs: Mapping[int, dict[str, str]] = {
                 rank: {**common, "LOCAL_RANK": str(rank)} for rank in range(self.nproc)
@@ -86,6 +84,27 @@ class _Planner:
             self._destinations = self._specs.reify(envs)
             self._attempt = worker.attempt
         return self._destinations
+
+
+def destinations_of(dest: Any, rank: int, prefix: str | None = None) -> LogDestinations:
+    """Return where a torch `LogsDest` puts the streams of one worker.
+
+    Args:
+        dest: what `reify` returned.
+        rank: the local rank of the worker.
+        prefix: of its shown lines; None is that of the `LogSpec`.
+    """
+    paths = {"stdout": dest.stdouts.get(rank, ""), "stderr": dest.stderrs.get(rank, "")}
+    tee = {"stdout": dest.tee_stdouts.get(rank), "stderr": dest.tee_stderrs.get(rank)}
+    nowhere = (None, "", os.devnull)
+    error_file = dest.error_files.get(rank, "")
+    return LogDestinations(
+        stdout=paths["stdout"] or None,
+        stderr=paths["stderr"] or None,
+        error_file="" if error_file == os.devnull else error_file,
+        shown=frozenset(name for name in paths if paths[name] and tee[name] not in nowhere),
+        prefix=prefix,
+    )
 
 
 def _for_torch(streams: StdMap, std: Callable[[int], Any]) -> Any:

@@ -246,7 +246,7 @@ def _log_layout(name: str | None) -> Callable[..., LogSpec]:
             return layout
         from elastic_aio.cli.torch_logs import TorchLogLayout
 
-        return partial(TorchLogLayout, layout)
+        return partial(TorchLogLayout.of_plugin, layout)
     known = ", ".join(sorted({"default", *(entry.name for entry in found)}))
     raise invalid_value("--logs-specs", f"must be one of: {known}", name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from elastic_aio.compat.torch.agent import (
     WorkerSpec,
     WorkerState,
 )
-from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs
+from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs
 from elastic_aio.compat.torch.rendezvous import RendezvousParameters, get_rendezvous_handler
 from tests.support import functions
 
@@ -107,6 +108,43 @@ def test_a_health_server_runs_around_the_job() -> None:
 def test_a_spec_is_checked(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         spec(**settings)
+
+
+def test_a_log_plug_in_lays_out_each_attempt_once(tmp_path: Path) -> None:
+    """It learns of its workers what torch's learns, and its paths are used."""
+
+    class Flat(LogsSpecs):
+        @property
+        def root_log_dir(self) -> str:
+            return str(tmp_path)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            seen.append(envs)
+            names = {rank: str(tmp_path / f"{len(seen)}-{rank}") for rank in envs}
+            return LogsDest(
+                stdouts={rank: f"{name}.out" for rank, name in names.items()},
+                stderrs={0: "", 1: os.devnull},
+                error_files={rank: f"{name}.json" for rank, name in names.items()},
+            )
+
+    seen: list[dict[int, dict[str, str]]] = []
+    script = 'echo "r$RANK $TORCHELASTIC_ERROR_FILE"; exit $((1 - ELASTIC_AIO_ATTEMPT))'
+    made = LocalElasticAgent(spec("bash", args=("-c", script), max_restarts=1), Flat())
+    assert not made.run().is_failed()
+    common = {
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    assert seen == [
+        {
+            rank: {**common, "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": attempt}
+            for rank in (0, 1)
+        }
+        for attempt in ("0", "1")
+    ]
+    assert (tmp_path / "2-1.out").read_text() == f"r1 {tmp_path}/2-1.json\n"
 
 
 def test_the_older_name_of_the_entrypoint() -> None:

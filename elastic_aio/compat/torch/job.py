@@ -8,24 +8,21 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.cli.event_handlers import load_event_handler
 from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torch_logs import TorchLogLayout
 from elastic_aio.cli.torchrun import timers_from
 from elastic_aio.compat.torch.console import console_descriptors
 from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
 from elastic_aio.compat.torch.multiprocessing.context import SignalException
-from elastic_aio.compat.torch.multiprocessing.logs import (
-    DefaultLogsSpecs,
-    LogsDest,
-    LogsSpecs,
-    ReifiedLayout,
-)
+from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
+from elastic_aio.compat.torch.multiprocessing.processes import numa_mode
 from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
@@ -39,7 +36,7 @@ from elastic_aio.rendezvous.base import RUN_HAS_ENDED, AgentPort, NodeInfo, Rend
 from elastic_aio.report import describe
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, LogSpec
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.sync import LoopThread
@@ -108,7 +105,7 @@ class AgentJob:
             rendezvous=dataclasses.replace(
                 rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout
             ),
-            numa_binding=_numa_mode(spec.numa_options),  # type: ignore[arg-type]  # as below
+            numa_binding=numa_mode(spec.numa_options),
             virtual_local_rank=spec.virtual_local_rank,
             timers=timers_from(os.environ),
             uninterruptible_timeout=settings.uninterruptible_timeout or None,
@@ -123,7 +120,7 @@ class AgentJob:
             "duplicate_stderr_filters": self._worker_spec.duplicate_stderr_filters or (),
         }
         if type(specs) is not DefaultLogsSpecs:
-            return _PlugInLayout(specs, self._log_env, **others)
+            return TorchLogLayout(specs, self._log_variables(), **others)
         return LogSpec(
             log_dir=specs._root_log_dir,
             redirects=_streams(specs._redirects),
@@ -132,19 +129,12 @@ class AgentJob:
             **others,
         )
 
-    def _log_env(self, attempt: int) -> dict[int, dict[str, str]]:
-        """Return what a plug-in for logs learns of each worker."""
-        spec = self._worker_spec
+    def _log_variables(self) -> dict[str, str]:
+        """Return what a plug-in for logs learns of all workers."""
         return {
-            local_rank: {
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-                "ROLE_NAME": spec.role,
-                "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
-                "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-            }
-            for local_rank in range(spec.local_world_size)
+            "ROLE_NAME": self._worker_spec.role,
+            "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._worker_spec.max_restarts),
         }
 
     # ------------------------------------------------------------------- the run
@@ -274,38 +264,5 @@ def _signal_spec(names: str | None) -> SignalSpec:
     return SignalSpec(stop=frozenset(numbers) - SignalSpec().forward)
 
 
-# ---------------------------------------------------------------------- logs
-
-
-def _numa_mode(options: Any) -> str | None:
-    """Return the mode of torch `NumaOptions`, or of `--numa-binding`."""
-    mode: Any = getattr(options, "affinity_mode", options)
-    value: str | None = getattr(mode, "value", mode)
-    return value
-
-
 def _streams(value: Any) -> dict[int, int] | int:
     return {rank: int(mask) for rank, mask in value.items()} if isinstance(value, dict) else value
-
-
-class _PlugInLayout(LogLayout):
-    """A `LogsSpecs` of another package: it lays out the logs of each attempt once."""
-
-    _specs: LogsSpecs
-    _env: Callable[[int], dict[int, dict[str, str]]]
-    _attempts: dict[int, LogsDest]
-
-    def __init__(
-        self,
-        specs: LogsSpecs,
-        env: Callable[[int], dict[int, dict[str, str]]],
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings)
-        for name, value in (("_specs", specs), ("_env", env), ("_attempts", {})):
-            object.__setattr__(self, name, value)  # a frozen dataclass
-
-    def plan(self, worker: LogLayoutContext) -> LogDestinations:
-        if worker.attempt not in self._attempts:
-            self._attempts[worker.attempt] = self._specs.reify(self._env(worker.attempt))
-        return ReifiedLayout(self._attempts[worker.attempt]).plan(worker)

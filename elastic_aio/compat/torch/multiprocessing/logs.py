@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 
+from elastic_aio.cli.torch_logs import destinations_of
 from elastic_aio.logs.paths import run_prefix
 from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
 
@@ -255,14 +256,5 @@ class ReifiedLayout(LogLayout):
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         """Return the streams of one worker."""
-        dest, rank = self._dest, worker.local_rank
-        error_file = dest.error_files.get(rank, "")
-        paths = {"stdout": dest.stdouts[rank], "stderr": dest.stderrs[rank]}
-        tee = {"stdout": dest.tee_stdouts.get(rank), "stderr": dest.tee_stderrs.get(rank)}
-        return LogDestinations(
-            stdout=paths["stdout"] or None,
-            stderr=paths["stderr"] or None,
-            error_file="" if error_file == os.devnull else error_file,
-            shown=frozenset(name for name, path in paths.items() if path and tee[name] == path),
-            prefix=self._prefixes.get(rank),
-        )
+        rank = worker.local_rank
+        return destinations_of(self._dest, rank, self._prefixes.get(rank))
