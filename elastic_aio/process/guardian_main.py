@@ -12,10 +12,10 @@ again until none is found: a process that forks can hide a child from one scan o
 (see `tree`).
 
 A worker that was being started has the job's marker only after its exec, which can take
-long on a slow file system; until then it shows the supervisor's program.  So if the session
-list says that a worker was being started, the guardian waits for the exec of each process
-that shows this program, or none, and is not older.  It signals none of them before: the
-embedding program may have forked it.
+long on a slow file system; until then it shows the supervisor's program and stack.  So if
+the session list says that a worker was being started, the guardian waits for the exec of
+each process that shows these, or no arguments, and is not older.  It signals none of them
+before: the embedding program may have forked it.
 """
 
 from __future__ import annotations
@@ -85,12 +85,14 @@ def _check_kernel(sessions: int) -> None:
     session_list.read_session_list(sessions)
 
 
-def _program_of_parent() -> tuple[int, int] | None:
+def _program_of_parent() -> tuple[int, int, int] | None:
     me = proc_scan.read_process(int(os.readlink("/proc/self")))
     return None if me is None else proc_scan.program_of(me.parent)
 
 
-def _wait_for_execs(hidden: list[proc_scan.ProcEntry], program: tuple[int, int] | None) -> None:
+def _wait_for_execs(
+    hidden: list[proc_scan.ProcEntry], program: tuple[int, int, int] | None
+) -> None:
     end = time.monotonic() + _EXEC_S
     while time.monotonic() < end:
         try:

@@ -129,16 +129,25 @@ def read_process(pid: int) -> ProcEntry | None:
         return None
 
 
-def program_of(pid: int) -> tuple[int, int] | None:
-    """Return device and inode of what a process executes; None: gone, or another user's."""
+def program_of(pid: int) -> tuple[int, int, int] | None:
+    """Return what identifies a process and its forks; None: gone, or another user's.
+
+    These are device and inode of its program, and where its stack begins (`startstack` of
+    proc(5)).  A child has all three until its exec; the kernel places the stack of each
+    exec at random.
+
+    Raises:
+        OSError: this process has no descriptor or memory left.
+    """
     try:
         status = os.stat(f"/proc/{pid}/exe")
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    fields = (_read(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split()
+    return (status.st_dev, status.st_ino, int(fields[25])) if len(fields) > 25 else None
 
 
-def may_be_in_exec(process: ProcEntry, program: tuple[int, int] | None) -> bool:
+def may_be_in_exec(process: ProcEntry, program: tuple[int, int, int] | None) -> bool:
     """Return whether a process, which `program` has started, may not have ended its exec.
 
     It shows the program of its parent first, and then, in the exec, no arguments.
@@ -155,7 +164,7 @@ def may_be_in_exec(process: ProcEntry, program: tuple[int, int] | None) -> bool:
     return is_before or _read(f"/proc/{process.pid}/cmdline") == b""
 
 
-def list_execs(since: int, program: tuple[int, int] | None) -> list[ProcEntry]:
+def list_execs(since: int, program: tuple[int, int, int] | None) -> list[ProcEntry]:
     """Return the processes that started at `since` ticks or later and may be in an exec.
 
     Returns none if this process has no descriptor or memory left.

@@ -451,3 +451,23 @@ def test_a_worker_whose_exec_takes_long_ends_too(tmp_path: Path) -> None:
             assert launcher.wait() == 128 + signal.SIGKILL
             time.sleep(1)  # this long the exec takes; the guardian has nothing to report
         until_sync(lambda: not leaked_processes(), "the end of the worker", 10)
+
+
+def test_a_stranger_with_the_launchers_interpreter_holds_no_guardian(tmp_path: Path) -> None:
+    """The guardian waits for forks of its launcher only, not for programs of the same file."""
+    program = tmp_path / "program"
+    shutil.copy("/bin/sleep", program)
+    with running([sys.executable, "-c", LAUNCHER, str(program)]) as launcher:
+        with slow_to_execute(program) as wait_for_exec:
+            wait_for_exec()
+            stranger = subprocess.Popen(
+                [sys.executable, "-c", "print(flush=True); input()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert stranger.stdout is not None
+            stranger.stdout.readline()  # it has executed its program
+            launcher.send(signal.SIGKILL)
+            assert launcher.wait() == 128 + signal.SIGKILL
+        until_sync(lambda: set(leaked_processes()) == {stranger.pid}, "the end of the worker", 10)
+        stranger.communicate(b"\n")
