@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from elastic_aio import LaunchSpec, LogSpec, RestartPolicy, launch
-from tests.support import functions_torch
 from tests.support.cli import run_cli
 
 pytest.importorskip("torch")
+from tests.support import functions_torch  # it imports torch
+
 pytestmark = pytest.mark.torch
 
 ENDS = int(os.environ.get("ELASTIC_AIO_GLOO_ENDS", "1"))

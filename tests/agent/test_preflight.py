@@ -79,9 +79,9 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.mkdir()
     (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: wave\nVersion: 1.0\n")
     (directory / "entry_points.txt").write_text(
-        f"[{preflight.ACCELERATORS}]\nwave = wave:count\nbroken = wave:fail\n"
+        f"[{preflight.ACCELERATORS}]\nwave = wave_devices:count\nbroken = wave_devices:fail\n"
     )
-    (tmp_path / "wave.py").write_text(
+    (tmp_path / "wave_devices.py").write_text(
         "def count(): return 5\ndef fail(): raise OSError('no driver')"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -33,7 +33,14 @@ from elastic_aio.compat.torch.timers import (
 from tests.support.children import until_sync
 
 context = multiprocessing.get_context("spawn")
-resource_tracker.ensure_running()  # a process that no test leaves behind
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tracker() -> Iterator[None]:
+    """Run multiprocessing's resource tracker, a child of this process, for these tests only."""
+    resource_tracker.ensure_running()
+    yield
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # there is no public way
 
 
 class NotingClient(TimerClient):
@@ -147,7 +154,10 @@ def test_a_server_by_a_queue() -> None:
     with expires(60, "s", LocalTimerClient(queue)):
         until_sync(lambda: (os.getpid(), "s") in server._timers)
     until_sync(lambda: (os.getpid(), "s") not in server._timers)
+    thread = server._watchdog_thread
+    assert thread is not None
     server.stop()
+    thread.join()  # `stop` waits for `max_interval` at most
     queue.close()
     queue.join_thread()
 
