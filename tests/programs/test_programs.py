@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program
+from tests.support.sockets import free_port
 
 PROGRAMS = Path(__file__).parent
 SECONDS = 900.0  # torch takes seconds to import, per process and attempt; minutes on a busy host
@@ -120,6 +121,34 @@ def test_accelerate_launch_runs_its_job_here(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
     assert sorted(lines) == lines_of_accelerate("")
+
+
+@pytest.mark.skipif(not (found("lightning") and found("click")), reason="needs lightning and click")
+def test_fabric_run_runs_its_job_here() -> None:
+    """Lightning's `fabric run`, by `aio-elastic exec`."""
+    command = ["-m", "lightning.fabric.cli", "--accelerator=cpu", "--devices=2"]
+    others = ["--strategy=ddp", f"--main-port={free_port()}", str(PROGRAMS / "fabric_sum.py")]
+    ended = run_program(
+        [*CLI, "exec", sys.executable, *command, *others],
+        env=ENVIRONMENT,
+        seconds=SECONDS,
+    )
+    assert ended.code == 0, ended.err
+    lines = {line for line in ended.out.splitlines() if line.startswith("rank")}
+    assert lines == {f"rank {rank}: 3 by elastic_aio" for rank in (0, 1)}
+
+
+@needs_accelerate
+def test_notebook_launcher_runs_its_job_here() -> None:
+    """After `install()`, while an event loop runs."""
+    ended = run_program(
+        [sys.executable, str(PROGRAMS / "notebook_sum.py"), str(free_port())],
+        env=ENVIRONMENT,
+        seconds=SECONDS,
+    )
+    assert ended.code == 0, ended.err
+    lines = {line for line in ended.out.splitlines() if line.startswith("rank")}
+    assert lines == {f"rank {rank}: 21 by elastic_aio" for rank in (0, 1)}
 
 
 @needs_accelerate
