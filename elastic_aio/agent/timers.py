@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -46,6 +47,7 @@ class JobTimers:
         self._publish = publish
         self._table = TimerTable()
         self._descriptor = -1
+        self._status: os.stat_result | None = None
         self._records: Mapping[int, WorkerRecord] = {}
         self._attempt = 0
         self._has_reported = False
@@ -59,15 +61,15 @@ class JobTimers:
         """Make the pipe at a path, or in the temporary directory, and read from it.
 
         Raises:
-            HostError: the pipe cannot be made.
+            HostError: the pipe cannot be made, or another process reads from one there.
         """
         own = f"{tempfile.gettempdir()}/watchdog_timer_{os.urandom(16).hex()}"
         path = where if isinstance(where, str) else own
         try:
-            if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):
-                os.unlink(path)  # a launcher that was killed has left it
+            _remove_abandoned(path)
             os.mkfifo(path, 0o600)
             self.path = path
+            self._status = os.lstat(path)
             # Open for writing too: without a writer, a pipe is always at its end of file.
             self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -86,16 +88,20 @@ class JobTimers:
 
     def close_pipe(self) -> None:
         """Remove the pipe.  Idempotent."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._status is not None:
+            # Another launcher may have replaced the pipe; an inode number is free for another
+            # file only after the descriptor is closed.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.lstat(self.path), self._status):
+                    os.unlink(self.path)
+            self._status = None
+        self.path = ""
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
-        if self._alarm is not None:
-            self._alarm.cancel()
-        if self.path:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            self.path = ""
 
     async def aclose(self) -> None:
         """Remove the pipe and end all timers.
@@ -170,3 +176,21 @@ class JobTimers:
 
     def _record_of(self, pid: int) -> WorkerRecord | None:
         return next((record for record in self._records.values() if record.pid == pid), None)
+
+
+def _remove_abandoned(path: str) -> None:
+    """Remove a pipe that a launcher has left that was killed.
+
+    Raises:
+        OSError: a process reads from the pipe, or it cannot be removed.
+    """
+    if not (os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode)):
+        return
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # no reader
+            raise
+        os.unlink(path)
+    else:
+        raise FileExistsError(errno.EEXIST, "another process reads from it")

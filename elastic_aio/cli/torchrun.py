@@ -36,7 +36,7 @@ from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.stop import SignalSpec, StopPlan
-from elastic_aio.worker.context import TIMER_FILE
+from elastic_aio.worker.context import RUN_ID, TIMER_FILE
 from elastic_aio.worker.scripts import run_script
 
 
@@ -267,7 +267,9 @@ def _ranks(value: str) -> frozenset[int]:
 
 def timers_from(env: Mapping[str, str]) -> bool | str:
     """Return where the pipe of the timers is made: False for none."""
-    return env.get(_TIMERS_VARIABLE) == "1" and (env.get(TIMER_FILE) or True)
+    # In a worker the path is that of the pipe of its own job.
+    path = "" if RUN_ID in env else env.get(TIMER_FILE)
+    return env.get(_TIMERS_VARIABLE) == "1" and (path or True)
 
 
 def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:

@@ -15,6 +15,7 @@ from elastic_aio.errors import HostError
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
 """The local rank where LOCAL_RANK is virtual, and so 0."""
+RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 # Attributes by variable, for each type.
@@ -36,7 +37,7 @@ _OWN_NUMBERS = {"ELASTIC_AIO_ATTEMPT": "attempt", "ELASTIC_AIO_ROUND": "round"}
 _TEXTS = {
     "ROLE_NAME": "role",
     "MASTER_ADDR": "master_addr",
-    "TORCHELASTIC_RUN_ID": "run_id",
+    RUN_ID: "run_id",
 }
 _ALL = {**_NUMBERS, **_OWN_NUMBERS, **_TEXTS}
 _USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -154,6 +154,26 @@ async def test_where_the_pipe_is(tmp_path: Path) -> None:
         LaunchSpec(["true"], timers=3)  # type: ignore[arg-type]  # wrong on purpose
 
 
+async def test_the_pipe_of_another_launcher(tmp_path: Path) -> None:
+    """It is neither replaced while it is read from, nor removed at the end."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        problem = f"cannot make the pipe of the timers at {path}: another process reads from it"
+        with pytest.raises(HostError, match=f"^{problem}$"):
+            await launch(LaunchSpec(["true"], timers=str(path)))
+        assert os.path.samestat(path.stat(), os.fstat(reader))
+    finally:
+        os.close(reader)
+    path.unlink()
+    code = (
+        "import os; path = os.environ['TORCHELASTIC_TIMER_FILE']; os.unlink(path); open(path, 'w')"
+    )
+    await launch(LaunchSpec(python(code), timers=str(path)))
+    assert path.is_file()
+
+
 async def test_an_idle_pipe_wakes_no_one() -> None:
     """Without writers it is not at its end of file."""
     async with Agent(LaunchSpec(["sleep", "99"], timers=True)) as agent:
@@ -190,3 +210,22 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert ended.code == 137
     assert "traceback : timer 'step' expired after " in ended.err
     assert "timer 'step' of rank 0" in ended.err
+
+
+@pytest.mark.e2e
+def test_a_launcher_inside_a_worker(tmp_path: Path) -> None:
+    """It makes its own pipe, and the timers of the outer job work after its end."""
+    inner = tmp_path / "inner.py"
+    inner.write_text("from elastic_aio.worker import expires\nwith expires(60): pass\n")
+    outer = tmp_path / "outer.py"
+    outer.write_text(
+        "import os, subprocess, sys; from elastic_aio.worker import expires\n"
+        "path = os.environ['TORCHELASTIC_TIMER_FILE']; before = os.stat(path).st_ino\n"
+        "command = [sys.executable, '-m', 'elastic_aio', 'run', sys.argv[1]]\n"
+        "with expires(600): subprocess.run(command, check=True)\n"
+        "assert os.stat(path).st_ino == before\n"
+        "with expires(600): print('released')\n"
+    )
+    ended = run_cli(outer, inner, env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+    assert ended.code == 0, ended.err
+    assert "released" in ended.out
