@@ -29,16 +29,27 @@ P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 
-_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+# How many jobs each loop runs.
+_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.WeakKeyDictionary()
 
 
-def separate_in_forks(loop: asyncio.AbstractEventLoop) -> None:
-    """Give the copy of `loop` in each fork of this process an epoll set of its own.
+def separate_in_forks(until: asyncio.Future[None]) -> None:
+    """Give the copy of the loop in each fork of this process an epoll set of its own.
 
     A fork shares the set with its parent (epoll(7)).  If it closes its copy of the loop, as
-    `sys.exit` in a coroutine does, it would remove all that the parent waits for.
+    `sys.exit` in a coroutine does, it would remove all that the parent waits for.  A copy of
+    its own wakes up for nothing, so a fork can go on with the loop only after `until`.
     """
-    _loops.add(loop)
+    loop = until.get_loop()
+    _loops[loop] = _loops.get(loop, 0) + 1
+    until.add_done_callback(_share_with_forks)
+
+
+def _share_with_forks(done: asyncio.Future[None]) -> None:
+    loop = done.get_loop()
+    _loops[loop] -= 1
+    if not _loops[loop]:
+        del _loops[loop]
 
 
 def _separate_loops() -> None:

@@ -128,7 +128,7 @@ class Driver:
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )
-        separate_in_forks(asyncio.get_running_loop())
+        separate_in_forks(self.done)
         keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
         self._tasks.add(keeper)
         keeper.add_done_callback(self._tasks.discard)

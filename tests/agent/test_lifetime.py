@@ -180,6 +180,25 @@ def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
     until_sync(lambda: not leaked_processes())  # the guardian looks twice
 
 
+# Becomes a daemon after a job, as programs do that fork, and goes on with its loop.
+DAEMON = """
+import asyncio, os, sys, time, uvloop
+from elastic_aio import LaunchSpec, launch
+loop = (uvloop.new_event_loop if sys.argv[1] == "uvloop" else asyncio.SelectorEventLoop)()
+loop.run_until_complete(launch(LaunchSpec(["true"])))
+if fork := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
+loop.run_until_complete(loop.run_in_executor(None, time.sleep, 0.1))  # a thread wakes the loop
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_fork_after_the_job_goes_on_with_the_loop(loop: str) -> None:
+    with running([sys.executable, "-c", DAEMON, loop]) as program:
+        assert program.wait() == 7, program.err
+
+
 # Forks in a coroutine while a job runs; the fork leaves by `sys.exit`.
 FORKING = """
 import asyncio, os, sys, uvloop
