@@ -243,7 +243,9 @@ def _posix_spawn(spec: ChildSpec) -> int:
     if spec.cwd is not None:
         check_directory(spec)
         check_program(spec)
-        path, argv = "/usr/bin/env", ("env", "-C", spec.cwd, "--", *spec.argv)
+        # env takes a name with a "=" for a variable, wherever it stands: a shell executes it.
+        shell = ("/bin/sh", "-c", 'exec "$0" "$@"') if "=" in spec.argv[0] else ()
+        path, argv = "/usr/bin/env", ("env", "-C", spec.cwd, "--", *shell, *spec.argv)
     targets = {0: spec.stdin, 1: spec.stdout, 2: spec.stderr, **{fd: fd for fd in spec.pass_fds}}
     actions: list[tuple[Any, ...]] = []
     with ExitStack() as copies:

@@ -123,6 +123,19 @@ async def test_children_that_exit_at_once_have_the_right_status(
     ]
 
 
+async def test_a_program_may_have_an_equals_sign_in_its_path(
+    fitting_spawn: Spawner, devnull: int, tmp_path: Path
+) -> None:
+    """env(1) takes such a word for a variable."""
+    program = tmp_path / "lr=0.1" / "program"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nexit "$1"\n')
+    program.chmod(0o755)
+    for path in (str(program), "./lr=0.1/program"):
+        child = await fitting_spawn(spec_of(path, "7", to=devnull, cwd=str(tmp_path)))
+        assert (await end_of(child)).status == ExitStatus(code=7)
+
+
 async def test_a_killed_child_has_its_signal(spawn: Spawner, devnull: int) -> None:
     child = await spawn(spec_of("sleep", "99", to=devnull))
     assert repr(child) == f"<Child {child.pid}: running>"
