@@ -158,9 +158,10 @@ class TimerTable:
             del self._entries[key]
 
     def clear(self) -> None:
-        """Remove all timers: another attempt begins."""
+        """Remove all timers, and the begin of a line: another attempt begins."""
         self._entries.clear()
         self._heap.clear()
+        self._rest, self._is_skipping = b"", False
 
 
 def _lag(acquired: object, wall: float) -> float:

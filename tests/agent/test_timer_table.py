@@ -88,6 +88,11 @@ def test_the_processes_of_another_attempt() -> None:
     table.feed(request(), 100.0, WALL)
     table.clear()
     assert table.next_deadline is None
+    for unfinished in (b'{"pid": 7, "sco', b"x" * 5000):
+        table.feed(unfinished, 100.0, WALL)
+        table.clear()
+        table.feed(request(8), 100.0, WALL)
+        assert [timer.pid for timer in table.expire(200.0)] == [8]
 
 
 @pytest.mark.parametrize(
