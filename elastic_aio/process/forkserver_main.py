@@ -75,7 +75,9 @@ class _Server:
             for name in settings["preload"]:
                 __import__(name)
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
-            text = f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
+            from elastic_aio.worker.bootstrap import describe_error
+
+            text = f"preload: cannot import {name!r}: {describe_error(error)}"
             self._send("failed", text[:_TEXT_MAX])
             return
         # Workers begin in the first directory, and their exits are for this process.

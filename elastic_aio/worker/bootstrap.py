@@ -288,13 +288,11 @@ def _exited(error: SystemExit, result: int) -> int:
 
 
 def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
-    import traceback
-
     trace = interpreter.without_own_frames(error.__traceback__)
     # If all frames are of this package, they tell where it happened; a SyntaxError does itself.
     if trace is not None or isinstance(error, SyntaxError):
         error.__traceback__ = trace
-    stack = "".join(traceback.format_exception(error))
+    stack = format_error(error)
     is_exception = isinstance(error, Exception)
     message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
     content = (message, _abridge(stack, interpreter.TRACEBACK_MAX), time.time())
@@ -308,16 +306,14 @@ def _raised(error: BaseException, result: int, is_quiet: bool) -> int:
 
 
 def _unpicklable(value: object, error: BaseException, result: int) -> int:
-    import traceback
-
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    # "<class 'module.name'>"; not the attributes, which a metaclass may define.
+    name = type.__repr__(type(value))[len("<class '") : -len("'>")]
     rank = os.environ.get("RANK")
     function = "the function" if rank is None else f"the function of rank {rank}"
     reason = _text_of(error) if isinstance(error, Exception) else describe_error(error)
     message = f"{function} returned a {name}, which cannot be pickled: {reason}"
     message = _abridge(message, interpreter.MESSAGE_MAX)
-    stack = _abridge("".join(traceback.format_exception(error)), interpreter.TRACEBACK_MAX)
+    stack = _abridge(format_error(error), interpreter.TRACEBACK_MAX)
     # A part of the value may have been written.
     os.ftruncate(result, 0)
     _write_end(result, UNPICKLABLE, (message, stack, time.time()))
@@ -347,7 +343,20 @@ def _write_error_file(message: str, stack: str, timestamp: float) -> None:
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error."""
-    return f"{type(error).__name__}: {_text_of(error)}"
+    # Not the attribute, which a metaclass may define.
+    name = type.__dict__["__name__"].__get__(type(error))
+    return f"{name}: {_text_of(error)}"
+
+
+def format_error(error: BaseException) -> str:
+    """Return the traceback of an error; without notes and causes if these cannot be formatted."""
+    import traceback
+
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # noqa: BLE001  # a user's properties can do anything
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"Traceback (most recent call last):\n{frames}{describe_error(error)}\n"
 
 
 def _abridge(text: str, limit: int) -> str:

@@ -28,6 +28,8 @@ _SIGINT = 2
 _FLUSH_FAILED = 120  # CPython's exit code when the standard streams cannot be flushed
 _PID = os.getpid()
 _failed: list[object] = []  # files that could not be written out
+_busy: list[object] = []  # buffers in which another thread stays
+_BUSY_S = 1.0  # CPython waits as long for such a buffer at its end
 _OWN = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -193,9 +195,54 @@ def _write_out_files() -> None:
     from _io import _IOBase
 
     files: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), _IOBase)]
+    if len(sys._current_frames()) > 1:
+        _find_busy(files)
     # From the outermost layer to the innermost one.
     for file in sorted(files, key=_layer):
-        _try(_write_out, file)
+        if not (_busy and any(layer is one for layer in _layers(file) for one in _busy)):
+            _try(_write_out, file)
+
+
+def _find_busy(files: list[Any]) -> None:
+    """Find the buffers whose lock another thread holds: to wait for it could last for ever."""
+    import _thread
+    import time
+    from _io import BufferedRandom, BufferedWriter
+
+    def probe(file: Any, is_free: _thread.LockType) -> None:
+        kind = BufferedWriter if isinstance(file, BufferedWriter) else BufferedRandom
+        try:
+            kind.write(file, b"")  # takes the lock, and writes nothing
+        except BaseException:  # noqa: BLE001  # it is closed; a user's `closed` can do anything
+            pass
+        is_free.release()
+
+    probes: list[tuple[Any, _thread.LockType]] = []
+    for file in files:
+        is_buffer = isinstance(file, (BufferedWriter, BufferedRandom))
+        if not is_buffer or any(file is one for one in _busy) or _is_regular(file):
+            continue
+        probes.append((file, _thread.allocate_lock()))
+        probes[-1][1].acquire()
+        _thread.start_new_thread(probe, probes[-1])
+    deadline = time.monotonic() + _BUSY_S
+    for file, is_free in probes:
+        if not is_free.acquire(timeout=max(0, deadline - time.monotonic())):
+            _busy.append(file)
+
+
+def _layers(file: object) -> list[object]:
+    """Return a file and the files that it writes to."""
+    import gc
+    from _io import _IOBase
+
+    found = [file]
+    for layer in found:
+        referents = gc.get_referents(layer)
+        for item in [*referents, *gc.get_referents(*(r for r in referents if type(r) is dict))]:
+            if issubclass(type(item), _IOBase) and not any(item is one for one in found):
+                found.append(item)
+    return found
 
 
 def _layer(file: Any) -> int:
@@ -217,18 +264,18 @@ def _write_out(file: Any) -> None:
         return  # its buffer is detached
     if type(file).__module__ != "_io":
         file.close()  # it may add an end, as gzip does
-    elif len(sys._current_frames()) == 1 or not _may_block(file):
+    elif len(sys._current_frames()) == 1 or _is_regular(file) is not False:
         _flush(file)
 
 
-def _may_block(file: Any) -> bool:
-    """Whether another thread may write to a pipe that nothing reads, and hold the file's lock."""
+def _is_regular(file: Any) -> bool | None:
+    """Whether a write soon returns, although nothing reads; None if the file has no descriptor."""
     import stat
 
     try:
-        return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except OSError:
-        return False  # in memory, or above Python code
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except Exception:  # noqa: BLE001  # in memory, or above Python code
+        return None
 
 
 def _flush_c_streams() -> None:

@@ -6,14 +6,13 @@ import functools
 import inspect
 import os
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import WorkerError
 from elastic_aio.text import abridge
-from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler
+from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler, format_error
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
@@ -63,8 +62,8 @@ class _Recording:
         if path and isinstance(error, Exception):
             try:
                 _record(error, path)
-            except OSError:
-                pass  # a full disk must not replace the exception that is being raised
+            except Exception:  # noqa: BLE001  # as for a full disk
+                pass  # no other exception may replace the one that is being raised
         return isinstance(error, SystemExit) and error.code == 0
 
 
@@ -81,5 +80,5 @@ def _record(error: Exception, path: str) -> None:
 def worker_error(error: BaseException, path: str) -> WorkerError:
     """Return an exception, raised now, as the content of the error file at `path`."""
     message = abridge(describe_error(error), MESSAGE_MAX)
-    stack = abridge("".join(traceback.format_exception(error)), TRACEBACK_MAX)
+    stack = abridge(format_error(error), TRACEBACK_MAX)
     return WorkerError(message, stack, time.time(), path)

@@ -109,6 +109,7 @@ async def test_a_function_that_has_raised_and_is_stopped(method: Any) -> None:
 ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, bool]] = [
     (functions.raise_error, (), ExitStatus(1), "ValueError: boom", True),
     (functions.raise_odd, (), ExitStatus(1), "OddError: <str() failed>", True),
+    (functions.raise_bad_notes, (), ExitStatus(1), "BadNotesError: text", True),
     (functions.raise_base, (), ExitStatus(1), "OwnBase: deep", False),
     (functions.leave, (3,), ExitStatus(3), "", False),
     (functions.leave, (True,), ExitStatus(1), "", False),

@@ -333,6 +333,22 @@ async def test_a_server_that_cannot_answer(
         await server.aclose()
 
 
+async def test_a_module_that_fails_without_a_text(
+    devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "odd.py").write_text("from tests.support import functions\nfunctions.raise_odd()")
+    server = server_of(devnull, ("odd",))
+    method = StartMethod("forkserver", server, devnull)
+    with method.opened:
+        async with asyncio.timeout(GUARD):
+            with pytest.raises(
+                SpawnError, match=r"cannot import 'odd': OddError: <str\(\) failed>$"
+            ):
+                await method.start(functions.give)
+        await server.aclose()
+
+
 @pytest.mark.parametrize("size", [100_000, 1_000_000])
 async def test_a_module_that_fails_with_a_long_text(
     size: int, devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

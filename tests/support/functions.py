@@ -59,6 +59,19 @@ class OddError(Exception):
         raise ZeroDivisionError
 
 
+class BadNotesError(Exception):
+    """An exception that `traceback` cannot format."""
+
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # that is the mistake
+        raise ZeroDivisionError
+
+
+def raise_bad_notes() -> None:
+    """Raise an error that cannot be formatted."""
+    raise BadNotesError("text")
+
+
 def raise_error_or_sleep(text: str) -> None:
     """Raise an error; with an empty text, sleep until a signal ends the process."""
     if text:

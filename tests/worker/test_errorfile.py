@@ -27,6 +27,7 @@ from elastic_aio.worker.errorfile import (
     write_error_file,
 )
 from elastic_aio.worker.recorder import record, worker_error
+from tests.support import functions
 
 ROOT = Path(__file__).parent.parent.parent
 NOW = 1_700_000_000.25
@@ -64,6 +65,18 @@ def test_the_format_is_torchs(tmp_path: Path) -> None:
     assert "in raised" in message["extraInfo"]["py_callstack"]
     assert message["extraInfo"]["timestamp"] == str(int(message["extraInfo"]["timestamp"]))
     assert abs(float(message["extraInfo"]["timestamp"]) - path.stat().st_mtime) < 2
+
+
+def test_an_error_that_cannot_be_formatted_is_recorded(error_file: Path) -> None:
+    """With its frames; and it is raised again."""
+    with pytest.raises(functions.BadNotesError):
+        record(functions.raise_bad_notes)()
+    written = read(error_file)
+    assert written is not None
+    assert written.message == "BadNotesError: text"
+    assert written.traceback is not None
+    assert "in raise_bad_notes\n" in written.traceback
+    assert written.traceback.endswith("\nBadNotesError: text\n")
 
 
 def test_an_error_file_survives_a_round_trip(tmp_path: Path) -> None:

@@ -62,6 +62,36 @@ threading.Thread(target=pipe.write, args=[bytes(1 << 20)], daemon=True).start()
 while not os.read(reader, 1):
     pass
 """
+# The same below a layer of Python code, and above one.
+OTHER_THREAD_BELOW = """
+import gzip, io, os, sys, threading, time
+zipped = gzip.open(sys.argv[1] + "/zipped", "wt"); zipped.write("zipped")
+reader, writer = os.pipe()
+pipe = gzip.GzipFile(fileobj=open(writer, "wb"), mode="wb")
+def write_much():
+    while True:
+        pipe.write(os.urandom(1 << 17))
+        pipe.flush()
+threading.Thread(target=write_much, daemon=True).start()
+os.read(reader, 1)
+"""
+OTHER_THREAD_ABOVE = """
+import gzip, io, sys, threading
+zipped = gzip.open(sys.argv[1] + "/zipped", "wt"); zipped.write("zipped")
+is_writing = threading.Event()
+class Raw(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, data):
+        is_writing.set()
+        threading.Event().wait()
+text = io.TextIOWrapper(io.BufferedWriter(Raw()))
+def write_some():
+    text.write("text")
+    text.flush()
+threading.Thread(target=write_some, daemon=True).start()
+is_writing.wait()
+"""
 RAISING_HOOK = """
 import sys
 def hook(*details):
@@ -138,6 +168,14 @@ def test_a_thread_in_a_write_delays_no_end(options: list[str], tmp_path: Path) -
     _, (worker, found) = run_both(tmp_path, options, OTHER_THREAD)
     assert worker.code == 0
     assert found["text"] == b"text"
+
+
+@pytest.mark.parametrize("code", [OTHER_THREAD_BELOW, OTHER_THREAD_ABOVE])
+def test_a_thread_in_another_layer_delays_no_end(code: str, tmp_path: Path) -> None:
+    """Other files are written out, with the ends that their layers add."""
+    _, (worker, found) = run_both(tmp_path, ["--run-path"], code)
+    assert worker.code == 0
+    assert found["zipped"] == b"zipped"
 
 
 @pytest.mark.parametrize("options", OPTIONS)
