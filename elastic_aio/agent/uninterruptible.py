@@ -1,4 +1,4 @@
-"""Workers in an uninterruptible system call (state D of proc_pid_stat(5)) for too long.
+"""Workers in an uninterruptible system call (state D of proc_pid_status(5)) for too long.
 
 Such a call waits for a device or a file server, and no signal ends it.  The worker holds
 what another attempt would need, so the job fails.
@@ -48,13 +48,17 @@ class StuckWatch:
             await cancel_and_wait([self._task])
 
     async def _run(self, records: Mapping[int, WorkerRecord], timeout: float) -> None:
-        since: dict[int, float] = {}
+        waits: dict[int, tuple[float, list[bytes]]] = {}
         while True:
             now = time.monotonic()
             for record in [*records.values()]:
-                if record.exit is not None or not _is_uninterruptible(record.pid):
-                    since.pop(record.pid, None)
-                elif now - since.setdefault(record.pid, now) >= timeout:
+                wait = None if record.exit is not None else _uninterruptible_wait(record.pid)
+                since, former = waits.get(record.pid, (now, None))
+                if wait is None:
+                    waits.pop(record.pid, None)
+                elif wait != former:  # many short calls are no long one
+                    waits[record.pid] = now, wait
+                elif now - since >= timeout:
                     self.failure = self._make_failure(record, timeout)
                     self._on_stuck(self.failure)
                     return
@@ -75,10 +79,16 @@ class StuckWatch:
         )
 
 
-def _is_uninterruptible(pid: int) -> bool:
+def _uninterruptible_wait(pid: int) -> list[bytes] | None:
+    """Return what is the same while the main thread is in one wait; None: in no state D.
+
+    These are its counts of context switches, by which the kernel finds hung tasks too.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # After the name, which may hold anything.
-            return file.read().rpartition(b")")[2].split()[:1] == [b"D"]
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
     except OSError:
-        return False
+        return None
+    if not any(line.startswith(b"State:\tD") for line in lines):
+        return None
+    return [line for line in lines if b"voluntary_ctxt_switches:" in line]

@@ -1,0 +1,51 @@
+"""The watch for workers in an uninterruptible system call."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_aio.agent import uninterruptible
+from elastic_aio.agent.uninterruptible import StuckWatch
+from elastic_aio.outcome import Failure
+
+
+async def test_many_short_calls_are_no_long_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A worker that has been switched to between two looks makes progress."""
+    looks = 0
+    has_stopped = False
+    stuck: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+    progressed = asyncio.Event()
+    status = tmp_path / "status"
+
+    def show(path: str, mode: str) -> Any:
+        nonlocal looks
+        assert path in ("/proc/7/status", "/proc/7/stat")
+        looks += not has_stopped
+        if looks >= 50:
+            progressed.set()
+        counts = f"voluntary_ctxt_switches:\t{looks}\nnonvoluntary_ctxt_switches:\t3\n"
+        fields = "7 (x) D 1\n" if path.endswith("stat") else f"State:\tD (disk sleep)\n{counts}"
+        status.write_text(fields)
+        return status.open(mode)
+
+    monkeypatch.setattr(uninterruptible, "open", show, raising=False)
+    ranks = SimpleNamespace(rank=0, local_rank=0)
+    record: Any = SimpleNamespace(pid=7, exit=None, ranks=ranks)
+    watch = StuckWatch("host", stuck.set_result)
+    watch.start({0: record}, 0.01)
+    try:
+        waiting = asyncio.ensure_future(progressed.wait())
+        futures: list[asyncio.Future[Any]] = [waiting, stuck]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        assert not stuck.done()
+        has_stopped = True
+        assert (await stuck).pid == 7
+    finally:
+        await watch.aclose()
+        waiting.cancel()
