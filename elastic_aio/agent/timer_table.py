@@ -56,6 +56,7 @@ class TimerTable:
         self.rejected = ""
         """Why something in the pipe was left out; empty if nothing was."""
         self._entries: dict[tuple[int, str], _Entry] = {}
+        self._scopes: dict[int, set[str]] = {}
         self._heap: list[tuple[float, int, tuple[int, str]]] = []
         self._serial = 0
         self._rest = b""
@@ -105,7 +106,7 @@ class TimerTable:
             return
         key = pid, scope[:_SCOPE_MAX]
         if expiration < 0:
-            self._entries.pop(key, None)
+            self._remove(key)
         elif len(self._entries) >= _TIMERS_MAX and key not in self._entries:
             self.rejected = f"more than {_TIMERS_MAX} timers"
         else:
@@ -115,12 +116,22 @@ class TimerTable:
     def _acquire(self, key: tuple[int, str], acquired: float, deadline: float, number: int) -> None:
         self._serial += 1
         self._entries[key] = _Entry(self._serial, acquired, deadline, number)
+        self._scopes.setdefault(key[0], set()).add(key[1])
         heapq.heappush(self._heap, (deadline, self._serial, key))
         if len(self._heap) > 2 * len(self._entries) + 64:  # mostly released timers
             self._heap = [
                 (entry.deadline, entry.serial, key) for key, entry in self._entries.items()
             ]
             heapq.heapify(self._heap)
+
+    def _remove(self, key: tuple[int, str]) -> _Entry | None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            scopes = self._scopes[key[0]]
+            scopes.remove(key[1])
+            if not scopes:
+                del self._scopes[key[0]]
+        return entry
 
     @property
     def next_deadline(self) -> float | None:
@@ -132,34 +143,37 @@ class TimerTable:
             heapq.heappop(self._heap)
         return None
 
-    def expire(self, now: float) -> list[ExpiredTimer]:
-        """Remove and return the timers that have expired by `now`.
+    def expire(self, now: float, limit: int = _TIMERS_MAX) -> list[ExpiredTimer]:
+        """Remove and return the timers that have expired by `now`, `limit` at most.
 
         Of each process it is one, the earliest that has a signal; its other timers are
         removed too.
         """
         due: dict[int, list[tuple[str, _Entry]]] = {}
-        while (deadline := self.next_deadline) is not None and deadline <= now:
+        for _ in range(limit):
+            if (deadline := self.next_deadline) is None or deadline > now:
+                break
             _, _, key = heapq.heappop(self._heap)
-            due.setdefault(key[0], []).append((key[1], self._entries.pop(key)))
+            if (entry := self._remove(key)) is not None:
+                due.setdefault(key[0], []).append((key[1], entry))
         expired = []
         for pid, timers in due.items():
             scope, entry = next((timer for timer in timers if timer[1].signal > 0), timers[0])
-            limit = entry.deadline - entry.acquired
-            age = now - entry.acquired
-            expired.append(ExpiredTimer(pid, one_line(scope), age, limit, max(entry.signal, 0)))
+            age, allowed = now - entry.acquired, entry.deadline - entry.acquired
+            expired.append(ExpiredTimer(pid, one_line(scope), age, allowed, max(entry.signal, 0)))
             if entry.signal > 0:
                 self.forget(pid)
         return expired
 
     def forget(self, pid: int) -> None:
         """Remove the timers of a process."""
-        for key in [key for key in self._entries if key[0] == pid]:
-            del self._entries[key]
+        for scope in self._scopes.pop(pid, ()):
+            del self._entries[pid, scope]
 
     def clear(self) -> None:
         """Remove all timers, and the begin of a line: another attempt begins."""
         self._entries.clear()
+        self._scopes.clear()
         self._heap.clear()
         self._rest, self._is_skipping = b"", False
 

@@ -25,6 +25,8 @@ from elastic_aio.process import proc_scan
 from elastic_aio.process.tree import ProcessTree
 
 _CHUNK = 1 << 16
+_EXPIRED_MAX = 256
+"""How many timers expire in one turn of the event loop."""
 
 
 class JobTimers:
@@ -52,7 +54,8 @@ class JobTimers:
         self._attempt = 0
         self._has_reported = False
         self._alarm: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._below: list[ExpiredTimer] = []
+        self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<JobTimers at {self.path or 'no pipe'}, {self._table!r}>"
@@ -109,8 +112,8 @@ class JobTimers:
         Idempotent; safe to call again after cancellation.
         """
         self.close_pipe()
-        if self._tasks:
-            await cancel_and_wait(self._tasks)
+        if self._task is not None:
+            await cancel_and_wait([self._task])
 
     def _on_readable(self) -> None:
         try:
@@ -133,27 +136,35 @@ class JobTimers:
 
     def _on_alarm(self) -> None:
         self._on_readable()  # a release may be in the pipe since before the deadline
-        for timer in self._table.expire(self._clock.now()):
-            task = create_task(self._end_process(timer), name=f"timer of {timer.pid}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        for timer in self._table.expire(self._clock.now(), _EXPIRED_MAX):
+            record = self._record_of(timer.pid)
+            if record is None:
+                self._below.append(timer)
+            elif record.exit is None:
+                self._end(timer, record, None)
+        if self._below and (self._task is None or self._task.done()):
+            self._task = create_task(self._end_below(), name="timers below the workers")
         self._set_alarm()
 
-    async def _end_process(self, timer: ExpiredTimer) -> None:
-        record = self._record_of(timer.pid)
-        process: proc_scan.ProcEntry | None = None
-        if record is None:
+    async def _end_below(self) -> None:
+        """End the processes below the workers; one scan is for all that wait for one."""
+        while self._below:
+            timers, self._below = self._below, []
             processes = {entry.pid: entry for entry in await self._tree.descendants() or ()}
-            process = processes.get(timer.pid)
-            if process is None:
-                return  # it has ended, or is none of ours
-            record = self._record_of(process.session)
-            ancestor: proc_scan.ProcEntry | None = process
-            while record is None and ancestor is not None:
-                record = self._record_of(ancestor.parent)
-                ancestor = processes.get(ancestor.parent)
-        elif record.exit is not None:
-            return
+            for timer in timers:
+                process = processes.get(timer.pid)
+                if process is None:
+                    continue  # it has ended, or is none of ours
+                record = self._record_of(process.session)
+                ancestor: proc_scan.ProcEntry | None = process
+                while record is None and ancestor is not None:
+                    record = self._record_of(ancestor.parent)
+                    ancestor = processes.get(ancestor.parent)
+                self._end(timer, record, process)
+
+    def _end(
+        self, timer: ExpiredTimer, record: WorkerRecord | None, process: proc_scan.ProcEntry | None
+    ) -> None:
         if record is not None:
             times = f"{round(timer.age, 2):g} s (limit {round(timer.limit, 2):g} s)"
             record.expired_timer = f"timer {timer.scope!r} expired after {times}"

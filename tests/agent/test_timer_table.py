@@ -81,6 +81,27 @@ def test_one_timer_of_each_process_expires() -> None:
     assert [timer.pid for timer in table.expire(200.0)] == [8]
 
 
+def test_many_timers_expire_in_parts() -> None:
+    """One process costs the same among many as among few."""
+    table = table_of(*(request(pid, after=float(pid)) for pid in range(1, 9)))
+    assert [timer.pid for timer in table.expire(200.0, limit=3)] == [1, 2, 3]
+    assert table.next_deadline == pytest.approx(104.0)
+    assert [timer.pid for timer in table.expire(200.0)] == [4, 5, 6, 7, 8]
+
+    class Counted(dict[Any, Any]):
+        looked = 0
+
+        def __iter__(self) -> Any:
+            for key in super().__iter__():
+                Counted.looked += 1
+                yield key
+
+    table = table_of(*(request(pid) for pid in range(1, 200)))
+    table._entries = Counted(table._entries)
+    assert len(table.expire(200.0)) == 199
+    assert Counted.looked == 0
+
+
 def test_the_processes_of_another_attempt() -> None:
     table = table_of(request(7), request(8))
     table.forget(7)

@@ -15,6 +15,7 @@ import pytest
 
 from elastic_aio import Agent, HostError, JobFailed, LaunchSpec, SpecError, launch
 from elastic_aio.events import Event, TimerExpired, TimerRejected
+from elastic_aio.process.tree import ProcessTree
 from elastic_aio.worker import expires
 from tests.support.cli import run_cli
 
@@ -172,6 +173,32 @@ async def test_the_pipe_of_another_launcher(tmp_path: Path) -> None:
     )
     await launch(LaunchSpec(python(code), timers=str(path)))
     assert path.is_file()
+
+
+async def test_many_timers_that_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One scan is for all of an alarm; the timer of the worker works."""
+    scans = 0
+    descendants = ProcessTree.descendants
+
+    async def count(tree: ProcessTree, *args: Any) -> Any:
+        nonlocal scans
+        scans += 1
+        return await descendants(tree, *args)
+
+    monkeypatch.setattr(ProcessTree, "descendants", count)
+    code = (
+        "import json, os, time\n"
+        "lines = [json.dumps({'pid': pid, 'scope_id': 's', 'expiration_time': 1, 'signal': 9})\n"
+        "         for pid in [*range(4_000_000, 4_000_300), os.getpid()]]\n"
+        "with open(os.environ['TORCHELASTIC_TIMER_FILE'], 'w') as pipe:\n"
+        "    print(*lines, sep='\\n', end='\\n', file=pipe)\n"
+        "time.sleep(99)\n"
+    )
+    _, error = await run_job(python(code))
+    assert error is not None
+    assert error.root_cause is not None
+    assert "timer 's' expired" in error.root_cause.message
+    assert scans < 50
 
 
 async def test_an_idle_pipe_wakes_no_one() -> None:
