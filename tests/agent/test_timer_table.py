@@ -96,7 +96,8 @@ def test_many_timers_expire_in_parts() -> None:
                 Counted.looked += 1
                 yield key
 
-    table = table_of(*(request(pid) for pid in range(1, 200)))
+    # Those that do not expire are what a search would look at.
+    table = table_of(*(request(pid, after=5.0 + 500 * (pid > 199)) for pid in range(1, 400)))
     table._entries = Counted(table._entries)
     assert len(table.expire(200.0)) == 199
     assert Counted.looked == 0
