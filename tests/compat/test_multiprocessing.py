@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -362,6 +363,8 @@ def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
     assert context.sentinels == {}
     assert [process.exitcode for process in context.processes] == [0, 0]
     assert context.join()
+    del context
+    gc.collect()
 
 
 def test_join_times_out_and_raises(tmp_path: Path) -> None:

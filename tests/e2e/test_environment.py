@@ -100,7 +100,7 @@ def test_few_processes(limit: int) -> None:
     ended = run_program(
         [*argv, "run", "--nproc-per-node", "3", "--no-python", "true"],
         cwd="/",
-        env={"TMPDIR": "/tmp"},
+        env={"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"},
     )
     check_one_clear_line(ended, 0, 1)
     if ended.code:

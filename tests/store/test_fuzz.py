@@ -130,7 +130,7 @@ async def fuzz(server: StoreServer, dropped: list[Dropped]) -> None:
     failures: list[dict[str, object]] = []
     loop.set_exception_handler(lambda _, context: failures.append(context))
     sent, began, first = 0, time.monotonic(), 0
-    while sent < COUNT or (not COUNT and (time.monotonic() - began < SECONDS or sent < 4000)):
+    while sent < COUNT or (not COUNT and (time.monotonic() - began < SECONDS or sent < 20_000)):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         try:
             for chunk in batches(dice):
