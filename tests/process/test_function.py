@@ -28,6 +28,7 @@ from elastic_aio.process.forkserver import ForkServer
 from elastic_aio.worker import bootstrap
 from tests.support import functions
 from tests.support.children import until
+from tests.support.leaks import leaked_processes
 
 pytestmark = pytest.mark.both_loops
 
@@ -389,6 +390,8 @@ async def test_a_worker_whose_pidfd_does_not_arrive(
         other = await method.start(functions.leave_hard, 4)
         assert (await end_of(other)).status == ExitStatus(code=4)
         await server.aclose()
+    # The refused worker ends when it notices that its server has gone.
+    await until(lambda: not leaked_processes(), "the end of the refused worker")
 
 
 async def test_a_cancelled_start_leaves_no_child(devnull: int) -> None:
