@@ -54,8 +54,8 @@ import msgspec
 from elastic_aio import Backoff, RestartPolicy
 from elastic_aio.cli import entry, torchrun
 parse = torchrun.parse_run
-def parse_with_policy(argv, env):
-    request = parse(argv, env)
+def parse_with_policy(*args, **options):
+    request = parse(*args, **options)
     return msgspec.structs.replace(request, spec=request.spec.replace(restart=POLICY))
 torchrun.parse_run = parse_with_policy
 raise SystemExit(entry())
