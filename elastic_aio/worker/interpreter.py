@@ -161,7 +161,7 @@ def _flush(file: Any) -> None:
         return
     try:
         file.flush()
-    except BaseException:
+    except BaseException:  # a stream of the program can raise anything; passed on
         _failed.append(file)
         raise
 

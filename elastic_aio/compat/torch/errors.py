@@ -70,7 +70,7 @@ class ProcessFailure:
                     self.error_file_data = json.load(file)
                 self.message = self.error_file_data["message"]
                 self.timestamp = _timestamp(self.error_file_data)
-            except Exception:
+            except Exception:  # any content is possible; logged as torch does, and passed on
                 logger.exception("Failed to parse reply file: %s", self.error_file)
                 raise
         else:

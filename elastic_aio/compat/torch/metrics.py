@@ -153,7 +153,7 @@ def _wrap(fn: Profiled, group: str) -> Profiled:
         try:
             result = fn(*args, **kwargs)
             put_metric(f"{key}.success", 1, group)
-        except Exception:
+        except Exception:  # each error of the function counts, and is passed on
             put_metric(f"{key}.failure", 1, group)
             raise
         finally:

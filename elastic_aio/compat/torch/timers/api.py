@@ -104,7 +104,7 @@ class TimerServer(ABC):
         """End a worker; return False if that is to be tried again."""
         try:
             return self._reap_worker(worker_id)
-        except Exception:
+        except Exception:  # of a subclass: the timers of other workers must still expire
             logger.exception("cannot end worker_id=[%s], whose timers are removed", worker_id)
             return True
 
@@ -115,7 +115,7 @@ class TimerServer(ABC):
         while not self._stop_signaled:
             try:
                 self._run_watchdog()
-            except Exception:
+            except Exception:  # of a subclass: the thread goes on, as torch's does
                 logger.exception("Error running watchdog")
 
     def _run_watchdog(self) -> None:

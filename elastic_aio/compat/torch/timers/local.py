@@ -114,7 +114,7 @@ def send_signal(pid: int, number: int) -> bool:
         os.kill(pid, number)
     except ProcessLookupError:
         logger.info("Process with pid=%s does not exist. Skipping", pid)
-    except Exception:
+    except Exception:  # a pid of any type and size: logged, and tried again, as torch does
         logger.exception("Error terminating pid=%s", pid)
         return False
     return True
