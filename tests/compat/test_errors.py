@@ -21,6 +21,7 @@ from elastic_aio.compat.torch.errors import (
     record,
 )
 from elastic_aio.errors import JobFailed
+from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from tests.support.children import shell
 
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
@@ -54,6 +55,27 @@ def test_a_failure_with_an_error_file(tmp_path: Path) -> None:
         0, 7, 1, written(tmp_path / "t.json", {"message": "text", "timestamp": "9"})
     )
     assert (text.message, text.timestamp) == ("text", 9)
+
+
+@pytest.mark.parametrize(("time", "expected"), [(10.0, 10), (11.9, 10), (30.5, 30), (5.5, 5)])
+def test_the_time_of_an_error_file_counts_if_it_can_be_true(
+    tmp_path: Path, time: float, expected: int
+) -> None:
+    """The file was written up to a second after its own time, which has whole seconds."""
+    path = failed(tmp_path / "e.json").error_file
+    made = ProcessFailure.from_failure(
+        Failure(
+            rank=0,
+            local_rank=0,
+            pid=7,
+            host="h",
+            status=ExitStatus(1),
+            time=time,
+            order=0,
+            error=WorkerError("ValueError: boom", None, time, path),
+        )
+    )
+    assert made.timestamp == expected
 
 
 def test_a_failure_without_an_error_file() -> None:

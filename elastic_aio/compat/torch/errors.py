@@ -91,7 +91,10 @@ class ProcessFailure:
             made = cls(*arguments, "")
         if made.error_file == _NOT_AVAILABLE:
             made._take(failure)
-        made.timestamp = int(failure.time)
+        # The file's time is in whole seconds, and may be older than the file's modification by
+        # the time of the writing.  Another difference says that the file's time is wrong.
+        if not 0 <= failure.time - made.timestamp < 2:
+            made.timestamp = int(failure.time)
         made.host = failure.host
         return made
 
