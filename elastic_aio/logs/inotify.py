@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-_IN_MODIFY = 0x2
+IN_MODIFY = 0x2
+IN_OPEN = 0x20
+_EVENTS = IN_MODIFY | IN_OPEN
 _POLL_S = 0.05
 
 # Rate limit: after so many wake-ups in a window of seconds, the watch of a file that
@@ -24,11 +26,14 @@ _REST_S = 0.01
 
 
 class InotifyWatcher:
-    """Calls back with the watched files that have grown; must be closed."""
+    """Calls back with the watched files that may have grown; must be closed."""
 
-    def __init__(self, on_grown: Callable[[list[int], bool], None]) -> None:
-        """Call `on_grown` with tokens of files, and whether the kernel has reported writes."""
-        self._on_grown = on_grown
+    def __init__(self, on_events: Callable[[Mapping[int, int]], None]) -> None:
+        """Call `on_events` with the events of files, by token.
+
+        An event is `IN_MODIFY`, `IN_OPEN` or both; 0 if the kernel reports none for a file.
+        """
+        self._on_events = on_events
         self._loop = asyncio.get_running_loop()
         self._paths: dict[int, str] = {}  # token -> file
         self._tokens: dict[int, int] = {}  # watch descriptor -> token
@@ -61,8 +66,8 @@ class InotifyWatcher:
 
     def read_events(self) -> None:
         """Call back with what the kernel has reported by now."""
-        if self._descriptor >= 0 and (grown := self._read()):
-            self._on_grown(grown, True)
+        if self._descriptor >= 0 and (events := self._read()):
+            self._on_events(events)
 
     def close(self) -> None:
         """Stop watching all files.  Idempotent."""
@@ -79,7 +84,7 @@ class InotifyWatcher:
         handle = -1
         if self._descriptor >= 0:
             path = os.fsencode(self._paths[token])
-            handle = self._libc.inotify_add_watch(self._descriptor, path, _IN_MODIFY)
+            handle = self._libc.inotify_add_watch(self._descriptor, path, _EVENTS)
         if handle >= 0:
             self._tokens[handle] = token
             self._handles[token] = handle
@@ -97,15 +102,15 @@ class InotifyWatcher:
         if now >= self._window_end:
             self._window_end, self._wakes = now + _WINDOW_S, 0
         self._wakes += 1
-        grown = self._read()
-        if self._wakes > _WAKES_MAX and grown:
+        events = self._read()
+        if self._wakes > _WAKES_MAX and events:
             if not self._resting:
                 self._loop.call_later(_REST_S, self._end_rest)
-            self._resting.update(grown)
-            for token in grown:
+            self._resting.update(events)
+            for token in events:
                 self._unsubscribe(token)
-        if grown:
-            self._on_grown(grown, True)
+        if events:
+            self._on_events(events)
 
     def _end_rest(self) -> None:
         # Subscribe before the callback: what is written in between is reported twice, and
@@ -114,23 +119,27 @@ class InotifyWatcher:
         for token in resting:
             self._subscribe(token)
         if resting:
-            self._on_grown(list(resting), False)
+            self._on_events(dict.fromkeys(resting, 0))
 
-    def _read(self) -> list[int]:
-        """Return the tokens of the files that the queued events name."""
+    def _read(self) -> dict[int, int]:
+        """Return the queued events by token."""
         try:
             content = os.read(self._descriptor, 65536)
         except BlockingIOError:
-            return []
+            return {}
         except OSError:  # no memory: the events are lost, and any file may have grown
-            return list(self._handles)
-        # inotify(7): an event has four integers, the first of which is the watch; a name
-        # follows only for watched directories.
-        handles = set(memoryview(content).cast("i").tolist()[::4])
-        if -1 in handles:  # IN_Q_OVERFLOW: any file may have grown
-            return list(self._handles)
-        # Events of a watch that was just removed have no token.
-        return [self._tokens[handle] for handle in handles if handle in self._tokens]
+            return dict.fromkeys(self._handles, _EVENTS)
+        # inotify(7): an event has four integers, of which the first is the watch and the
+        # second is the event; a name follows only for watched directories.
+        integers = memoryview(content).cast("i").tolist()
+        events: dict[int, int] = {}
+        for handle, event in zip(integers[::4], integers[1::4], strict=True):
+            if handle < 0:  # IN_Q_OVERFLOW: any file may have grown
+                return dict.fromkeys(self._handles, _EVENTS)
+            # Events of a watch that was just removed have no token.
+            if (token := self._tokens.get(handle)) is not None:
+                events[token] = events.get(token, 0) | event
+        return events
 
     def _poll_later(self) -> None:
         if self._timer is None:
@@ -139,5 +148,5 @@ class InotifyWatcher:
     def _poll(self) -> None:
         self._timer = None
         if self._polled:
-            self._on_grown(list(self._polled), False)
+            self._on_events(dict.fromkeys(self._polled, 0))
             self._poll_later()

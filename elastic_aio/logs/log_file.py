@@ -4,10 +4,13 @@
 file begins with that text.  The kernel does not report it: a file that was truncated and
 written again can be shorter than before, longer, or of the same size.  Each read therefore
 compares the bytes before its offset with the ones that were there; if they differ, the
-file was truncated.  A short file of the same bytes and size was written again if the time
-of its last change differs, and stays so: write(2) changes the time before the size.  The
-kernel must also have reported a write since: `touch`, and a write that fails, change the
-time only.
+file was truncated.
+
+A short file of the same bytes and size was opened anew and written again if the kernel has
+reported both, and the time of its last change differs, and stays so: write(2) changes the
+time before the size.  None of the three suffices: `touch` opens a file and changes its time,
+and so does a write that fails; ftruncate(2) and fallocate(2) to the size that the file has
+are reported as writes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ class LogFile:
         self._descriptor = descriptor
         self._before = b""  # the last bytes before the offset of the next read
         self._modified_at: int | None = None  # when it had the size that was read last
-        self.is_reported = False
+        self.is_opened = False
+        """Whether a process has opened the file since it has grown; set by the owner."""
+        self.is_written = False
         """Whether the kernel has reported a write that no read has found yet; set by the owner."""
         self.look_again_at: float | None = None
         """Loop time at which a read may find that the file was written again."""
@@ -75,12 +80,15 @@ class LogFile:
         status = os.fstat(self._descriptor)
         is_read = status.st_size == offset + count
         is_changed = self._modified_at not in (None, status.st_mtime_ns)
-        if is_read and is_changed and self.is_reported and offset and not count:
+        is_changed = is_changed and self.is_opened and self.is_written
+        if is_read and is_changed and offset and not count:
             if self.look_again_at is None:
                 self.look_again_at = now + _SETTLED_S
             return now >= self.look_again_at
         self.look_again_at = None
-        self.is_reported = False
+        # A process that has opened the file may be about to truncate it.
+        self.is_opened = self.is_opened and not count
+        self.is_written = False
         self._modified_at = status.st_mtime_ns if is_read else None
         return False
 

@@ -70,9 +70,13 @@ class LogTailer:
         state = "finished" if self.finished.done() else "ending" if self.is_ending else "following"
         return f"<LogTailer {state}, {self._splitter!r}>"
 
+    def note_open(self) -> None:
+        """Note that the kernel has reported that a process has opened the file."""
+        self._file.is_opened = True
+
     def note_write(self) -> None:
         """Note that the kernel has reported a write to the file."""
-        self._file.is_reported = True
+        self._file.is_written = True
 
     async def copy(self) -> bool:
         """Copy one chunk; return whether to call again at once.

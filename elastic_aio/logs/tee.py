@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 
 from elastic_aio.aio import create_task, when_all_done
-from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.inotify import IN_MODIFY, IN_OPEN, InotifyWatcher
 from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
@@ -32,7 +32,7 @@ class Tee:
     def __init__(self, on_lost: Callable[[Sink, str], None]) -> None:
         """Start without files; `on_lost` gets a sink that fails, and the reason."""
         self._on_lost = on_lost
-        self._watcher = InotifyWatcher(self._on_grown)
+        self._watcher = InotifyWatcher(self._on_events)
         self._tailers: dict[int, LogTailer] = {}
         self._relays: dict[int, Relay] = {}
         self._pumps: dict[Sink, _Pump] = {}
@@ -176,11 +176,12 @@ class Tee:
             relay.close()
             relay.on_closed()
 
-    def _on_grown(self, tokens: list[int], is_reported: bool) -> None:
-        for token in tokens:
-            if token in self._tailers:
-                tailer = self._tailers[token]
-                if is_reported:
+    def _on_events(self, events: Mapping[int, int]) -> None:
+        for token, event in events.items():
+            if (tailer := self._tailers.get(token)) is not None:
+                if event & IN_OPEN:
+                    tailer.note_open()
+                if event & IN_MODIFY:
                     tailer.note_write()
                 self._pumps[tailer.sink].wake(tailer)
 

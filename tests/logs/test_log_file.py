@@ -33,12 +33,16 @@ def change_time(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1000))
 
 
+def note_events(log: LogFile) -> None:
+    log.is_opened = log.is_written = True
+
+
 def test_the_same_bytes_are_read_again_after_a_while(path: Path, log: LogFile) -> None:
     path.write_bytes(b"tick\n")
     assert log.read(0, 1.0) == b"tick\n"
     path.write_bytes(b"tick\n")
     change_time(path)
-    log.is_reported = True
+    note_events(log)
     assert log.read(5, 2.0) == b""
     when = log.look_again_at
     assert when is not None
@@ -57,26 +61,42 @@ def test_the_same_bytes_are_read_again_at_the_end(path: Path, log: LogFile) -> N
     assert log.read(0, 1.0) == b"tick\n"
     path.write_bytes(b"tick\n")
     change_time(path)
-    log.is_reported = True
+    note_events(log)
     assert log.read(5, math.inf) is None
 
 
 @pytest.mark.parametrize("now", [2.0, math.inf])
-def test_a_change_of_the_time_alone_is_no_truncation(now: float, path: Path, log: LogFile) -> None:
-    """As by `touch`, and by a write that fails, of which the kernel reports none."""
+@pytest.mark.parametrize("event", ["is_opened", "is_written"])
+def test_a_change_of_the_time_and_one_event_are_no_truncation(
+    event: str, now: float, path: Path, log: LogFile
+) -> None:
+    """As by `touch` or a write that fails; as by ftruncate(2) to the size that the file has."""
     path.write_bytes(b"tick\n")
-    log.is_reported = True
+    note_events(log)
     assert log.read(0, 1.0) == b"tick\n"
     change_time(path)
+    setattr(log, event, True)
     assert log.read(5, now) == b""
     assert log.look_again_at is None
+
+
+def test_a_file_that_was_opened_may_be_truncated_later(path: Path, log: LogFile) -> None:
+    """A read may come between the two."""
+    path.write_bytes(b"tick\n")
+    assert log.read(0, 1.0) == b"tick\n"
+    log.is_opened = True
+    assert log.read(5, 2.0) == b""
+    path.write_bytes(b"tick\n")
+    change_time(path)
+    log.is_written = True
+    assert log.read(5, math.inf) is None
 
 
 def test_a_late_report_of_a_write_is_no_truncation(path: Path, log: LogFile) -> None:
     """A read may find what is written before its report arrives."""
     path.write_bytes(b"tick\n")
     assert log.read(0, 1.0) == b"tick\n"
-    log.is_reported = True
+    note_events(log)
     assert log.read(5, 2.0) == b""
     change_time(path)
     assert log.read(5, math.inf) == b""
@@ -87,7 +107,7 @@ def test_a_write_in_progress_is_no_truncation(path: Path, log: LogFile) -> None:
     path.write_bytes(b"one\n")
     assert log.read(0, 1.0) == b"one\n"
     change_time(path)
-    log.is_reported = True
+    note_events(log)
     assert log.read(4, 2.0) == b""
     due = log.look_again_at
     assert due is not None

@@ -228,6 +228,34 @@ async def test_a_truncated_file_is_shown_from_its_start(bench: Bench) -> None:
     assert await bench.console.lines(2) == [b"P:before", b"P:a"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda file: os.ftruncate(file, 4), lambda file: os.posix_fallocate(file, 0, 4)],
+    ids=["ftruncate", "fallocate"],
+)
+async def test_a_file_that_keeps_its_size_is_not_shown_again(
+    bench: Bench, change: Callable[[int], None]
+) -> None:
+    """The kernel reports a write, and changes the time."""
+    file, token = bench.follow("a")
+    os.write(file, b"one\n")
+    await bench.console.lines(1)
+    change(file)
+    bench.tee.finish([token])
+    assert await bench.tee.drain(GUARD) == {}
+    assert bench.console.rest() == b"P:one\n"
+    assert bench.unshown == []
+
+
+async def test_a_file_that_is_written_again_is_shown_again(bench: Bench) -> None:
+    """Also the same bytes, as by `echo tick > /dev/stdout`."""
+    file, _ = bench.follow("a")
+    os.write(file, b"tick\n")
+    for count in range(1, 4):
+        assert await bench.console.lines(count) == [b"P:tick"] * count
+        (bench.directory / "a").write_bytes(b"tick\n")
+
+
 async def test_a_cancelled_pump_restarts(bench: Bench) -> None:
     """A loop that shuts down cancels all tasks."""
     file, token = bench.follow("a")
@@ -305,7 +333,7 @@ async def test_files_are_polled_where_inotify_refuses_a_watch(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A watch without an event is refused (EINVAL)."""
-    monkeypatch.setattr(inotify, "_IN_MODIFY", 0)
+    monkeypatch.setattr(inotify, "_EVENTS", 0)
     file, token = bench.follow("a")
     assert "1 polled" in repr(bench.tee._watcher)
     for number in range(2):
@@ -320,7 +348,7 @@ async def test_files_are_polled_where_inotify_refuses_a_watch(
 async def test_a_watcher_reports_the_files_that_grew(tmp_path: Path) -> None:
     """And none after its removal."""
     calls: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = InotifyWatcher(lambda tokens, _: calls.put_nowait(tokens))
+    watch = InotifyWatcher(lambda events: calls.put_nowait([*events]))
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.touch()
@@ -342,7 +370,7 @@ async def test_a_watcher_reports_the_files_that_grew(tmp_path: Path) -> None:
 
 async def test_a_missing_path_is_polled(tmp_path: Path) -> None:
     calls: asyncio.Queue[list[int]] = asyncio.Queue()
-    watch = InotifyWatcher(lambda tokens, _: calls.put_nowait(tokens))
+    watch = InotifyWatcher(lambda events: calls.put_nowait([*events]))
     watch.add(str(tmp_path / "missing"), 3)
     async with asyncio.timeout(GUARD):
         assert await calls.get() == [3]
@@ -363,7 +391,7 @@ async def main():
     calls = asyncio.Queue()
     real = ctypes.CDLL
     ctypes.CDLL = lambda *args, **options: Refusing()
-    watch = InotifyWatcher(lambda tokens, is_reported: calls.put_nowait(tokens))
+    watch = InotifyWatcher(lambda events: calls.put_nowait([*events]))
     ctypes.CDLL = real
     watch.add(sys.argv[1], 5)
     print(await asyncio.wait_for(calls.get(), 10))
