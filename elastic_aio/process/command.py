@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -248,14 +249,20 @@ def _posix_spawn(spec: ChildSpec) -> int:
         path, argv = "/usr/bin/env", ("env", "-C", spec.cwd, "--", *shell, *spec.argv)
     targets = {0: spec.stdin, 1: spec.stdout, 2: spec.stderr, **{fd: fd for fd in spec.pass_fds}}
     actions: list[tuple[Any, ...]] = []
-    with ExitStack() as copies:
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as undo:
         for target, source in targets.items():
             # A copy, because another stream may have this number, and because a descriptor
             # that is duplicated as itself may stay closed on exec (glibc before 2.29).
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, 3)
-            copies.callback(os.close, copy)
+            undo.callback(os.close, copy)
             actions.append((os.POSIX_SPAWN_DUP2, copy, target))
-        actions += [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable() - targets.keys()]
+        for fd in _inheritable() - targets.keys():
+            if fd < soft_limit:
+                actions.append((os.POSIX_SPAWN_CLOSE, fd))
+            else:  # opened before the limit was lowered: the C library refuses the number
+                os.set_inheritable(fd, False)
+                undo.callback(_make_inheritable, fd)
         return os.posix_spawn(
             path,
             argv,
@@ -265,6 +272,11 @@ def _posix_spawn(spec: ChildSpec) -> int:
             setsigmask=(),
             setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # the interpreter ignores them
         )
+
+
+def _make_inheritable(descriptor: int) -> None:
+    with suppress(OSError):  # closed in the meantime
+        os.set_inheritable(descriptor, True)
 
 
 def _inheritable() -> set[int]:

@@ -222,6 +222,30 @@ async def test_pass_fds_are_inherited_under_their_numbers(
     os.fstat(writer)
 
 
+async def test_no_descriptor_above_the_limit_is_inherited(
+    fitting_spawn: Spawner, devnull: int, output: tuple[int, int]
+) -> None:
+    """It was opened before the limit was lowered, and stays as it is in the parent."""
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = 200
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(high)
+    os.dup2(devnull, high)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (high, former[1]))
+        child = await fitting_spawn(
+            spec_of("sh", "-c", "echo /proc/$$/fd/*", to=devnull, stdout=output[1])
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
+        assert os.get_inheritable(high)
+        os.close(high)
+    assert (await end_of(child)).status.is_success
+    numbers = {path.rpartition("/")[2] for path in line_from(output[0]).split()}
+    assert {"0", "1", "2"} <= numbers
+    assert str(high) not in numbers
+
+
 async def test_a_grandchild_that_holds_stdout_delays_nothing(
     spawn: Spawner, devnull: int, output: tuple[int, int]
 ) -> None:
