@@ -261,7 +261,7 @@ def check_preload(spec: LaunchSpec) -> None:
     is_found = name in sys.modules or find_spec(name) or PathFinder.find_spec(name, first)
     if not is_found:
         problem = f"cannot import {spec.preload[0]!r}: no module named {name!r}"
-        raise SpecError("preload", spec.preload, problem)
+        raise SpecError("preload", ",".join(spec.preload), problem)
 
 
 def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str, str]:

@@ -248,7 +248,7 @@ class LaunchSpec:
         for name, check in _CHECKS.items():
             set_fields(self, **{name: check(name, settings[name])})
         if self.preload and start_method != "forkserver":
-            raise SpecError("preload", self.preload, "needs start_method='forkserver'")
+            raise SpecError("preload", ",".join(self.preload), "needs start_method='forkserver'")
         self.restart.check_with(self.max_restarts)
         if nodes.maximum > 1:
             self._check_rendezvous()

@@ -535,7 +535,7 @@ async def test_a_first_module_that_does_not_exist() -> None:
             pass
     assert str(caught.value) == (
         "preload: cannot import 'no_such_module_here.sub': no module named 'no_such_module_here'"
-        " (got ('no_such_module_here.sub',))"
+        " (got 'no_such_module_here.sub')"
     )
     assert [event async for event in agent.events()] == []
     error = await failed(spec.replace(env={"PYTHONPATH": ""}))

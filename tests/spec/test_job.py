@@ -114,7 +114,10 @@ def test_a_function_is_an_entrypoint() -> None:
             {"start_method": "thread"},
             "start_method: must be 'spawn', 'fork' or 'forkserver' (got 'thread')",
         ),
-        ({"preload": ["json"]}, "preload: needs start_method='forkserver' (got ('json',))"),
+        (
+            {"preload": ["json", "os"]},
+            "preload: needs start_method='forkserver' (got 'json,os')",
+        ),
         (
             {"preload": ["a-b"], "start_method": "forkserver"},
             "preload: must be the dotted name of a module (got 'a-b')",
