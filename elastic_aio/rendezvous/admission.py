@@ -27,9 +27,6 @@ def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
     for record in joined:
         if state.members.get(record.member) is not record:
             continue
-        if record.status.is_busy and record.status.round > state.round.number:
-            # Other members of its round, formed at another store, may still be on their way.
-            state.fence(state.settings.heartbeat_timeout + state.settings.fence)
         node = record.status.node
         state.outbox.publish(
             NodeJoined(

@@ -63,6 +63,11 @@ class Placement(Struct, frozen=True):
     master_port: int
     host_rank: int = -1
 
+    @property
+    def store(self) -> str:
+        """The id of the store at which it was formed."""
+        return self.formed_by.rpartition("@")[2]
+
 
 class RestartCause(Struct, frozen=True):
     """Why another attempt follows.

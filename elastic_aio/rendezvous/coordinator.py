@@ -185,7 +185,7 @@ class Coordinator:
             if status.is_leaving:
                 return
             self._count += 1
-            record = state.members[member] = MemberRecord(member, self._count, status)
+            record = state.members[member] = MemberRecord(member, self._count, status, now)
             self._joined.append(record)
         elif status.serial <= record.status.serial:
             return

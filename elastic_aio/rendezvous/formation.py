@@ -37,9 +37,11 @@ lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`
 * A connection that ends without a partition ends the lease LEASE_LINGER later: its agent
   is dead, and the guardian kills the workers; or the node has given up the connection, not
   before r + L - F - RECONNECT_FOR, and stops its workers RECONNECT_FOR later.
-* At another store no lease tells when a missing member has last received a reply: it was
-  before this coordinator began.  So the round begins L + F later, unless only the node that
-  served the former store is missing: it is dead, or has a store of its own.
+* Members of a round that was formed at another store arrive one by one.  No lease tells when
+  a missing one has last received a reply: it was before the last one arrived, as they have
+  lost the same store, or its host has closed it.  So the next round begins L + F after that
+  arrival, unless all have come, or only the node that served the former store is missing: it
+  is dead, or has a store of its own.
 * A member that has left while its workers run has gone to another store (or the rounds
   may overlap).  It has L to get there.
 
@@ -49,6 +51,7 @@ placement only after the coordinator has begun to form the first round leads bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -103,16 +106,11 @@ def recover_round(state: CoordinatorState) -> None:
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
-        ranks = {one.span.group_rank for one in held.values()}
-        is_host_alone = set(range(size)) - ranks == {next(iter(held.values())).host_rank}
-        is_moved = state.is_new_store and not is_host_alone
-        waited = state.deadlines.now - state.created_at
-        timeout = state.settings.heartbeat_timeout if is_moved else 0.0
-        state.fence(state.settings.fence + timeout - waited)
+        state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
         state.round.has_lost_member = state.round.is_excused = True
         missing = counted(size - len(held) - members_done, "node")
         state.add_change_reason(f"{missing} did not come back")
-    elif state.is_new_store and not state.settings.keep_workers:
+    elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
 
 
@@ -166,7 +164,7 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
         running = [one for one in state.admitted() if not state.is_stopped(one)]
         if running:
             _stop_previous(state, running, why)
-        if running or state.deadlines.arm(state.fenced_until):
+        if running or state.deadlines.arm(max(state.fenced_until, _arrivals_until(state))):
             return
     chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
     order = _by_group_rank(state, chosen)
@@ -194,6 +192,24 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     if cause is not None:
         state.outbox.publish(cause_event(cause, first))
     state.outbox.publish(round_formed_event(first, group_rank=-1))
+
+
+def _arrivals_until(state: CoordinatorState) -> float:
+    """Return until when members of rounds of another store may come with their workers."""
+    rounds: dict[tuple[int, str], tuple[Placement, dict[int, MemberRecord]]] = {}
+    for record in state.members.values():
+        placement = record.status.placement
+        if placement is not None and state.is_elsewhere(placement):
+            name = placement.round, placement.formed_by
+            rounds.setdefault(name, (placement, {}))[1][placement.span.group_rank] = record
+    until = -math.inf
+    for placement, arrived in rounds.values():
+        missing = set(range(placement.span.group_world_size)) - arrived.keys()
+        members_done = max(one.status.members_done for one in arrived.values())
+        if len(missing) > members_done and missing != {placement.host_rank}:
+            last = max(one.joined_at for one in arrived.values())
+            until = max(last + state.settings.heartbeat_timeout + state.settings.fence, until)
+    return until
 
 
 def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:

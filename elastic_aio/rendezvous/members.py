@@ -108,6 +108,8 @@ class MemberRecord:
     arrival: int
     """Grows with each member that joins."""
     status: MemberStatus
+    joined_at: float
+    """When its first status arrived, in monotonic seconds."""
     sent: OrderBody | None = None
     """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)

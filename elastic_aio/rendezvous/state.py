@@ -151,8 +151,6 @@ class CoordinatorState:
         self.settings = settings
         self.budget = budget
         self.name = name
-        self.is_new_store = term == 1
-        """Whether the members have moved to another store: it has had no leader."""
         self.created_at = now
         self.deadlines = Deadlines(now)
         self.outbox = Outbox(term, settings.order_timeout)
@@ -201,6 +199,10 @@ class CoordinatorState:
         is_placed = record.member in self.round.placements
         is_open = is_placed and status.stopped_round < self.round.number
         return not (status.is_busy or is_open) and (is_first or record.is_synchronized)
+
+    def is_elsewhere(self, placement: Placement) -> bool:
+        """Whether a round was formed at another store than that of this coordinator."""
+        return placement.store != self.name.rpartition("@")[2]
 
     def has_placement(self, record: MemberRecord) -> bool:
         """Whether a member has taken its placement in the round."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable
@@ -186,12 +187,9 @@ class Listener:
         """Called when a connection waits, while the process accepts."""
         self._network = network
         self.waiting: list[SimTransport] = []
+        self.is_open = True
+        self.closed_at = math.inf  # in virtual time
         loop.files[self] = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether connections are accepted."""
-        return self in self.loop.files
 
     def getsockname(self) -> tuple[str, int]:
         """Return the address."""
@@ -225,6 +223,7 @@ class Listener:
     def close(self) -> None:
         """Listen no more.  Idempotent."""
         if self.is_open:
+            self.is_open, self.closed_at = False, self.loop.virtual_now
             del self.loop.files[self]
             del self._network.listeners[self.name]
             for connection in self.waiting:

@@ -138,7 +138,8 @@ class RoundChecker:
           are slow learns too late.
         * With a longer `store_grace` the user prefers workers that run on.
         * There is no quorum: nodes that meet at another store are another job.  So are
-          those of a round of which no member has come to the store of `round`.
+          those of a round of which no member has come to the store of `round`.  A store
+          from which members have come may serve others on, and its end is not seen here.
         """
         rendezvous, host = self._spec.rendezvous, node.host
         since = round.formed_at - rendezvous.heartbeat_timeout - _NOTICE_S
@@ -152,7 +153,10 @@ class RoundChecker:
             round.members
         )
         others = [one for one in self._stores.values() if one is not round.store]
-        return not is_successor or any(one.was_attended(node, since) for one in others)
+        return not is_successor or any(
+            one.was_attended(node, left_after=since, closed_after=round.store.last_joined_at)
+            for one in others
+        )
 
     def on_succeeded(self, node: SimNode) -> None:
         """Take that all workers of a node have succeeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,10 +91,19 @@ class SimStore(Client):
                 return self._joined_at[member]
         return None
 
-    def was_attended(self, node: SimNode, since: float) -> bool:
-        """Return whether a node is present as a member, or was after `since`."""
-        left_at = self._left_at.get((node.host.name, node.number), -1.0)
-        return (self.is_open and self.has_status(node)) or left_at > since
+    @property
+    def last_joined_at(self) -> float:
+        """When the last of its present members has joined, in virtual time."""
+        return max(self._joined_at.values(), default=-math.inf)
+
+    def was_attended(self, node: SimNode, *, left_after: float, closed_after: float) -> bool:
+        """Return whether a node is present as a member, or was.
+
+        It has left, or was lost, after `left_after`, or with the store after `closed_after`.
+        """
+        if self.has_status(node):
+            return self.listener.closed_at > closed_after
+        return self._left_at.get((node.host.name, node.number), -1.0) > left_after
 
     def is_led_by(self, node: SimNode) -> bool:
         """Return whether a node is the coordinator."""

@@ -315,21 +315,49 @@ def test_a_recovered_round_waits_for_missing_members(
     assert harness.now == waits
 
 
-def test_a_round_waits_for_members_of_a_newer_round_from_another_store() -> None:
-    """One of them has arrived, and the others may still be on their way."""
+def move(harness: CoordinatorHarness, name: str, other: CoordinatorHarness) -> None:
+    """Move a member of one harness to the store of another."""
+    other.members[name], other.done[name] = harness.members[name], []
+    other.members[name].attend(b"another")
+    other.settle()
+
+
+@pytest.mark.parametrize(("missing", "begins"), [((), 3.0), (("e",), 8.25)])
+def test_a_round_waits_for_members_of_a_round_from_another_store(
+    missing: tuple[str, ...], begins: float
+) -> None:
+    """Until all of them have arrived, or have stopped their workers on the way."""
+    settings = RoundSettings(1, 4, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    former = CoordinatorHarness(settings, "b", "d", *missing, store=b"former")
+    present = CoordinatorHarness(settings, "a")
+    present.settle(2)
+    move(former, "b", present)
+    present.settle(2.9)
+    assert present.ranks.keys() == set()
+    present.now = 3.0
+    move(former, "d", present)
+    present.settle(max(3.0, begins - 0.05))
+    assert bool(present.ranks) == (not missing)
+    present.settle(begins)
+    assert present.ranks.keys() == {"a", "b", "d"}
+
+
+@pytest.mark.parametrize("term", [1, 2])
+def test_members_of_a_recovered_round_from_another_store_are_waited_for(term: int) -> None:
+    """Also by a second coordinator of the store, and from the last arrival on."""
     settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
-    other = CoordinatorHarness(settings, "b", "d")
-    other.lose("d")
-    other.settle(1)
-    assert other.ranks == {"b": 0}
-    harness = CoordinatorHarness(settings, "a")
-    harness.members["b"], harness.done["b"] = other.members["b"], []
-    harness.members["b"].attend(b"another")
-    harness.settle(2)
-    harness.settle(7.2)
-    assert harness.ranks == {}
-    harness.settle(7.25)
-    assert harness.ranks == {"a": 0, "b": 1}
+    former = CoordinatorHarness(settings, "b", "d", "e", store=b"former")
+    present = CoordinatorHarness(settings)
+    for _ in range(1, term):
+        present.elect("c")
+    present.settle(1)
+    move(former, "b", present)
+    present.settle(2)
+    assert present.ranks == {}
+    present.settle(6.2)
+    assert present.ranks == {}
+    present.settle(6.25)
+    assert present.ranks == {"b": 0}
 
 
 def test_overlap_starts_a_round_beside_the_end_of_the_last_one() -> None:
@@ -944,7 +972,7 @@ def test_a_start_order_of_a_predecessor_is_dropped() -> None:
     ranks = harness.ranks
     # What the first one gave reaches b only now.
     late = Member(harness.members["b"].status)
-    assert orders["b"].placement.formed_by == "1.c"
+    assert orders["b"].placement.formed_by == "1.c@store"
     assert late.on_order(Order(1, 50, orders["b"])) == []
     assert ranks == {"a": 0, "b": 1}
 

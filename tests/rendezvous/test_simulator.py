@@ -162,6 +162,17 @@ def test_both_sides_of_a_partition_run_and_merge() -> None:
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
+def test_a_store_that_ends_after_others_have_left_it() -> None:
+    """The node that stayed was another job, and the others cannot know when that has ended."""
+    sim, a, b, c = three(seed=2, endpoints=("store0", "a"), heartbeat_timeout=2.0)
+    assert sim.coordinators == [b]
+    sim.partition(["a", "b"], ["c", "store0"])
+    sim.run_until(lambda: c in sim.coordinators, 60)
+    sim.run(0.68)  # its recovery of the round is not over yet
+    sim.stop_store("store0")
+    sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+
+
 def test_a_killed_host_is_replaced_by_another_endpoint() -> None:
     sim, a, b, _c = three(endpoints=("a", "b"))
     sim.kill(a)

@@ -67,6 +67,7 @@ class CoordinatorHarness:
         *names: str,
         max_restarts: int = 3,
         restart: RestartPolicy | None = None,
+        store: bytes = b"store",
     ) -> None:
         """Begin with members that have joined already."""
         self.settings = settings
@@ -82,7 +83,7 @@ class CoordinatorHarness:
         )
         self.budgets: dict[str, RestartBudget] = {}
         """By member, and by other names of coordinators."""
-        self._store = b"store"
+        self._store = store
         self._terms = itertools.count(1)
         self._dropping: set[str] = set()
         self._slow: set[str] = set()
@@ -108,7 +109,7 @@ class CoordinatorHarness:
         self.coordinator = Coordinator(
             self.settings,
             self.budgets.setdefault(name, self._budget()),
-            name=name,
+            name=f"{name}@{self._store.decode()}",
             term=term,
             now=self.now,
         )
