@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,10 +22,13 @@ from tests.support.netns import why_impossible
 
 # Each worker of pytest-xdist imports this file, so that each has a session of its own.
 begin_session()
-# The user's settings must not change what the tests see.
+# The user's settings must not change what the tests see.  Without bytecode files each of some
+# thousand processes would compile the package again.
+sys.dont_write_bytecode = False
 for _name in [name for name in os.environ if name.startswith("PET_")] + [
     "LOGLEVEL",
     "OMP_NUM_THREADS",
+    "PYTHONDONTWRITEBYTECODE",
     "PYTHON_EXEC",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
@@ -46,12 +50,18 @@ for _number, _handler in (
 uvloop.new_event_loop().close()
 
 
+_LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.SelectorEventLoop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--all-loops`."""
+    """Add `--loop`."""
     parser.addoption(
-        "--all-loops",
-        action="store_true",
-        help="run every async test on asyncio and on uvloop, not only those marked both_loops",
+        "--loop",
+        choices=[*_LOOPS, "both"],
+        help="run every async test on this loop, those marked both_loops too",
     )
 
 
@@ -61,14 +71,13 @@ def pytest_asyncio_loop_factories(
     """Return the loops that an async test runs on: asyncio's alone, unless it is marked."""
     if item.get_closest_marker("virtual_clock"):
         return {"virtual": VirtualClockLoop}
-    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-        "asyncio": asyncio.SelectorEventLoop
-    }
-    # A black-box test only watches other processes, so a second loop would prove nothing.
-    is_on_both = item.get_closest_marker("both_loops") or config.getoption("all_loops")
-    if is_on_both and not item.get_closest_marker("black_box"):
-        loops["uvloop"] = uvloop.new_event_loop
-    return loops
+    chosen = config.getoption("loop")
+    if item.get_closest_marker("black_box"):
+        # It only watches other processes, so another loop would prove nothing.
+        chosen = "asyncio"
+    elif not chosen:
+        chosen = "both" if item.get_closest_marker("both_loops") else "asyncio"
+    return {name: make for name, make in _LOOPS.items() if chosen in (name, "both")}
 
 
 @pytest.fixture(autouse=True)

@@ -225,6 +225,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", CLASSES)
 def test_help_shows_every_class(owner: type) -> None:
     """Classes whose metaclass has a docstring of its own among them: `Enum`, `Struct`, `ABC`."""

@@ -16,8 +16,7 @@ from tests.support import functions
 from tests.support.children import noted, until_sync
 from tests.support.cli import run_program, running
 from tests.support.leaks import alive
-
-METHODS = ["spawn", "fork", "forkserver"]
+from tests.support.start_methods import METHODS
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -35,14 +35,8 @@ from tests.support import functions
 from tests.support.children import noted, until, until_sync
 from tests.support.cli import run_program
 from tests.support.leaks import alive, leaked_processes
+from tests.support.start_methods import METHODS, MOSTLY_SPAWN
 
-METHODS = ["spawn", "fork", "forkserver"]
-# All of a matrix by the default method; by the others it is slow.
-MOSTLY_SPAWN = [
-    "spawn",
-    pytest.param("fork", marks=pytest.mark.slow),
-    pytest.param("forkserver", marks=pytest.mark.slow),
-]
 OFF = LogSpec(log_dir="/dev/null")
 
 

@@ -160,7 +160,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["closed", "collected", "forgotten"])
 def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
     """The guardian ends the job: SIGTERM, then SIGKILL; the program runs on."""
@@ -193,7 +193,7 @@ os._exit(7)
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 def test_a_fork_after_the_job_goes_on_with_the_loop(loop: str) -> None:
     with running([sys.executable, "-c", DAEMON, loop]) as program:
         assert program.wait() == 7, program.err
@@ -245,7 +245,7 @@ with asyncio.Runner(loop_factory=make) as runner:
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["block", "task", "group"])
 def test_a_fork_that_exits_leaves_the_job_alone(how: str, loop: str, tmp_path: Path) -> None:
     """Its copy of the job neither stops the workers nor waits for them, and the loop of its

@@ -34,6 +34,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_serves_until_a_signal(tmp_path: Path, number: int) -> None:
     """It prints its endpoint, serves clients, and exits with code 0."""
@@ -59,6 +60,7 @@ async def test_serves_until_a_signal(tmp_path: Path, number: int) -> None:
     assert (process.returncode, out, err) == (0, b"", b"")
 
 
+@pytest.mark.e2e
 async def test_dropped_connections_are_printed() -> None:
     """One line for each connection that violates the protocol."""
     process = await start("--port", "0", "--host", "*")
@@ -75,6 +77,7 @@ async def test_dropped_connections_are_printed() -> None:
     assert reader is not None
 
 
+@pytest.mark.e2e
 async def test_an_unread_stderr_blocks_nothing() -> None:
     """Connections whose lines do not fit into the pipe are counted, and the store serves on."""
     process = await start("--port", "0", "--host", "127.0.0.1", "--max-mib", "1")
@@ -152,6 +155,7 @@ def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_loop("auto", serves_store=True) is None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("client_auth", "access"),
     [(None, "with TLS and a client certificate"), ("no", "with TLS")],

@@ -39,8 +39,8 @@ from elastic_aio.hardware.cpus import format_cpus
 from tests.support import functions
 from tests.support.children import none_alive, noted, until_sync
 from tests.support.leaks import alive
+from tests.support.start_methods import METHODS
 
-METHODS = ["spawn", "fork", "forkserver"]
 NOTHING = os.devnull
 
 

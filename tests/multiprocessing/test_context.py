@@ -24,8 +24,7 @@ from elastic_aio.multiprocessing import (
 from tests.support import functions
 from tests.support.children import DEADLINE_S, until
 from tests.support.leaks import alive
-
-METHODS = ["spawn", "fork", "forkserver"]
+from tests.support.start_methods import METHODS
 
 
 @pytest.fixture(params=METHODS)

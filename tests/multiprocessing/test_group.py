@@ -19,8 +19,8 @@ from elastic_aio.multiprocessing import ProcessFailure, RunProcsResult, spawn, s
 from tests.support import functions
 from tests.support.children import file_console, shell
 from tests.support.leaks import alive
+from tests.support.start_methods import METHODS
 
-METHODS = ["spawn", "fork", "forkserver"]
 NO_ENVS: dict[int, dict[str, str]] = {0: {}, 1: {}}
 
 

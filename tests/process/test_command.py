@@ -109,6 +109,7 @@ def line_from(descriptor: int) -> str:
     return line.decode().rstrip("\n")
 
 
+@pytest.mark.slow
 async def test_children_that_exit_at_once_have_the_right_status(
     spawn: Spawner, devnull: int
 ) -> None:

@@ -29,6 +29,7 @@ from elastic_aio.worker import bootstrap
 from tests.support import functions
 from tests.support.children import until
 from tests.support.leaks import leaked_processes
+from tests.support.start_methods import METHODS
 
 pytestmark = pytest.mark.both_loops
 
@@ -88,7 +89,7 @@ class StartMethod:
         return child
 
 
-@pytest.fixture(params=["spawn", "fork", "forkserver"])
+@pytest.fixture(params=METHODS)
 async def method(request: pytest.FixtureRequest, devnull: int) -> AsyncIterator[StartMethod]:
     """Each start method."""
     if request.param == "forkserver":
@@ -132,6 +133,7 @@ def line_from(descriptor: int) -> str:
     return line.decode().rstrip("\n")
 
 
+@pytest.mark.slow
 async def test_children_that_exit_at_once_have_the_right_status(method: StartMethod) -> None:
     """16 children with different codes, all started before the first is awaited."""
     children = [await method.start(functions.leave_hard, code) for code in range(16)]

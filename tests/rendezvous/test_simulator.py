@@ -25,7 +25,7 @@ from elastic_aio.testing import (
     run_random_scenario,
 )
 
-COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "300"))
+COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "100"))
 CHUNKS = max(10, COUNT // 250)
 
 
