@@ -80,6 +80,9 @@ def pytest_asyncio_loop_factories(
     return {name: make for name, make in _LOOPS.items() if chosen in (name, "both")}
 
 
+_ENDING_THREADS = ("waitpid-", "asyncio-waitpid-", "run_in_thread", "rendezvous handler")
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor or a thread."""
@@ -87,8 +90,9 @@ def _no_leaks() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         # asyncio's own on Python 3.11, one per child: it ends after its child.
-        # A thread of `run_in_thread` has delivered its result and is about to end.
-        if thread.name.startswith(("waitpid-", "asyncio-waitpid-", "run_in_thread")):
+        # A thread of `run_in_thread`, or one that calls a handler of torch, has delivered its
+        # last result and is about to end.
+        if thread.name.startswith(_ENDING_THREADS):
             thread.join(timeout=5)
     leaks = before.leaks()
     assert not leaks, f"left behind: {leaks}"
