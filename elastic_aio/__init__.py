@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
     from elastic_aio.events import event_from_json as event_from_json
     from elastic_aio.events import event_to_json as event_to_json
+    from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
     from elastic_aio.outcome import AttemptResult as AttemptResult
@@ -137,6 +138,7 @@ else:
                 TimerExpired TimerRejected WorkerAbandoned WorkerExited WorkerStarted
                 WorkerStoreRefused event_from_json event_to_json
             """,
+            "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """
                 AttemptResult ExitStatus Failure JobState LaunchResult ResourceUsage WorkerError

@@ -77,6 +77,7 @@ PUBLIC = [
     "SpecError",
     "StandbyPromoted",
     "StartMethod",
+    "StatusServer",
     "Std",
     "StdMap",
     "StopEscalated",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
@@ -35,6 +37,9 @@ from elastic_aio.text import one_line
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
+
+if TYPE_CHECKING:
+    from elastic_aio.http.server import StatusServer
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
 """Makes a listener for events from what writes a line to standard error."""
@@ -114,9 +119,13 @@ async def _run(
             handler(event)
 
     try:
-        await supervise(
-            request.spec, request.signals, received, listeners=[on_event], adopt_orphans=True
-        )
+        async with AsyncExitStack() as stack:
+            listeners = [on_event]
+            if request.http is not None:
+                listeners.append(await stack.enter_async_context(_server(request.http, printer)))
+            await supervise(
+                request.spec, request.signals, received, listeners=listeners, adopt_orphans=True
+            )
         code = 0
     except JobEnded as error:
         code = error.result.exit_code
@@ -133,6 +142,17 @@ async def _run(
             events_sink.close()
             os.close(events)
     return code
+
+
+@asynccontextmanager
+async def _server(address: str, printer: _EventPrinter) -> AsyncIterator[StatusServer]:
+    """Serve `--http`; print the port if it was chosen here."""
+    from elastic_aio.http.server import StatusServer  # most jobs have none
+
+    async with StatusServer(address) as server:
+        if server.address != address:
+            printer.print(f"--http: listening at {server.address}")
+        yield server
 
 
 class _EventPrinter:

@@ -129,6 +129,13 @@ RUN_OPTIONS: Final = (
         has_variable=False,
     ),
     Option(
+        "http",
+        "serve /healthz, /readyz, /metrics and /status over HTTP, without a password; port 0"
+        " takes a free one (default: none)",
+        metavar="HOST:PORT",
+        has_variable=False,
+    ),
+    Option(
         "dry-run",
         "print what would be started on this node, and start nothing",
         has_variable=False,

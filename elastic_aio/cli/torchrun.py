@@ -32,7 +32,7 @@ from elastic_aio.cli.rendezvous_options import (
 )
 from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import signal_number
+from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.stop import SignalSpec, StopPlan
@@ -52,6 +52,7 @@ class RunRequest(Struct, frozen=True):
         variables: the PET_* variables of this job, by the options that they set.
         event_log_handler: "null", "console" or the name of a plug-in.
         is_dry_run: whether to print the plan only.
+        http: `HOST:PORT` where the state of the job is served; None for nowhere.
     """
 
     spec: LaunchSpec
@@ -62,6 +63,7 @@ class RunRequest(Struct, frozen=True):
     variables: Mapping[str, str] = {}
     event_log_handler: str = "null"
     is_dry_run: bool = False
+    http: str | None = None
 
 
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -70,6 +72,7 @@ _SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "JOB_COMPLETION")
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 _UNINTERRUPTIBLE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+_HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -105,6 +108,9 @@ def parse_run(
     if values["signals_to_handle"] is None and (names := env.get(_SIGNALS_VARIABLE)):
         values["signals_to_handle"] = names
         variables["--signals-to-handle"] = _SIGNALS_VARIABLE
+    if values["http"] is None and (address := health_address_from(env)):
+        values["http"] = address
+        variables["--http"] = _HEALTH_VARIABLE
     if is_launch:
         program = _with_local_rank(values, program)
     try:
@@ -145,6 +151,8 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         parse_seconds("--monitor-interval", interval, is_positive=True)
         warnings.append("--monitor-interval has no effect: workers are not polled")
     rendezvous = parse_rendezvous_options(values, env)
+    if (http := values["http"]) is not None:
+        parse_host_port("address", http, at_least=0)
     entrypoint, args = _program(values, program)
     nproc = "1" if values["nproc_per_node"] is None else values["nproc_per_node"]
     number = parse_int(nproc)
@@ -184,6 +192,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         (*warnings, *rendezvous.warnings),
         event_log_handler=values["event_log_handler"] or "null",
         is_dry_run=bool(values["dry_run"]),
+        http=http,
     )
 
 
@@ -272,6 +281,21 @@ def timers_from(env: Mapping[str, str]) -> bool | str:
     return env.get(_TIMERS_VARIABLE) == "1" and (path or True)
 
 
+def health_address_from(env: Mapping[str, str]) -> str | None:
+    """Return the `HOST:PORT` of torch's health check: on loopback; None for none.
+
+    Raises:
+        UsageError: the variable is not a port.
+    """
+    port = env.get(_HEALTH_VARIABLE)
+    # In a worker the port is that of its own job.
+    if not port or RUN_ID in env:
+        return None
+    if parse_port(port) is None:
+        raise invalid_value(_HEALTH_VARIABLE, "must be a port from 1 to 65535", port)
+    return f"127.0.0.1:{port}"
+
+
 def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     option = "--shutdown-timeout"
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
@@ -307,6 +331,7 @@ _OPTION_OF_FIELD = {
     "rendezvous.backend": "--rdzv-backend",
     "rendezvous.endpoint": "--rdzv-endpoint",
     "endpoint": "--rdzv-endpoint",
+    "address": "--http",
     **{f"rendezvous.{key}": f"--rdzv-conf: {key}" for key in (*TIMES, *SWITCHES)},
     "rendezvous.token": "--rdzv-conf: token_file",
     **{key.replace("_", ".", 1): f"--rdzv-conf: {key}" for key in TLS},

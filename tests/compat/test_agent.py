@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -22,6 +25,7 @@ from elastic_aio.compat.torch.agent import (
 from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs
 from elastic_aio.compat.torch.rendezvous import RendezvousParameters, get_rendezvous_handler
 from tests.support import functions
+from tests.support.sockets import free_port
 
 
 def spec(entrypoint: Any = functions.give_rank, nproc: int = 2, **settings: Any) -> WorkerSpec:
@@ -190,3 +194,32 @@ def test_values_print_themselves() -> None:
     assert WorkerState.FAILED == "FAILED"
     assert WorkerState.is_running(WorkerState.HEALTHY)
     assert not WorkerState.is_running(WorkerState.STOPPED)
+
+
+def ask_health(port: int) -> bytes:
+    """Ask the health check of the agent that has started this worker."""
+    with urlopen(f"http://127.0.0.1:{port}/healthz", timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def test_the_health_check_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
+    result = agent(partial(ask_health, port), nproc=1).run()
+    assert result.return_values == {0: b"running\n"}
+
+
+def test_a_health_check_without_a_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in torch the job goes on without one."""
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "none")
+    assert not agent(nproc=1).run().is_failed()
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT: must be a port" in caplog.text
+
+
+def test_a_health_check_whose_port_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match="cannot listen: address already in use"):
+            agent(nproc=1).run()

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from elastic_aio.agent.agent import Agent
@@ -16,7 +17,7 @@ from elastic_aio.agent.event_log import EventListener
 from elastic_aio.cli.event_handlers import load_event_handler
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torch_logs import TorchLogLayout
-from elastic_aio.cli.torchrun import timers_from
+from elastic_aio.cli.torchrun import health_address_from, timers_from
 from elastic_aio.compat.torch.console import console_descriptors
 from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
@@ -30,6 +31,7 @@ from elastic_aio.compat.torch.rendezvous.outcomes import error_of_reason
 from elastic_aio.compat.torch.worker_group import WorkerSpec
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import Event
+from elastic_aio.http.server import StatusServer
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
 from elastic_aio.outcome import LaunchResult, signal_name
 from elastic_aio.rendezvous.base import RUN_HAS_ENDED, AgentPort, NodeInfo, Rendezvous
@@ -76,6 +78,7 @@ class AgentJob:
         self.spec = self._launch_spec()
         self._signals = _signal_spec(settings.signals)
         self._event_handlers = _event_handlers(worker_spec.event_log_handler)
+        self._server = _status_server()
 
     # ------------------------------------------------------------------ the spec
 
@@ -191,19 +194,45 @@ class AgentJob:
     ) -> LaunchResult:
         is_ours = isinstance(self._handler, DynamicRendezvousHandler)
         factory = None if is_ours else self._make_bridge
+        server = self._server
+        if server is not None:
+            listeners = [*listeners, server]
         agent = Agent(self.spec, console=console, listeners=listeners, _rendezvous=factory)
         if _is_loop_running():
-            return _run_in_thread(agent)
+            return _run_in_thread(agent, server)
         if threading.current_thread() is not threading.main_thread():
             log.warning("signals are handled on the main thread only")
-            return run_coroutine(lambda: _wait(agent))
+            return run_coroutine(lambda: _served(server, _wait(agent)))
         with receive_signals(self._signals) as received:
-            return run_coroutine(lambda: supervise_agent(agent, self._signals, received))
+            return run_coroutine(
+                lambda: _served(server, supervise_agent(agent, self._signals, received))
+            )
+
+
+async def _served(
+    server: StatusServer | None, work: Coroutine[Any, Any, LaunchResult]
+) -> LaunchResult:
+    """Run a job while a server, if there is one, shows its state."""
+    try:
+        async with server or nullcontext():
+            return await work
+    finally:
+        work.close()  # if the server could not listen
 
 
 async def _wait(agent: Agent) -> LaunchResult:
     async with agent:
         return await agent.wait()
+
+
+def _status_server() -> StatusServer | None:
+    """Return the server that TORCHELASTIC_HEALTH_CHECK_PORT asks for."""
+    try:
+        address = health_address_from(os.environ)
+    except UsageError as error:
+        log.warning("%s", error)  # as in torch, the job goes on
+        return None
+    return None if address is None else StatusServer(address)
 
 
 def _is_loop_running() -> bool:
@@ -214,14 +243,14 @@ def _is_loop_running() -> bool:
     return True
 
 
-def _run_in_thread(agent: Agent) -> LaunchResult:
+def _run_in_thread(agent: Agent, server: StatusServer | None) -> LaunchResult:
     """Run a job while the event loop of this thread is blocked, as in a notebook.
 
     KeyboardInterrupt stops the job first.
     """
     loop = LoopThread()
     try:
-        return loop.call(_wait(agent))
+        return loop.call(_served(server, _wait(agent)))
     except KeyboardInterrupt:
         loop.call(_stop(agent))
         raise

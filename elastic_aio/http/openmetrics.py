@@ -1,0 +1,86 @@
+"""The state of a job as OpenMetrics text, which Prometheus reads.
+
+Pure.  The format: https://prometheus.io/docs/specs/om/open_metrics_spec/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from elastic_aio._version import __version__
+from elastic_aio.http.status import PHASES, JobStatus
+
+CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+_ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def format_metrics(status: JobStatus, now: float) -> str:
+    """Return all metrics of a job on this node.
+
+    Args:
+        status: the job.
+        now: Unix seconds.
+    """
+    lines = [
+        *_family("build", "info", "Version of the launcher.", [({"version": __version__}, 1)]),
+        *_family("job", "info", "The job and its node.", [(status.identity(), 1)]),
+        *_family(
+            "phase",
+            "stateset",
+            "What the job on this node is doing.",
+            [({"elastic_aio_phase": phase}, int(phase == status.phase)) for phase in PHASES],
+        ),
+        *_family(
+            "workers",
+            "gauge",
+            "Workers of this node in the latest attempt, by state.",
+            [({"state": state}, count) for state, count in status.workers_by_state().items()],
+        ),
+        *_family("attempt", "gauge", "Number of the latest attempt.", [({}, status.attempt)]),
+        *_family(
+            "round", "gauge", "Number of the rendezvous round, -1 before.", [({}, status.round)]
+        ),
+        *_family("restarts", "counter", "Restarts after failures.", [({}, status.restarts)]),
+        *_family(
+            "membership_changes",
+            "counter",
+            "Restarts because nodes joined, left or were lost.",
+            [({}, status.membership_changes)],
+        ),
+        *_family(
+            "elapsed_seconds", "counter", "Time since the start.", [({}, status.elapsed(now))]
+        ),
+        *_family(
+            "goodput_seconds",
+            "counter",
+            "Time in which all workers of this node ran.",
+            [({}, status.goodput(now))],
+        ),
+    ]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _family(
+    name: str, kind: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]
+) -> list[str]:
+    """Return the lines of one metric; a counter and an info have their suffix in each sample."""
+    family = f"elastic_aio_{name}"
+    suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
+    unit = [f"# UNIT {family} seconds"] if name.endswith("_seconds") else []
+    return [
+        f"# TYPE {family} {kind}",
+        *unit,
+        f"# HELP {family} {text}",
+        *(f"{family}{suffix}{_labels(labels)} {_number(value)}" for labels, value in samples),
+    ]
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    pairs = ",".join(f'{name}="{text.translate(_ESCAPES)}"' for name, text in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.3f}"

@@ -1,0 +1,94 @@
+"""`--http` and TORCHELASTIC_HEALTH_CHECK_PORT: the pages of a running command."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.torchrun import parse_run
+from tests.support.cli import run_cli, running_cli
+from tests.support.sockets import free_port
+
+VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+
+def read(address: str, path: str) -> str:
+    with urlopen(f"http://{address}{path}", timeout=30) as answer:  # a 503 raises an error
+        return str(answer.read().decode())
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A worker that says that it runs, and waits."""
+    path = tmp_path / "worker.py"
+    path.write_text("import time\nprint('it runs')\ntime.sleep(600)\n")
+    return path
+
+
+@pytest.mark.e2e
+def test_the_pages_of_a_job(script: Path) -> None:
+    with running_cli("--http", "localhost:0", script) as program:
+        address = program.wait_err(r"--http: listening at (\S+)$")[1]
+        program.wait_out("it runs")
+        assert read(address, "/readyz") == "running\n"
+        assert json.loads(read(address, "/status"))["workers"][0]["state"] == "running"
+        assert 'elastic_aio_workers{state="running"} 1' in read(address, "/metrics")
+        program.send(signal.SIGTERM)
+        assert program.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.e2e
+def test_the_health_check_of_torch(script: Path) -> None:
+    """On loopback only."""
+    port = free_port()
+    with running_cli(script, env={VARIABLE: str(port)}) as program:
+        program.wait_out("it runs")
+        assert read(f"127.0.0.1:{port}", "/healthz") == "running\n"
+        program.send(signal.SIGTERM)
+        program.wait()
+
+
+@pytest.mark.parametrize("option", ["--http", VARIABLE])
+def test_a_port_in_use_is_one_line(option: str, tmp_path: Path) -> None:
+    """And nothing is started."""
+    script = tmp_path / "worker.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if option == VARIABLE:
+            ended = run_cli(script, env={VARIABLE: str(port)})
+        else:
+            ended = run_cli("--http", f"127.0.0.1:{port}", script)
+    assert ended.errors == [
+        f"aio-elastic run: {option}: cannot listen: address already in use (got '127.0.0.1:{port}')"
+    ]
+    assert ended.code == 2
+    assert not (tmp_path / "started").exists()
+
+
+def test_what_is_parsed() -> None:
+    assert parse_run(["x.py"], {}).http is None
+    assert parse_run(["x.py"], {VARIABLE: "8080"}).http == "127.0.0.1:8080"
+    assert parse_run(["--http=*.a:1", "x.py"], {VARIABLE: "8080"}).http == "*.a:1"
+    # In a worker the port is that of its own job.
+    assert parse_run(["x.py"], {VARIABLE: "8080", "TORCHELASTIC_RUN_ID": "outer"}).http is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["--http=9000"], {}, "--http: must be HOST:PORT or [IPV6]:PORT (got '9000')"),
+        (["--http=a:-1"], {}, "--http: must have a port from 1 to 65535 (got 'a:-1')"),
+        ([], {VARIABLE: "x"}, f"{VARIABLE}: must be a port from 1 to 65535 (got 'x')"),
+    ],
+)
+def test_mistakes(argv: list[str], env: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_run([*argv, "x.py"], env)
+    assert str(caught.value) == message

@@ -1,0 +1,235 @@
+"""The state of a job, and its pages, from events alone."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobFinished,
+    JobStarted,
+    MembershipChanged,
+    NodeStandby,
+    Restarting,
+    RoundFormed,
+    RoundForming,
+    StopRequested,
+    WorkerExited,
+    WorkerStarted,
+)
+from elastic_aio.http.openmetrics import format_metrics
+from elastic_aio.http.responses import HEAD_MAX, response
+from elastic_aio.http.status import PHASES, JobStatus
+from elastic_aio.outcome import ExitStatus, Failure, JobState
+
+FORMING = RoundForming(round=0, joined=1, minimum=2, maximum=3)
+FORMED = RoundFormed(
+    time=2.0,
+    round=4,
+    group_rank=1,
+    group_world_size=2,
+    world_size=4,
+    master_addr="10.0.0.1",
+    master_port=29500,
+    changes=3,
+)
+
+
+def job_started(**settings: object) -> JobStarted:
+    fields = {"entrypoint": "train.py", "nproc_per_node": 2, "nnodes": "1", "max_restarts": 3}
+    return JobStarted(time=1.0, run_id="run", node="host", **(fields | {"agent_pid": 7} | settings))  # type: ignore[arg-type]
+
+
+def worker_started(rank: int, time: float, attempt: int = 0) -> WorkerStarted:
+    return WorkerStarted(
+        time=time, attempt=attempt, rank=rank, local_rank=rank, pid=100 * (attempt + 1) + rank
+    )
+
+
+def worker_exited(rank: int, code: int, *, is_victim: bool = False) -> WorkerExited:
+    return WorkerExited(
+        rank=rank,
+        local_rank=rank,
+        pid=100 + rank,
+        status=ExitStatus(code=code),
+        duration=1.0,
+        is_victim=is_victim,
+    )
+
+
+def failed(time: float) -> AttemptFailed:
+    root = Failure(
+        rank=1, local_rank=1, pid=101, host="host", status=ExitStatus(code=3), time=time, order=0
+    )
+    return AttemptFailed(time=time, root=root, failures=(root,))
+
+
+def status_after(*events: Event) -> JobStatus:
+    status = JobStatus()
+    for event in events:
+        status(event)
+    return status
+
+
+def get(status: JobStatus, path: str, now: float = 10.0) -> tuple[int, str]:
+    """Return the code and the body of an answer."""
+    answer = response(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), status, now)
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    assert f"Content-Length: {len(body.encode())}" in head
+    return int(head.split(" ")[1]), body
+
+
+RUNNING = (job_started(), worker_started(0, 2.0), worker_started(1, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("events", "phase"),
+    [
+        ((), "starting"),
+        ((job_started(),), "starting"),
+        ((job_started(), FORMING), "forming"),
+        ((job_started(), NodeStandby(round=1, maximum=2)), "standby"),
+        ((job_started(), FORMING, FORMED), "starting"),
+        ((job_started(), worker_started(0, 2.0)), "starting"),
+        (RUNNING, "running"),
+        ((*RUNNING, FORMING), "running"),
+        ((*RUNNING, worker_exited(0, 0)), "running"),
+        ((*RUNNING, StopRequested(reason="a", plan="b")), "stopping"),
+        ((*RUNNING, failed(5.0)), "stopping"),
+        ((*RUNNING, failed(5.0), Restarting(why="a", delay=1.0, restarts=1)), "restarting"),
+        ((*RUNNING, MembershipChanged(why="a", round=1, nodes=3)), "restarting"),
+        ((*RUNNING, finished := JobFinished(
+            state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=0)), "succeeded"),
+    ],
+)  # fmt: skip
+def test_phases(events: tuple[Event, ...], phase: str) -> None:
+    status = status_after(*events)
+    assert status.phase == phase
+    assert phase in PHASES
+    assert get(status, "/readyz") == (200 if phase == "running" else 503, f"{phase}\n")
+    assert get(status, "/healthz") == (200, f"{phase}\n")
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.STOPPED])
+def test_a_job_that_has_ended_badly_is_not_alive(state: JobState) -> None:
+    end = JobFinished(state=state, why="no", exit_code=1, duration=1.0, restarts=0)
+    assert get(status_after(*RUNNING, end), "/healthz")[0] == 503
+
+
+def test_the_phases_end_with_the_states_of_jobs() -> None:
+    assert PHASES[-3:] == tuple(state.value for state in JobState)
+
+
+def test_goodput_leaves_out_the_time_without_all_workers() -> None:
+    """Two seconds of the first attempt, and all since the second one has started."""
+    status = status_after(
+        *RUNNING,
+        failed(5.0),
+        Restarting(time=5.5, attempt=1, why="again", delay=1.0, restarts=1),
+        worker_started(0, 8.0, attempt=1),
+        worker_started(1, 9.0, attempt=1),
+    )
+    assert status.goodput(now=12.0) == 2.0 + 3.0
+    assert status.goodput(now=8.0) == 2.0  # the clock was set back
+    assert status.elapsed(now=12.0) == 11.0
+    assert status.workers_by_state()["running"] == 2
+    end = JobFinished(
+        time=20.0, state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=1
+    )
+    status(end)
+    assert (status.goodput(now=50.0), status.elapsed(now=50.0)) == (13.0, 19.0)
+
+
+def test_states_of_workers() -> None:
+    status = status_after(*RUNNING, worker_exited(0, 3), worker_exited(1, 15, is_victim=True))
+    assert status.workers_by_state() == {"running": 0, "succeeded": 0, "failed": 1, "stopped": 1}
+    status(worker_exited(9, 1))  # of another attempt
+    assert sum(status.workers_by_state().values()) == 2
+
+
+def test_the_page_of_a_node() -> None:
+    status = status_after(job_started(nnodes="2"), FORMED, *RUNNING[1:], worker_exited(0, 0))
+    code, body = get(status, "/status")
+    page = json.loads(body)
+    assert code == 200
+    assert page["run_id"] == "run"
+    assert page["round"] == 4
+    assert page["membership_changes"] == 3
+    assert page["master"] == "10.0.0.1:29500"
+    assert (page["group_rank"], page["group_world_size"], page["world_size"]) == (1, 2, 4)
+    assert page["workers"][0] == {
+        "rank": 0,
+        "local_rank": 0,
+        "pid": 100,
+        "state": "succeeded",
+        "status": "exit code 0",
+    }
+
+
+def test_a_path_that_is_not_text() -> None:
+    status = status_after(job_started(entrypoint="\udcff.py"))
+    assert json.loads(get(status, "/status")[1])["entrypoint"] == "\\udcff.py"
+    assert 'entrypoint="\\udcff.py"' in get(status, "/metrics")[1]
+
+
+def test_metrics_are_open_metrics() -> None:
+    """Each family once with its type, its samples below it, and the end at the end."""
+    status = status_after(*RUNNING, failed(5.0))
+    text = format_metrics(status, 7.0)
+    assert text.endswith("\n# EOF\n")
+    family, kinds = "", {}
+    for line in text.splitlines()[:-1]:
+        if match := re.fullmatch(r"# TYPE (\w+) (\w+)", line):
+            family = match[1]
+            assert family not in kinds
+            kinds[family] = match[2]
+        elif not line.startswith(f"# HELP {family} ") and not line.startswith("# UNIT "):
+            suffix = {"counter": "_total", "info": "_info"}.get(kinds[family], "")
+            value = r"-?\d+(\.\d+)?"
+            assert re.fullmatch(
+                rf'{family}{suffix}(\{{\w+="[^"\n]*"(,\w+="[^"\n]*")*\}})? {value}', line
+            )
+    assert 'elastic_aio_phase{elastic_aio_phase="stopping"} 1' in text
+    assert "elastic_aio_goodput_seconds_total 2.000" in text
+
+
+def test_labels_are_escaped() -> None:
+    status = status_after(job_started(role='a"b\\c\nd'))
+    assert 'role="a\\"b\\\\c\\nd"' in format_metrics(status, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"GET / HTTP/1.1", 200),
+        (b"GET /healthz?verbose=1 HTTP/1.0", 200),
+        (b"GET /no HTTP/1.1", 404),
+        (b"POST /status HTTP/1.1", 405),
+        (b"GET /status", 400),
+        (b"GET /status HTTP/2.0", 400),
+        (b"\x16\x03\x01\x02\x00 \xff", 400),
+        (b"", 400),
+    ],
+)
+def test_codes(head: bytes, code: int) -> None:
+    answer = response(head + b"\r\n\r\n", JobStatus(), 0.0)
+    assert answer.startswith(f"HTTP/1.1 {code} ".encode())
+    assert b"Connection: close\r\n" in answer
+
+
+def test_head_has_no_body() -> None:
+    full = response(b"GET /status HTTP/1.1\r\n\r\n", JobStatus(), 0.0)
+    assert response(b"HEAD /status HTTP/1.1\r\n\r\n", JobStatus(), 0.0) == (
+        full.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    )
+
+
+@given(st.none() | st.binary(max_size=HEAD_MAX))
+def test_every_request_has_an_answer(head: bytes | None) -> None:
+    assert response(head, JobStatus(), 0.0).startswith(b"HTTP/1.1 ")
