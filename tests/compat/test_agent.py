@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,40 @@ def test_the_worker_group_knows_ranks_and_processes() -> None:
     first = group.workers[0]
     assert (first.local_rank, first.world_size, first.role_rank) == (0, 2, 0)
     assert (group.group_rank, group.group_world_size) == (0, 1)
+
+
+def where() -> str:
+    """Return where the workers are to meet."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_an_address_in_place_of_the_handlers(backend: str) -> None:
+    """Each node tells its own workers, as in torch."""
+    endpoint = f"localhost:{free_port()}"
+
+    def run(rank: int) -> tuple[WorkerGroup, RunResult]:
+        parameters = RendezvousParameters(backend, endpoint, "run", 2, 2, rank=rank)
+        handler = get_rendezvous_handler(parameters)
+        address = f"127.0.0.{rank + 2}"
+        made = agent(where, nproc=rank + 1, rdzv_handler=handler, master_addr=address)
+        return made.get_worker_group(), made.run()
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(run, range(2)))
+    for rank, (group, result) in enumerate(groups):
+        address = f"127.0.0.{rank + 2}"
+        assert group.master_addr == address
+        assert {value.partition(":")[0] for value in result.return_values.values()} == {address}
+    workers = [worker for group, _ in groups for worker in group.workers]
+    assert {worker.role_world_size for worker in workers} == {3}
+    assert sorted(worker.role_rank for worker in workers) == [0, 1, 2]
+
+
+def test_an_address_without_other_nodes() -> None:
+    port = free_port()
+    made = agent(where, nproc=1, master_addr="127.0.0.9", master_port=port)
+    assert made.run().return_values == {0: f"127.0.0.9:{port}"}
 
 
 def test_a_failed_run_has_failures_by_rank() -> None:

@@ -101,6 +101,7 @@ class AgentJob:
             max_restarts=spec.max_restarts,
             role=spec.role,
             run_id=handler.get_run_id(),
+            master_addr=spec.master_addr or None,
             master_port=port,
             host_store=bool(handler.use_agent_store),
             logs=self._log_spec(),

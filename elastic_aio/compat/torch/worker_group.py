@@ -167,15 +167,17 @@ class WorkerGroup:
             case RoundFormed():
                 self.group_rank = event.group_rank
                 self.group_world_size = event.group_world_size
-                self.master_addr, self.master_port = event.master_addr, event.master_port
+                self.master_addr = self.spec.master_addr or event.master_addr
+                self.master_port = event.master_port
                 for worker in self.workers:
                     worker.world_size = event.world_size
-            case WorkerStarted(rank=rank, local_rank=local_rank, pid=pid):
-                worker = self.workers[local_rank]
-                worker.id, worker.global_rank = pid, rank
+            case WorkerStarted():
+                worker = self.workers[event.local_rank]
+                worker.id, worker.global_rank = event.pid, event.rank
+                worker.role_rank = event.role_rank
+                worker.role_world_size = event.role_world_size
                 if self.group_rank is None:  # a single node forms no round
-                    worker.role_rank = rank
-                    worker.world_size = worker.role_world_size = len(self.workers)
+                    worker.world_size = len(self.workers)
                 self.state = WorkerState.HEALTHY
             case StopRequested() | AttemptFailed():
                 self.state = WorkerState.STOPPED
