@@ -144,7 +144,10 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
 def _started_pid(error: BaseException) -> int | None:
     """Return the pid of the child whose start raised `error`; None if there was none.
 
-    asyncio returns no object then; the frames of the traceback have its transport.
+    asyncio returns no object then; the frames of the traceback have its transport.  The only
+    other way to it is `connection_made` of a protocol passed to `loop.subprocess_exec`: a later
+    iteration calls it, and none if the loop shuts down.  That would be a wait with a limit, and
+    a protocol for every child.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
