@@ -6,6 +6,10 @@ foreign thread (torch's have no other end) that still needs the interpreter, ins
 that does not allow it: the process aborts.  And of a forked worker it would take apart the
 parent's objects.
 
+Threads of the program run until the end, and may hold a lock that a `close` or a `__del__`
+waits for, for ever.  So files of the standard library are written out first, then the others,
+whose code is the program's; and a step of the end that takes too long is the last one.
+
 Nothing here is imported before it is needed, as in `bootstrap`.
 """
 
@@ -30,6 +34,7 @@ _PID = os.getpid()
 _failed: list[object] = []  # files that could not be written out
 _busy: list[object] = []  # buffers in which another thread stays
 _BUSY_S = 1.0  # CPython waits as long for such a buffer at its end
+_STEP_S = 10.0  # of one step, after which the process ends without the next ones
 _OWN = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -113,24 +118,30 @@ def finalize(code: int) -> NoReturn:
         if threading := sys.modules.get("threading"):
             _try(threading._shutdown)  # as the interpreter does
         _run_exit_hooks()
-        if not _flush_standard_streams():
-            code = _FLUSH_FAILED
+        limit = _StepLimit(code)
+        if not _flush_standard_streams(limit):
+            code = limit.code = _FLUSH_FAILED
         is_forked = os.getpid() != _PID  # with objects and buffers that are the parent's too
         if not is_forked:
-            _try(_unfreeze)
-        # A garbage collection may close a file before it finalizes the buffer above it.
-        _write_out_files()
-        _try(_release_main)
-        _write_out_files()  # once more, for what `__del__` methods have written
+            limit.run(_unfreeze)
+        files = _open_files()
+        _write_out_files([file for file in files if all(map(_is_standard, _layers(file)))], limit)
         if not is_forked:
-            _try(_flush_c_streams)
+            limit.run(_flush_c_streams)
+        # A garbage collection may close a file before it finalizes the buffer above it.
+        _write_out_files(files, limit)
+        del files
+        limit.run(_release_main)
+        _write_out_files(_open_files(), limit)  # for what `__del__` methods have written
+        if not is_forked:
+            limit.run(_flush_c_streams)
         if code == -_SIGINT:
             import signal
 
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
     finally:  # a signal may raise KeyboardInterrupt at any place
-        os._exit(code if code >= 0 else 128 - code)
+        _exit(code)
 
 
 def _run_exit_hooks() -> None:
@@ -147,11 +158,44 @@ def _try(function: Callable[..., object], *args: object) -> None:
     _run_exit_hooks()
 
 
-def _flush_standard_streams() -> bool:
+class _StepLimit:
+    """Runs the steps of the end, and ends the process if one of them takes too long."""
+
+    def __init__(self, code: int) -> None:
+        """Begin to watch; `code` is the exit code in that case."""
+        import _thread
+
+        self.code = code
+        self._step_has_ended = _thread.allocate_lock()
+        self._step_has_ended.acquire()
+        try:
+            _thread.start_new_thread(self._watch, ())
+        except RuntimeError:
+            pass  # no thread is left: the end has no limit
+
+    def _watch(self) -> None:
+        while self._step_has_ended.acquire(timeout=_STEP_S):
+            pass
+        _exit(self.code)
+
+    def run(self, function: Callable[..., object], *args: object) -> None:
+        """Run a step."""
+        _try(function, *args)
+        if self._step_has_ended.locked():
+            self._step_has_ended.release()
+
+
+def _exit(code: int) -> NoReturn:
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _flush_standard_streams(limit: _StepLimit) -> bool:
     """Write out the text that they hold; return whether that was possible."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not getattr(stream, "closed", False):
-            _try(_flush, stream)
+    streams = [item for item in (sys.stdout, sys.stderr) if item is not None]
+    _find_busy([layer for stream in streams for layer in _layers(stream)])
+    for stream in streams:
+        if not getattr(stream, "closed", False) and not _is_busy(stream):
+            limit.run(_flush, stream)
     return not _failed
 
 
@@ -186,21 +230,20 @@ def _release_main() -> None:
     gc.collect()
 
 
-def _write_out_files() -> None:
-    """Write out the files that the program has left open, and the layers above them.
-
-    The files themselves need not be closed: the process ends.
-    """
+def _open_files() -> list[Any]:
+    """Return the files that the program has left open, and the layers above them."""
     import gc
     from _io import _IOBase
 
-    files: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), _IOBase)]
-    if len(sys._current_frames()) > 1:
-        _find_busy(files)
-    # From the outermost layer to the innermost one.
-    for file in sorted(files, key=_layer):
-        if not (_busy and any(layer is one for layer in _layers(file) for one in _busy)):
-            _try(_write_out, file)
+    return [item for item in gc.get_objects() if issubclass(type(item), _IOBase)]
+
+
+def _write_out_files(files: list[Any], limit: _StepLimit) -> None:
+    """Write out files; these themselves need not be closed: the process ends."""
+    _find_busy(files)
+    for file in sorted(files, key=_order):
+        if not _is_busy(file):
+            limit.run(_write_out, file)
 
 
 def _find_busy(files: list[Any]) -> None:
@@ -219,16 +262,29 @@ def _find_busy(files: list[Any]) -> None:
 
     probes: list[tuple[Any, _thread.LockType]] = []
     for file in files:
-        is_buffer = isinstance(file, (BufferedWriter, BufferedRandom))
+        is_buffer = issubclass(type(file), (BufferedWriter, BufferedRandom))
         if not is_buffer or any(file is one for one in _busy) or _is_regular(file):
             continue
-        probes.append((file, _thread.allocate_lock()))
-        probes[-1][1].acquire()
-        _thread.start_new_thread(probe, probes[-1])
+        is_free = _thread.allocate_lock()
+        is_free.acquire()
+        try:
+            _thread.start_new_thread(probe, (file, is_free))
+        except RuntimeError:
+            break  # no thread is left
+        probes.append((file, is_free))
     deadline = time.monotonic() + _BUSY_S
     for file, is_free in probes:
         if not is_free.acquire(timeout=max(0, deadline - time.monotonic())):
             _busy.append(file)
+
+
+def _is_busy(file: object) -> bool:
+    return bool(_busy) and any(layer is one for layer in _layers(file) for one in _busy)
+
+
+def _is_standard(file: object) -> bool:
+    """Whether the code of a file is the standard library's."""
+    return str(type(file).__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def _layers(file: object) -> list[object]:
@@ -245,15 +301,17 @@ def _layers(file: object) -> list[object]:
     return found
 
 
-def _layer(file: Any) -> int:
-    """Return the position of a file's layer: text, a layer of Python code, buffer, others."""
+def _order(file: Any) -> tuple[bool, int]:
+    """Return a file's place: pipes come last, and text, Python code, buffers, others in turn."""
     import _io
 
     if isinstance(file, _io._TextIOBase):
-        return 0
-    if not isinstance(file, _io._BufferedIOBase):
-        return 3
-    return 2 if type(file).__module__ == "_io" else 1
+        layer = 0
+    elif not isinstance(file, _io._BufferedIOBase):
+        layer = 3
+    else:
+        layer = 2 if type(file).__module__ == "_io" else 1
+    return _is_regular(file) is False, layer
 
 
 def _write_out(file: Any) -> None:
@@ -264,7 +322,7 @@ def _write_out(file: Any) -> None:
         return  # its buffer is detached
     if type(file).__module__ != "_io":
         file.close()  # it may add an end, as gzip does
-    elif len(sys._current_frames()) == 1 or _is_regular(file) is not False:
+    else:
         _flush(file)
 
 

@@ -92,6 +92,32 @@ def write_some():
 threading.Thread(target=write_some, daemon=True).start()
 is_writing.wait()
 """
+# Its `close` or `__del__` waits for ever, before that of another layer of the program.
+LOCKED_FILES = """
+import io, sys, threading
+sys.modules["elastic_aio.worker.interpreter"]._STEP_S = 0.1
+text = open(sys.argv[1] + "/text", "w"); text.write("text")
+lock = threading.Lock()
+lock.acquire()
+class File(io.BufferedIOBase):
+    def METHOD(self):
+        lock.acquire()
+file = File()
+below = open(sys.argv[1] + "/below", "wb"); below.write(b"below")
+file.below = below
+sys.exit(3)
+"""
+# Another thread prints to a pipe that nothing reads.
+HELD_STDOUT = """
+import os, sys, threading
+text = open(sys.argv[1] + "/text", "w"); text.write("text")
+below = open(sys.argv[1] + "/below", "wb"); below.write(b"below")
+reader, writer = os.pipe()
+sys.stdout = open(writer, "w")
+threading.Thread(target=print, args=["x" * (1 << 20)], daemon=True).start()
+os.read(reader, 1)
+sys.exit(3)
+"""
 RAISING_HOOK = """
 import sys
 def hook(*details):
@@ -176,6 +202,20 @@ def test_a_thread_in_another_layer_delays_no_end(code: str, tmp_path: Path) -> N
     _, (worker, found) = run_both(tmp_path, ["--run-path"], code)
     assert worker.code == 0
     assert found["zipped"] == b"zipped"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [*(LOCKED_FILES.replace("METHOD", name) for name in ("close", "__del__")), HELD_STDOUT],
+    ids=["close", "__del__", "stdout"],
+)
+def test_a_lock_delays_no_end(code: str, tmp_path: Path) -> None:
+    """The exit code is the program's, and what has been written is in its files."""
+    (tmp_path / "script.py").write_text(code)
+    (tmp_path / "files").mkdir()
+    ended = run_cli("--run-path", tmp_path / "script.py", tmp_path / "files")
+    assert ended.code == 3
+    assert contents(tmp_path / "files") == {"text": b"text", "below": b"below"}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
