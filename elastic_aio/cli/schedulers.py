@@ -43,6 +43,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
         grace: seconds for a stop; None if the scheduler sets no limit.
         advice: what to do if this process is not started by the scheduler itself; empty
             if it is.
+        problem: why the variables do not describe all nodes; empty if they do.  The job
+            then needs its number of nodes and its endpoint as options.
     """
 
     scheduler: str
@@ -52,6 +54,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     host: str = ""
     grace: float | None = None
     advice: str = ""
+    problem: str = ""
 
     @property
     def run_id(self) -> str:
@@ -72,7 +75,7 @@ def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocatio
     Raises:
         UsageError: a variable of the scheduler is malformed; it is named.
     """
-    finders = (_slurm, _flux, _lsf, _open_mpi, _pmi)
+    finders = (_slurm, _flux, _lsf, _open_mpi, _pmi, _pbs)
     for finder in finders:
         if (found := finder(env)) is not None:
             return found
@@ -97,6 +100,11 @@ def _slurm(env: Env) -> Allocation | None:
         advice = f"one of {nodes} nodes: start it with srun to use all" if nodes > 1 else ""
         return Allocation(scheduler="Slurm", job_id=job, grace=grace, advice=advice)
     rank = _number(env, "SLURM_NODEID") or 0
+    if (_number(env, "SLURM_HET_SIZE", "SLURM_PACK_SIZE") or 1) > 1:
+        problem = "the variables of a heterogeneous job tell of one component only"
+        return Allocation(
+            scheduler="Slurm", job_id=job, nodes=None, rank=rank, grace=grace, problem=problem
+        )
     tasks = _number(env, "SLURM_STEP_NUM_TASKS") or nodes
     if tasks != nodes:
         nodes, rank = tasks, _number(env, "SLURM_PROCID") or 0
@@ -179,6 +187,22 @@ def _pmi(env: Env) -> Allocation | None:
 
 def _host_of_mpi(env: Env, contact: str, *, is_local: bool) -> str:
     return env.get("MASTER_ADDR") or ("127.0.0.1" if is_local else contact)
+
+
+def _pbs(env: Env) -> Allocation | None:
+    """Read a job of PBS or Torque without MPI, whose mpiexec sets variables of its own."""
+    if not (job := env.get("PBS_JOBID")):
+        return None
+    rank = _number(env, "PBS_NODENUM") or 0
+    return Allocation(
+        scheduler="PBS",
+        job_id=job,
+        rank=rank,
+        grace=8.0,  # kill_delay is 10 s by default
+        advice="this host only: start it with mpiexec to use several",
+        # PBS_NODEFILE is on the first host only, so another one cannot know the first.
+        problem="pbsdsh does not tell a task of the others: use mpiexec" if rank else "",
+    )
 
 
 def _kubernetes(env: Env, fqdn: Callable[[], str]) -> Allocation | None:
@@ -268,14 +292,17 @@ def apply_allocation(
     if found.grace is not None and not is_explicit_stop:
         values["shutdown_timeout"] = f"{found.grace:g}"
     nodes = values["nnodes"]
-    if nodes is None and not values["standalone"] and found.nodes is not None:
-        nodes = values["nnodes"] = str(found.nodes)
+    if nodes is None and not values["standalone"]:
+        if found.problem:
+            raise UsageError(f"--nnodes: is required in {found.scheduler}: {found.problem}")
+        if found.nodes is not None:
+            nodes = values["nnodes"] = str(found.nodes)
     is_many = not values["standalone"] and (nodes or "1").rpartition(":")[2] not in ("", "1")
     if values["rdzv_id"] is None and (is_many or found.job_id != "job"):
         values["rdzv_id"] = found.run_id
     if found.nodes is None and not is_many:
         said.append("one node, because --nnodes is not given")
-    if found.advice:
+    if found.advice and not is_many:
         said.append(found.advice)
     if is_many:
         if values["node_rank"] is None:

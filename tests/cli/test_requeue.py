@@ -22,7 +22,9 @@ def advice(code: int) -> str:
     page = (REPOSITORY / "docs/reference/exit-codes.md").read_text()
     table = page.partition("### For a scheduler")[2].partition("\n\n## ")[0]
     rows = re.findall(r"^\| ([\d, ]+|others) \| ([^:|]+)", table, re.MULTILINE)
-    said = {key.strip(): text.strip() for keys, text in rows for key in keys.split(",")}
+    said: dict[str, str] = {
+        key.strip(): text.strip() for keys, text in rows for key in keys.split(",")
+    }
     return said.get(str(code), said["others"])
 
 

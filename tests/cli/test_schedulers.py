@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.schedulers import Allocation, expand_hosts, find_allocation
 from elastic_aio.cli.torchrun import RunRequest, parse_run
 from elastic_aio.spec.stop import StopPlan
-from tests.support.cli import bare_environment, running_cli
+from tests.support.cli import CLI, bare_environment, running, running_cli
+from tests.support.netns import Network
 
 SLURM = {
     "SLURM_JOB_ID": "42",
@@ -35,6 +38,8 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_NAMESPAC
 PMI = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_PORT": "head:38217", "PMI_JOBID": "9"}
 LSF = {"LSB_JOBID": "8", "LSB_MCPU_HOSTS": "b 2 a 2", "LSF_PM_TASKID": "2"}
 FLUX = {"FLUX_JOB_ID": "f1", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "MASTER_ADDR": "h"}
+HET = {**STEP, "SLURM_HET_SIZE": "2"}
+PBS = {"PBS_JOBID": "12.head", "PBS_NODENUM": "0", "PBS_NODEFILE": "/var/spool/pbs/aux/12.head"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4"}
 
 
@@ -112,6 +117,11 @@ def test_host_lists_are_expanded_or_refused(text: str) -> None:
         (PMI, ("MPI", "9", 2, 1, "head", None)),
         ({**PMI, "MPI_LOCALNRANKS": "2"}, ("MPI", "9", 2, 1, "127.0.0.1", None)),
         ({"PMI_RANK": "0"}, None),
+        (PBS, ("PBS", "12.head", 1, 0, "", 8)),
+        ({**PBS, **PMI}, ("MPI", "9", 2, 1, "head", None)),
+        ({"PBS_O_WORKDIR": "/"}, None),
+        (HET, ("Slurm", "42", None, 1, "", 25)),
+        ({**STEP, "SLURM_HET_SIZE": "1"}, ("Slurm", "42.0", 2, 1, "n08", 25)),
         ({**SLURM, **PMI}, ("Slurm", "42", 3, 1, "n07", 25)),
         (INDEXED, ("Kubernetes", "train-w", 4, 2, "train-w-0.svc.ns", 25)),
         ({**INDEXED, "MASTER_ADDR": "m"}, ("Kubernetes", "train-w", 4, 2, "m", 25)),
@@ -228,6 +238,35 @@ def test_an_unknown_number_or_host() -> None:
         parse_run(["x"], env)
 
 
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        (HET, "Slurm: the variables of a heterogeneous job tell of one component only"),
+        (
+            {**PBS, "PBS_NODENUM": "1"},
+            "PBS: pbsdsh does not tell a task of the others: use mpiexec",
+        ),
+    ],
+    ids=["het", "pbsdsh"],
+)
+def test_jobs_that_need_options(env: dict[str, str], problem: str) -> None:
+    """Their variables do not describe all nodes, so no part of the nodes starts by itself."""
+    with pytest.raises(UsageError, match=f"^--nnodes: is required in {problem}$"):
+        parse_run(["x"], env)
+    with pytest.raises(UsageError, match=r"^--rdzv-endpoint: needs HOST:PORT: "):
+        parse_run(["--nnodes=4", "x"], env)
+    options = ["--nnodes=4", "--rdzv-endpoint=h", "--rdzv-backend=c10d"]
+    assert rendezvous(parse_run([*options, "x"], env))[:4] == ("4", "c10d", 1, "h")
+    for option in ("--standalone", "--nnodes=1"):
+        assert str(parse_run([option, "x"], env).spec.nnodes) == "1"
+
+
+def test_a_batch_script_of_pbs_runs_one_node() -> None:
+    assert parse_run(["x"], PBS).warnings == (
+        "PBS job 12.head, this host only: start it with mpiexec to use several, stop grace 8 s",
+    )
+
+
 @pytest.mark.e2e
 def test_three_nodes_of_slurm(tmp_path: Path) -> None:
     """Agents with nothing but the scheduler's variables form one job, ranked by node."""
@@ -245,3 +284,57 @@ def test_three_nodes_of_slurm(tmp_path: Path) -> None:
     said = [path.read_text().split() for path in sorted(tmp_path.iterdir())]
     assert [int(rank) // 2 for rank, _, _ in said] == [0, 1, 2]
     assert {(size, run) for _, size, run in said} == {("6", f"slurm-{job}")}
+
+
+def slurm(rank: int, job: str) -> dict[str, str]:
+    return {**STEP, "SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
+            "SLURM_NODEID": str(rank), "SLURM_PROCID": str(rank)}  # fmt: skip
+
+
+def open_mpi(rank: int, job: str) -> dict[str, str]:
+    uri = f"prterun-w-0-{job}@0.0;tcp4://10.77.0.1:45"
+    return {**OMPI, "PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_SERVER_URI2": uri}  # fmt: skip
+
+
+def flux(rank: int, job: str) -> dict[str, str]:
+    return {**FLUX, "FLUX_JOB_ID": job, "FLUX_TASK_RANK": str(rank), "MASTER_ADDR": "w-0"}
+
+
+def lsf(rank: int, job: str) -> dict[str, str]:
+    return {**LSF, "LSB_JOBID": job, "LSB_MCPU_HOSTS": "w-0 2 w-1 2",
+            "LSF_PM_TASKID": str(rank + 1)}  # fmt: skip
+
+
+def jobset(rank: int, job: str) -> dict[str, str]:
+    return {"JOB_COMPLETION_INDEX": str(rank), "JOB_COMPLETIONS": "2"}
+
+
+def kubeflow(rank: int, job: str) -> dict[str, str]:
+    return {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "w-0",
+            "PET_MASTER_PORT": "23456"}  # fmt: skip
+
+
+@pytest.mark.black_box
+@pytest.mark.netns
+@pytest.mark.parametrize("variables", [slurm, open_mpi, flux, lsf, jobset, kubeflow])
+def test_two_hosts(variables: Callable[[int, str], dict[str, str]], tmp_path: Path) -> None:
+    """Agents on hosts of their own, each with nothing but the variables of its task."""
+    program = "import os; e = os.environ; print(*(e[name] for name in e['NAMES'].split()))"
+    names = "RANK WORLD_SIZE GROUP_RANK MASTER_ADDR"
+    words = ["--nproc-per-node=2", "--no-python", sys.executable, "-c", program]
+    with Network(tmp_path, "w-0", "w-1") as network, ExitStack() as stack:
+        for host in network.hosts.values():
+            pods = "".join(f"{one.address} {one.name}\n" for one in network.hosts.values())
+            (host.etc / "hosts").write_text(f"127.0.0.1 localhost\n{pods}")
+        agents = []
+        for rank, host in enumerate(network.hosts.values()):
+            env = bare_environment(**variables(rank, "7"), NAMES=names)
+            argv = host.argv([*CLI, "run", *words])
+            agents.append(stack.enter_context(running(argv, env=env)))
+        ended = [agent.ended() for agent in agents]
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+    said = [sorted(one.out.splitlines()) for one in ended]
+    master = "w-0" if variables is kubeflow else "10.77.0.1"  # `static` passes the name on
+    for rank in (0, 1):
+        assert said[rank] == [f"{worker} 4 {rank} {master}" for worker in (2 * rank, 2 * rank + 1)]
