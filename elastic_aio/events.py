@@ -41,7 +41,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
 class JobStarted(Event, frozen=True, kw_only=True):
     """The job begins; no process has been started yet.
 
-    `max_restarts` and `nproc_per_node` are the spec's; `agent_pid` is this process.
+    `nproc_per_node`, `max_restarts` and `has_timers` are the spec's; `agent_pid` is this process.
     """
 
     entrypoint: str
@@ -59,6 +59,7 @@ class JobStarted(Event, frozen=True, kw_only=True):
     """Name of the workers of this node."""
     rdzv_backend: str = ""
     """Name of the rendezvous backend, which one node does not use."""
+    has_timers: bool = False
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):

@@ -7,8 +7,10 @@ torch repeats in each event what ours say once.
 event here                torch's events
 ========================  ==================================================================
 WorkerStarted, RoundFormed  AGENT RENDEZVOUS and ASSIGN_WORKER_RANKS, once for each attempt
-WorkerStarted             WORKER START
+WorkerStarted             AGENT `watchdog started`, once for each attempt of a job with timers;
+                          WORKER START
 TimerExpired              AGENT `timer expired`, and `kill worker process` if it has a signal
+StopRequested, JobFinished  AGENT `watchdog stopped`, once for each attempt of a job with timers
 JobFinished               WORKER SUCCEEDED, FAILED or TERMINATED for each worker of the last
                           attempt, at the time of its exit; AGENT SUCCEEDED, or FAILED if not
                           the workers have failed but the launcher or the rendezvous
@@ -86,6 +88,7 @@ class TorchEvents:
         """Begin at the start of a stream."""
         self._job = _Job()
         self._joined_attempt = -1
+        self._is_watching = False
 
     def __call__(self, event: events.Event) -> list[dict[str, Any]]:
         """Return torch's events for an event: `name`, `source`, `timestamp` (ms), `metadata`."""
@@ -95,35 +98,47 @@ class TorchEvents:
                 return [*self._joined(event), self._worker(event, event, "START")]
             case events.TimerExpired():
                 return self._timer(event)
+            case events.StopRequested():
+                return self._watchdog_stopped(event)
             case events.JobFinished():
-                return self._finished(event)
+                return [*self._watchdog_stopped(event), *self._finished(event)]
         return []
 
     def _joined(self, event: events.WorkerStarted) -> list[dict[str, Any]]:
         if self._joined_attempt == event.attempt:
             return []
         self._joined_attempt = event.attempt
-        return [
+        lines = [
             self._agent(event, "RENDEZVOUS", duration_ms=self._job.joined_after * 1000),
             self._agent(event, "ASSIGN_WORKER_RANKS", duration_ms=0.0),  # the round has them
         ]
+        if self._job.started.has_timers:
+            self._is_watching = True
+            lines.append(self._watchdog(event, "watchdog started"))
+        return lines
+
+    def _watchdog_stopped(self, event: events.Event) -> list[dict[str, Any]]:
+        if not self._is_watching:
+            return []
+        self._is_watching = False
+        return [self._watchdog(event, "watchdog stopped")]
 
     def _timer(self, event: events.TimerExpired) -> list[dict[str, Any]]:
+        details = {
+            "worker_pid": str(event.pid),
+            "scope_id": event.scope,
+            "expiration_time": str(event.time - event.age + event.limit),
+            "signal": str(event.signal),
+        }
         names = ["timer expired"] + ["kill worker process"] * bool(event.signal)
-        expiration = event.time - event.age + event.limit
-        lines = []
-        for name in names:
-            details = {
-                "watchdog_event": name,
-                "worker_pid": str(event.pid),
-                "scope_id": event.scope,
-                "expiration_time": str(expiration),
-                "signal": str(event.signal),
-            }
-            line = self._agent(event, "RUNNING", details)
-            del line["metadata"]["duration_ms"]
-            lines.append(line | {"name": name})
-        return lines
+        return [self._watchdog(event, name, details) for name in names]
+
+    def _watchdog(
+        self, event: events.Event, name: str, details: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        line = self._agent(event, "RUNNING", {"watchdog_event": name, **(details or {})})
+        del line["metadata"]["duration_ms"]
+        return line | {"name": name}
 
     def _finished(self, event: events.JobFinished) -> list[dict[str, Any]]:
         job = self._job

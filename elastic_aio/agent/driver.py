@@ -125,6 +125,7 @@ class Driver:
                 agent_pid=os.getpid(),
                 role=spec.role,
                 rdzv_backend=spec.rendezvous.backend,
+                has_timers=bool(spec.timers),
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )

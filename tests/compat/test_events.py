@@ -208,6 +208,21 @@ def test_a_signal_has_no_traits() -> None:
     assert json.loads(worker["metadata"]["metadata"])["exit_code"] == [-9]
 
 
+def test_the_watchdog_of_timers(handler: ListHandler) -> None:
+    """It is started and stopped with each attempt, as in torch."""
+    script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ]"
+    spec = LaunchSpec(shell(script), nproc_per_node=2, max_restarts=1, timers=True)
+    run(spec, listeners=[event_listener("list")])
+    lines = [json.loads(line) for line in handler.lines]
+    watchdog = [line for line in lines if "watchdog" in line["name"]]
+    assert [line["name"] for line in watchdog] == 2 * ["watchdog started", "watchdog stopped"]
+    assert [line["metadata"]["agent_restarts"] for line in watchdog] == [0, 0, 1, 1]
+    assert {line["metadata"]["metadata"] for line in watchdog} == {
+        json.dumps({"watchdog_event": name}) for name in ("watchdog started", "watchdog stopped")
+    }
+    assert lines[3]["name"] == "torchelastic.worker.status.START"
+
+
 def test_a_timer() -> None:
     """Without a signal nothing is killed."""
     lines_of = torch_events()
