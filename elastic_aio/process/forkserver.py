@@ -180,6 +180,7 @@ class _Channel:
         self._requests: collections.deque[asyncio.Future[Child]] = collections.deque()
         self._workers: dict[int, _ForkedChild] = {}
         self._problem = "the fork server has ended"
+        self._is_import_error = False
         sock.setblocking(False)
         self._loop.add_reader(sock, self._receive)
         server.exited.add_done_callback(lambda _: self._on_exit())
@@ -249,7 +250,7 @@ class _Channel:
             case ("ready",):
                 self.ready.set_result(None)
             case ("failed", str(text)):
-                self._problem = text
+                self._problem, self._is_import_error = text, True
             case ("started", int()) if not descriptors:
                 # None is left here.  The start has failed, and the stop that follows finds it.
                 self._refuse(errno.EMFILE)
@@ -279,7 +280,9 @@ class _Channel:
         pending: list[asyncio.Future[Any]] = [self.ready, *self._requests]
         for future in pending:
             if not future.done():
-                future.set_exception(SpawnError(self._problem, permanent=True, exit_code=1))
+                # Another server may not be killed.
+                error = SpawnError(self._problem, permanent=self._is_import_error, exit_code=1)
+                future.set_exception(error)
                 future.exception()  # marks it as retrieved: it may not be awaited
         self._requests.clear()
         for worker in self._workers.values():

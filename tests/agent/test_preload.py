@@ -237,6 +237,14 @@ async def test_a_stop_waits_for_a_suspended_server_for_a_bounded_time(
     assert not alive(servers[0])
 
 
+async def test_a_server_that_is_killed_costs_a_restart(preloaded: Any) -> None:
+    """As for lack of memory: another one may not be."""
+    code = "import os, signal\nif not os.path.exists(f'{NOTES}/killed'):\n"
+    code += "    os.mkdir(f'{NOTES}/killed')\n    os.kill(os.getpid(), signal.SIGKILL)"
+    result = await launch(preloaded(code, functions.give, max_restarts=1))
+    assert len(result.attempts) == 2
+
+
 async def test_a_server_that_ends_while_its_fork_lives_is_lost(
     preloaded: Any, tmp_path: Path
 ) -> None:
