@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program
+from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program, running
 from tests.support.sockets import free_port
 
 PROGRAMS = Path(__file__).parent
@@ -121,6 +122,44 @@ def test_accelerate_launch_runs_its_job_here(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
     assert sorted(lines) == lines_of_accelerate("")
+
+
+@needs_accelerate
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_accelerate_launch_of_two_nodes(backend: str) -> None:
+    """Each node has its own `accelerate launch`, by `aio-elastic exec`."""
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision=no"]
+    nodes = ["--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1"]
+    others = [f"--main_process_port={free_port()}", f"--rdzv_backend={backend}"]
+    command = [*CLI, "exec", sys.executable, *launch, "--dynamo_backend=no", *nodes, *others]
+    program = str(PROGRAMS / "accelerate_sum.py")
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                running([*command, f"--machine_rank={rank}", program], env=ENVIRONMENT)
+            )
+            for rank in (0, 1)
+        ]
+        ended = [agent.ended(SECONDS) for agent in agents]
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+    lines = [line for one in ended for line in one.out.splitlines() if line.startswith("rank")]
+    assert sorted(lines) == [f"rank {rank} of 4: 10 by elastic_aio" for rank in range(4)]
+
+
+@pytest.mark.skipif(
+    not (found("lightning") and found("jsonargparse")), reason="needs lightning and jsonargparse"
+)
+def test_lightning_cli_under_torchrun() -> None:
+    """By `aio-elastic exec`; the launcher leaves the program's options alone."""
+    torchrun = [*CLI, "exec", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    options = [f"--trainer.{name}={value}" for name, value in {**trainer, **quiet}.items()]
+    program = [str(PROGRAMS / "lightning_cli.py"), "fit", *options, "--model.width=8"]
+    ended = run_program([*torchrun, *program], env=ENVIRONMENT, seconds=SECONDS)
+    assert ended.code == 0, ended.err
+    lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
+    assert sorted(lines) == [f"rank {rank} of 2: 8 features by elastic_aio" for rank in (0, 1)]
 
 
 @pytest.mark.skipif(not (found("lightning") and found("click")), reason="needs lightning and click")
