@@ -139,6 +139,7 @@ class StoreLocator:
             network=network or StoreNetwork(),
             only_of=run_id if is_exclusive else "",
             is_first_node=bool(spec.is_host),
+            has_choice=len(self._endpoints) > 1,
             tls=spec.tls,
         )
         if spec.tls is not None:

@@ -77,9 +77,9 @@ class DialOptions(Struct, frozen=True):
 
     The store is lost after `peer_timeout` seconds without an answer.  When only the
     connection is lost, it is re-established for `reconnect_for` seconds.  `run_id` names
-    the run, and `network` makes the sockets.  A store that
-    belongs to another run is refused if `only_of` names a run; with `is_first_node`, also
-    one that another node serves.
+    the run, and `network` makes the sockets.  A store that belongs to another run is refused
+    if `only_of` names a run; with `is_first_node`, also one that another node serves.  With
+    `has_choice` there are several endpoints, and the one where the run is active is used.
     """
 
     token: str | None
@@ -89,6 +89,7 @@ class DialOptions(Struct, frozen=True):
     network: StoreNetwork
     only_of: str = ""
     is_first_node: bool = False
+    has_choice: bool = True
     tls: TlsSpec | None = None
 
     def for_host(self, host: str) -> DialOptions:
@@ -115,7 +116,7 @@ class StoreHandshake(Struct, frozen=True):
     """A connected store.
 
     `local_address` is the address of this host on that connection; `has_run` is whether
-    this run is active there.
+    this run is active there, if there is a choice of endpoints.
     """
 
     store: RemoteStore
@@ -203,9 +204,8 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"
                 raise StoreNotFound(why, was_accepted=True)
-            has_run, owner = await asyncio.gather(
-                _has_active_run(store, options.run_id), store.peek(OWNER_KEY)
-            )
+            has_run = options.has_choice and await _has_active_run(store, options.run_id)
+            owner = await store.peek(OWNER_KEY) if options.only_of else None
             if owner and (why := options.objection(StoreOwner.decode(owner))):
                 raise StoreNotFound(why, was_accepted=True)
     except TimeoutError:

@@ -17,7 +17,7 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import monotonic_clock, wall_clock
+from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_prefix, run_store
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
@@ -99,13 +99,9 @@ class StoreSession:
     async def _run(self) -> str:
         async with AsyncExitStack() as stack:
             try:
-                enter = stack.enter_async_context
                 if not await self._enter_run():
                     return "the run has ended"
-                lease = await enter(self._store.lease(self._ttl, linger=LEASE_LINGER))
-                orders = await enter(self._store.watch(f"o/{self._name}"))
-                records = await enter(self._store.watch("coordinator"))
-                ends = await enter(self._store.watch("end"))
+                lease, orders, records, ends = await self._begin(stack)
                 self._election = Election(
                     self._store,
                     self._located.store.prefixed(run_prefix(self._run_id)),
@@ -129,6 +125,18 @@ class StoreSession:
             except StoreError as error:
                 # The part after the semicolon is for callers of store operations.
                 return str(error).partition("; ")[0]
+
+    async def _begin(self, stack: AsyncExitStack) -> tuple[Lease, Watch, Watch, Watch]:
+        """Begin the lease and the watches, at once: their requests are sent together."""
+        enter, store = stack.enter_async_context, self._store
+        lease = create_task(enter(store.lease(self._ttl, linger=LEASE_LINGER)))
+        orders = create_task(enter(store.watch(f"o/{self._name}")))
+        records = create_task(enter(store.watch("coordinator")))
+        ends = create_task(enter(store.watch("end")))
+        try:
+            return await asyncio.gather(lease, orders, records, ends)
+        finally:
+            await cancel_and_wait([lease, orders, records, ends])
 
     async def _enter_run(self) -> bool:
         """Find the generation to take part in; return False if the job is over."""

@@ -30,8 +30,8 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reply_timeout = reply_timeout
         self._unsent: list[bytes] = []
-        # Several replies came at once, so several tasks are about to send.
         self._is_batching = False
+        """Whether several replies came at once, so that several tasks are about to send."""
         self._is_write_paused = False
         self._write_resumed = Notifier()
         # Replies that the peer owes now; that of a pending wait is not counted.
@@ -94,7 +94,7 @@ class Link(asyncio.Protocol):
         raise NotImplementedError
 
     def _send(self, frame: bytes) -> None:
-        """Send a frame: at once if one task uses the link, else batched with other tasks'."""
+        """Send a frame: at once if one task uses the link, else with those of other tasks."""
         if self.ended.done():
             raise LinkLost(self.ended.result())
         if self._transport.is_closing():
@@ -102,11 +102,15 @@ class Link(asyncio.Protocol):
             raise LinkLost("the connection is closing")
         if self._unsent:
             self._unsent.append(frame)
-        elif self._is_batching:
-            self._unsent.append(frame)
-            self._loop.call_soon(self._flush)
+        elif self._is_batching or self._replies_due:
+            self._send_later(frame)
         else:
             self._transport.write(frame)
+
+    def _send_later(self, frame: bytes) -> None:
+        """Send a frame with those that follow in this iteration of the loop."""
+        self._unsent.append(frame)
+        self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._unsent and not self.ended.done() and not self._transport.is_closing():

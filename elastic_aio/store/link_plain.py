@@ -48,7 +48,7 @@ class PlainLink(Link):
 
     def open(self) -> None:
         """Send the opening, which the peer does not answer."""
-        self._transport.write(wire.OPENING)
+        self._send_later(wire.OPENING)
 
     def data_received(self, data: bytes) -> None:
         self.last_received_at = self._loop.time()

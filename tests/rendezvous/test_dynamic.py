@@ -31,6 +31,7 @@ from elastic_aio.rendezvous.dynamic import make_static
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.store import KeyspaceLimits, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
@@ -476,6 +477,25 @@ async def test_a_refused_node_backs_off(monkeypatch: pytest.MonkeyPatch) -> None
             )
             assert time.monotonic() - begin > 0.5
             assert (await b.wait_event(RendezvousStoreLost)).why == "there are too many leases"
+
+
+async def test_a_node_joins_with_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are sent together, and nothing is asked that a single endpoint cannot answer."""
+    received: dict[Connection, int] = {}
+    data_received = Connection.data_received
+
+    def count(self: Connection, data: bytes) -> None:
+        received[self] = received.get(self, 0) + 1
+        data_received(self, data)
+
+    async with StoreServer("127.0.0.1") as server:
+        monkeypatch.setattr(Connection, "data_received", count)
+        spec = job_spec(server.endpoint, "2", is_host=False, heartbeat_timeout=60)
+        async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            # The opening, HELLO, the run, its end, the lease, three watches, two statuses.
+            assert min(received.values()) <= 9
 
 
 async def test_garbage_in_the_store_stops_no_worker() -> None:
