@@ -21,8 +21,10 @@ from elastic_aio.spec.restart import RestartAction
 RENDEZVOUS_FAILED = 75
 """Exit code of a failed rendezvous: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
-CUT_OFF_GRACE = 0.25
-"""Seconds between the first signal and SIGKILL on a node that is cut off."""
+CUT_OFF_GRACE = 0.1
+"""Seconds between the first signal and SIGKILL on a node that is cut off; for the bounds, see
+`elastic_aio.rendezvous.formation`.
+"""
 
 RUN_HAS_ENDED = "the run has ended"
 """How the reason begins of a node that came after the end of its run."""

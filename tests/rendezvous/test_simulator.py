@@ -150,6 +150,24 @@ def test_a_partition_and_its_end() -> None:
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None:
+    """Its messages arrive, so the store sees that it gives the connection up."""
+    sim = Simulation(job("1:3", heartbeat_timeout=2.0), seed=seed, endpoints=("a",))
+    sim.behavior = lambda node, placement: WorkerBehavior(
+        stop_duration=20.0 if node.host.name == "c" else 0.0
+    )
+    a, b, _c = (sim.add_node(name) for name in "abc")
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    sim.partition(["a", "b"], ["c"], one_way=True)
+    sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+
+
+@pytest.mark.parametrize("seed", [2764, 2895, 4609, 4692, 4734])
+def test_a_scenario_that_has_failed_before(seed: int) -> None:
+    run_random_scenario(seed)
+
+
 def test_both_sides_of_a_partition_run_and_merge() -> None:
     """Two endpoints, a minimum of one."""
     sim, a, b, c = three(endpoints=("a", "b"))
