@@ -123,8 +123,12 @@ class RoundChecker:
         """
         if running.round < placement.round and not self._spec.rendezvous.overlap:
             round = self.rounds[_name_of(placement)]
-            joined_at = round.store.joined_at(other)
-            is_known = joined_at is not None and joined_at < round.formed_at - _NOTICE_S
+            joined_at = round.store.joined_at(other) or round.formed_at
+            is_known = joined_at < round.formed_at - _NOTICE_S and not any(
+                (one.joined_at(other) or 0.0) > joined_at
+                for one in self._stores.values()
+                if one.is_open
+            )
             if is_known or not self._may_run_on(other, round, running):
                 text = f"{brief(running)} still runs on {other.name}"
                 self._fail(f"{text} as {brief(placement)} starts")

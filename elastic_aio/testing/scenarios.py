@@ -276,14 +276,15 @@ class Scenario:
         rounds = {_round_of(node): node.placement for node in placed}
         if len(rounds) != 1:
             return False
-        key, placement = next(iter(rounds.items()))
+        placement = next(iter(rounds.values()))
         assert placement is not None
         size = placement.span.group_world_size
         if any(not node.is_standing_by for node in live if node not in placed):
             return False
-        done = [one for one in sim.processes if one.has_succeeded and _round_of(one) == key]
-        if done:
-            return len(placed) <= size <= len(placed) + sum(one not in placed for one in done)
+        # A node may have succeeded in it and been in another round since, in a partition.
+        round = sim.checker.rounds.rounds[placement.round, placement.formed_by]
+        if succeeded := round.succeeded:
+            return len(succeeded | {_rank_of(node) for node in placed}) == size
         nnodes = sim.spec.nnodes
         return nnodes.minimum <= len(placed) == size == min(nnodes.maximum, len(live))
 
@@ -297,6 +298,10 @@ class Scenario:
 
 def _has_place(node: SimNode) -> bool:
     return node.running is not None or node.has_succeeded
+
+
+def _rank_of(node: SimNode) -> int:
+    return -1 if node.placement is None else node.placement.span.group_rank
 
 
 def _round_of(node: SimNode) -> tuple[int, str] | None:
