@@ -220,16 +220,26 @@ async def test_a_stopped_worker_acts_on_the_signal(bench: Bench) -> None:
 
 
 async def test_escalate_to_kill_shortens_a_stop(bench: Bench) -> None:
-    """As a second Ctrl-C does, during a grace of 1000 s."""
+    """As a second Ctrl-C does, during a grace of 1000 s; no other step comes in between."""
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
     bench.line()
-    task = asyncio.create_task(bench.stop(LONG))
+    task = asyncio.create_task(bench.stop(StopPlan((*LONG.steps, StopStep(2, 1000.0)))))
     while not bench.tree.stop_signals(ignoring.pid):  # no event reports it
         await asyncio.sleep(0)
     bench.tree.escalate_to_kill()
     assert await task == []
     assert status(ignoring) == ExitStatus(signal=9)
     assert bench.escalations == [(9, (ignoring.pid,))]
+
+
+async def test_escalate_to_kill_between_two_steps(bench: Bench) -> None:
+    """The second step has begun by then, and does not last for its 1000 s."""
+    ignoring = await bench.add("bash", "-c", "trap '' INT TERM; echo; exec sleep 99")
+    bench.line()
+    plan = StopPlan((StopStep(15, 0.05), StopStep(2, 1000.0)))
+    async with asyncio.timeout(GUARD):
+        assert await bench.tree.stop(plan, lambda *_: bench.tree.escalate_to_kill()) == []
+    assert status(ignoring) == ExitStatus(signal=9)
 
 
 async def test_escalate_to_kill_shortens_later_stops(bench: Bench) -> None:
@@ -333,6 +343,16 @@ async def test_a_worker_that_ended_by_itself_was_not_signalled(bench: Bench) -> 
     assert not bench.tree.stop_signals(own.pid)
     bench.tree.escalate_to_kill()
     assert await task == []
+
+
+async def test_a_worker_whose_end_is_not_noticed_yet_was_not_signalled(bench: Bench) -> None:
+    """Its signals are asked for when the loop has noticed."""
+    own = await bench.add("sh", "-c", "exit 3")
+    os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+    signals: list[frozenset[int]] = []
+    own.exited.add_done_callback(lambda _: signals.append(bench.tree.stop_signals(own.pid)))
+    assert await bench.stop(LONG) == []
+    assert (status(own), signals) == (ExitStatus(code=3), [frozenset()])
 
 
 async def test_signals_for_leaders_reach_leaders_only(bench: Bench) -> None:
