@@ -219,6 +219,13 @@ async def test_a_stopped_worker_acts_on_the_signal(bench: Bench) -> None:
     assert status(worker) == ExitStatus(code=7)
 
 
+async def test_a_stopped_descendant_acts_on_the_signal(bench: Bench) -> None:
+    worker = await bench.add("bash", "-c", "sleep 99 & kill -STOP $!; echo $!; wait")
+    await bench.states({worker.pid, int(bench.line())}, lambda states: "T" in states)
+    assert await bench.stop(LONG) == []
+    assert bench.escalations == []
+
+
 async def test_escalate_to_kill_shortens_a_stop(bench: Bench) -> None:
     """As a second Ctrl-C does, during a grace of 1000 s; no other step comes in between."""
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
