@@ -105,7 +105,11 @@ async def method(request: pytest.FixtureRequest, devnull: int) -> AsyncIterator[
             await spawner.aclose()
 
 
-def server_of(devnull: int, preload: tuple[str, ...] = ()) -> ForkServer:
+def server_of(
+    devnull: int,
+    preload: tuple[str, ...] = (),
+    started: Callable[[Child], None] = lambda server: None,
+) -> ForkServer:
     return ForkServer(
         spawn_with_popen,
         python=sys.executable,
@@ -114,7 +118,7 @@ def server_of(devnull: int, preload: tuple[str, ...] = ()) -> ForkServer:
         env=ENV,
         cwd=None,
         streams=(devnull, devnull, devnull),
-        on_started=lambda server: None,
+        on_started=started,
     )
 
 
@@ -261,16 +265,7 @@ async def test_a_forked_child_reaped_by_other_code_has_an_unknown_status(devnull
 async def test_a_lost_server_is_replaced(devnull: int) -> None:
     """Its children's exit status is unknown; the next spawn starts another server."""
     started: list[Child] = []
-    server = ForkServer(
-        spawn_with_popen,
-        python=sys.executable,
-        program=(),
-        preload=(),
-        env=ENV,
-        cwd=None,
-        streams=(devnull, devnull, devnull),
-        on_started=started.append,
-    )
+    server = server_of(devnull, started=started.append)
     method = StartMethod("forkserver", server, devnull)
     with method.opened:
         child = await method.start(functions.sleep)
@@ -295,6 +290,38 @@ async def test_a_server_without_its_modules(devnull: int) -> None:
             SpawnError, match=r"^preload: cannot import 'no_such_module': ModuleNotFound"
         ):
             await method.start(functions.give)
+        await server.aclose()
+
+
+# Leaves the server two descriptors: fewer than a request has, and more than none.
+GREEDY = """
+import os, resource
+free = os.dup(0)
+os.close(free)
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+"""
+
+
+async def test_a_server_without_descriptors(
+    devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses a request of which it gets a part only, and serves the next one."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    started: list[Child] = []
+    server = server_of(devnull, ("greedy",), started.append)
+    method = StartMethod("forkserver", server, devnull)
+    with method.opened:
+        async with asyncio.timeout(GUARD):
+            with pytest.raises(SpawnError, match="too many open files") as caught:
+                await method.start(functions.leave_hard, 5)
+        assert not caught.value.permanent
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(started[0].pid, resource.RLIMIT_NOFILE, limits)
+        other = await method.start(functions.leave_hard, 5)
+        assert (await end_of(other)).status == ExitStatus(code=5)
+        assert len(started) == 1
         await server.aclose()
 
 
