@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.outcome import ExitStatus
+from elastic_aio.process import fd_limit
 from tests.support import functions
 from tests.support.children import noted, until, until_sync
 from tests.support.cli import run_program
@@ -54,6 +56,20 @@ async def failed(spec: LaunchSpec) -> JobFailed:
     with pytest.raises(JobFailed) as caught:
         await launch(spec)
     return caught.value
+
+
+async def test_a_function_has_the_old_descriptor_limit(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that needs more raises it for itself only."""
+    monkeypatch.setattr(fd_limit, "_BASE", 300)
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, former[1]))
+    try:
+        result = await launch(spec_of(resource.getrlimit, method, resource.RLIMIT_NOFILE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
+    assert result.return_values == {0: (200, former[1])}
 
 
 # Function, arguments, value on success.

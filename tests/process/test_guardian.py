@@ -420,6 +420,23 @@ def test_the_guardian_is_small() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
+    main = ROOT / "elastic_aio" / "process" / "guardian_main.py"
+    code = (
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(main.parent)!r})\n"
+        "import guardian_main, proc_scan\n"
+        "def scan(*_):\n"
+        "    yield 0.1\n"
+        "    return []\n"
+        "proc_scan.find_descendants = scan\n"
+        "began = time.monotonic()\n"
+        "found = guardian_main.find_descendants(b'', 0, {}, None)\n"
+        "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"
+    )
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
 # A launcher whose worker is a file on which another process has a lease.
 LAUNCHER = """
 import sys

@@ -316,6 +316,19 @@ async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
     assert not alive(child)
 
 
+async def test_a_scan_has_time_to_wait_for_an_exec(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(*_: object) -> Generator[float, None, list[object]]:
+        yield 0.1
+        return []
+
+    monkeypatch.setattr(proc_scan, "find_descendants", scan)
+    began = bench.clock.now()
+    assert await bench.tree.descendants() == []
+    assert bench.clock.now() - began > 0.05
+
+
 async def test_nothing_else_is_signalled(bench: Bench) -> None:
     """Processes of another marker, in our session and in their own, run on."""
     neighbours = [
