@@ -71,6 +71,8 @@ PURE = {
     "http.status",
     "testing.settings",
     "testing.virtual_time",
+    "store.etcd_operations",
+    "store.etcd_wire",
     "store.wire",
     "store.keyspace",
     "store.lease_table",

@@ -27,6 +27,15 @@ DEFAULT_PORT: Final = 29400
 STATIC_PORT: Final = 29500
 """The same for the backend "static"."""
 
+ETCD_PORT: Final = 2379
+"""The same for etcd."""
+
+ETCD: Final = ("etcd", "etcd-v2")
+"""Names of the backend of etcd; torch has both."""
+
+ENGINES: Final = ETCD
+"""Backends whose store is served by an engine and not by a node."""
+
 _HEARTBEAT_MIN: Final = 2.0
 """Seconds; the shortest lease that a store grants."""
 

@@ -113,9 +113,7 @@ class Keyspace:
         return self._values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        total = self._number(key) + amount
-        if not -_TOP <= total < _TOP:
-            total = (total + _TOP) % (2 * _TOP) - _TOP
+        total = wrap(self._number(key) + amount)
         self.set(key, b"%d" % total)
         return total
 
@@ -350,18 +348,7 @@ class Keyspace:
         return item
 
     def _number(self, key: bytes) -> int:
-        """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything."""
-        text = self._values.get(key)
-        if text is None:
-            return 0
-        if len(text) < 19 and text.isdigit():
-            return int(text)
-        match = _NUMBER.match(text)
-        # Twenty characters hold every 64-bit number; more leading zeros are refused too.
-        number = int(match[1]) if match and len(match[1]) <= 20 else _TOP
-        if not -_TOP <= number < _TOP:
-            raise OperationRefused("the value is not a 64-bit number")
-        return number
+        return parse_counter(self._values.get(key))
 
     def _on_written(self, key: bytes, value: bytes) -> None:
         if self._leased:
@@ -381,3 +368,28 @@ class Keyspace:
         if self._watched:
             self.watches.record(kind, key, b"")
         return 1
+
+
+def parse_counter(text: bytes | None) -> int:
+    """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything.
+
+    Raises:
+        OperationRefused: that is no number of 64 bits.
+    """
+    if text is None:
+        return 0
+    if len(text) < 19 and text.isdigit():
+        return int(text)
+    match = _NUMBER.match(text)
+    # Twenty characters hold every 64-bit number; more leading zeros are refused too.
+    number = int(match[1]) if match and len(match[1]) <= 20 else _TOP
+    if not -_TOP <= number < _TOP:
+        raise OperationRefused("the value is not a 64-bit number")
+    return number
+
+
+def wrap(total: int) -> int:
+    """Return the signed number of 64 bits that a sum becomes."""
+    if not -_TOP <= total < _TOP:
+        total = (total + _TOP) % (2 * _TOP) - _TOP
+    return total

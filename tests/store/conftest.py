@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
+from elastic_aio.store.etcd import EtcdStore
+from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -63,6 +66,23 @@ def _torch_server_first(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("torch_server")
 
 
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The endpoint of an etcd that the tests share; each has a key prefix of its own."""
+    if ETCD is None:
+        pytest.skip(WHY_NOT)
+    with EtcdProcess(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.endpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _etcd_first(request: pytest.FixtureRequest) -> None:
+    """Start it before the first test, as `_torch_server_first` does."""
+    is_wanted = any("etcd" in item.name for item in request.session.items)
+    if is_wanted and ETCD is not None:
+        request.getfixturevalue("etcd_endpoint")
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two clients of one store, and the capabilities of that store."""
@@ -82,6 +102,7 @@ _KINDS = [
     "plain over tls",
     pytest.param("libuv", marks=pytest.mark.torch),
     pytest.param("legacy", marks=pytest.mark.torch),
+    pytest.param("etcd", marks=pytest.mark.engine),
 ]
 
 
@@ -99,6 +120,12 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             memory = await stack.enter_async_context(MemoryStore())
             other = await stack.enter_async_context(memory.another())
             yield Pair(memory, other, True, True, True)
+            return
+        if kind == "etcd":
+            endpoint, prefix = request.getfixturevalue("etcd_endpoint"), f"/{uuid.uuid4().hex}"
+            etcds = [EtcdStore(endpoint, key_prefix=prefix, wait_timeout=20) for _ in range(2)]
+            opened = [await stack.enter_async_context(store) for store in etcds]
+            yield Pair(opened[0], opened[1], True, True, True)
             return
         tls = request.getfixturevalue("authority").issue() if kind.endswith("tls") else None
         if kind in ("ours", "plain", "tls", "plain over tls"):

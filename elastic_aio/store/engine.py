@@ -1,0 +1,53 @@
+"""The interface of stores on a distributed engine, which serves them apart from any job."""
+
+from __future__ import annotations
+
+import abc
+from typing import Self
+
+from elastic_aio.aio import running_loop
+from elastic_aio.store.base import Store
+
+
+class EngineStore(Store):
+    """A store on an engine of several servers, such as etcd.
+
+    While no server answers, requests are repeated, at one server after the other.  After
+    `lost_after` seconds without an answer the store is lost for good.
+    """
+
+    def __init__(self, timeout: float, connect_timeout: float) -> None:
+        """Set the default timeout of waiting operations, and that of entering, in seconds."""
+        super().__init__(timeout)
+        self._connect_timeout = connect_timeout
+
+    async def __aenter__(self) -> Self:
+        running_loop()
+        await self.open(self._connect_timeout)
+        return self
+
+    @abc.abstractmethod
+    async def open(self, timeout: float) -> None:
+        """Connect, within `timeout` seconds; may be called again after StoreTimeout.
+
+        Cancellation: the caller closes the store.
+
+        Raises:
+            StoreTimeout: no server answers; the message has the reason for each.
+            StoreRefused: a server refuses this client.
+        """
+
+    @property
+    @abc.abstractmethod
+    def last_received_at(self) -> float:
+        """When a server last answered, in the loop's seconds; 0: never."""
+
+    @property
+    @abc.abstractmethod
+    def endpoint(self) -> str:
+        """The server that is used now, as `HOST:PORT`."""
+
+    @property
+    @abc.abstractmethod
+    def local_address(self) -> str:
+        """The address of this host on the connection that was opened last."""

@@ -1,0 +1,342 @@
+"""Requests and replies of etcd v3's JSON gateway: values in, bytes out, and back.
+
+The gateway (`/v3/...`) carries etcd's gRPC messages as JSON: keys and values in base64,
+64-bit numbers as text, and fields that are zero or empty left out.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from elastic_aio.text import one_line
+
+RANGE: Final = "kv/range"
+TXN: Final = "kv/txn"
+GRANT: Final = "lease/grant"
+KEEP_ALIVE: Final = "lease/keepalive"
+REVOKE: Final = "lease/revoke"
+LEASE_KEYS: Final = "lease/timetolive"
+AUTHENTICATE: Final = "auth/authenticate"
+WATCH: Final = "watch"
+
+MAX_OPS: Final = 100
+"""Operations in one transaction; etcd's own default limit (`--max-txn-ops`) is 128."""
+
+_REASON_MAX: Final = 200
+
+_T = TypeVar("_T", bound="Reply")
+
+
+class Request(Struct, frozen=True):
+    """One request, and the type of its reply.
+
+    `is_repeatable`: it may be sent again when it is unknown whether etcd has carried it out.
+    """
+
+    path: str
+    body: dict[str, Any]
+    kind: type[Reply]
+    is_repeatable: bool = True
+
+    def encode(self) -> bytes:
+        """Return the body of the HTTP request."""
+        return _encoder.encode(self.body)
+
+
+class Header(Struct, frozen=True):
+    """The header of a reply; `revision` is that of the whole etcd."""
+
+    revision: int = 0
+
+
+class KeyValue(Struct, frozen=True):
+    """A key; `lease` is 0 for a key without a lease."""
+
+    key: bytes = b""
+    value: bytes = b""
+    mod_revision: int = 0
+    lease: int = 0
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """A reply; `is_repeat`: its request was sent before, and perhaps carried out then."""
+
+    header: Header = Header()
+    is_repeat: bool = False
+
+
+class RangeReply(Reply, frozen=True, kw_only=True):
+    """Keys of a range, and how many there are."""
+
+    kvs: tuple[KeyValue, ...] = ()
+    count: int = 0
+
+
+class OperationReply(Struct, frozen=True):
+    """The reply to one operation of a transaction that has one."""
+
+    response_range: RangeReply = RangeReply()
+    response_txn: TxnReply | None = None
+
+
+class TxnReply(Reply, frozen=True, kw_only=True):
+    """Which branch of a transaction was taken, and the replies to its operations."""
+
+    succeeded: bool = False
+    responses: tuple[OperationReply, ...] = ()
+
+    @property
+    def ranges(self) -> list[RangeReply]:
+        """The replies to the reads of the branch."""
+        return [response.response_range for response in self.responses]
+
+    @property
+    def nested(self) -> TxnReply:
+        """The reply to the transaction that is the only operation of the branch."""
+        return self.responses[0].response_txn or TxnReply()
+
+
+class LeaseReply(Reply, frozen=True, kw_only=True):
+    """A granted or renewed lease; `TTL` is 0 or less for one that has ended."""
+
+    ID: int = 0
+    TTL: int = 0
+    keys: tuple[bytes, ...] = ()
+
+
+class AuthReply(Reply, frozen=True, kw_only=True):
+    """A token for the `Authorization` header."""
+
+    token: str = ""
+
+
+class WatchEvent(Struct, frozen=True):
+    """A change; `prev_kv` is the key before it."""
+
+    kv: KeyValue
+    type: str = "PUT"
+    prev_kv: KeyValue = KeyValue()
+
+
+class WatchReply(Reply, frozen=True, kw_only=True):
+    """A message of a watch."""
+
+    created: bool = False
+    canceled: bool = False
+    compact_revision: int = 0
+    cancel_reason: str = ""
+    events: tuple[WatchEvent, ...] = ()
+
+
+class _StreamError(Struct, frozen=True):
+    message: str = ""
+    grpc_code: int = 0
+    code: int = 0
+
+
+class _StreamMessage(Struct, frozen=True):
+    result: msgspec.Raw = msgspec.Raw(b"{}")
+    error: _StreamError | None = None
+
+
+class _Error(Struct, frozen=True):
+    """The body of an error; the releases before 3.6 repeat the message as `error`."""
+
+    message: str = ""
+    error: msgspec.Raw = msgspec.Raw(b"null")
+    code: int = 0
+
+
+class Fault(Enum):
+    """What an error of etcd means for the request."""
+
+    NOT_DONE = "etcd has not carried it out, and may do so later"
+    UNKNOWN = "etcd may have carried it out"
+    TOKEN = "the token has expired"
+    LEASE_GONE = "the lease has ended"
+    LEASE_EXISTS = "there is a lease of this number"
+    COMPACTED = "the revision has been compacted"
+    NO_AUTH = "etcd has no users"
+    REFUSED = "etcd refuses it"
+
+
+class EtcdError(Exception):
+    """An error that etcd has reported, in one line."""
+
+    def __init__(self, fault: Fault, why: str) -> None:
+        """Keep what it means, and `why`."""
+        super().__init__(one_line(why, _REASON_MAX))
+        self.fault = fault
+
+
+_FAULTS: Final = (
+    ("invalid auth token", Fault.TOKEN, ""),
+    ("revision of auth store is old", Fault.TOKEN, ""),
+    ("requested lease not found", Fault.LEASE_GONE, ""),
+    ("lease already exists", Fault.LEASE_EXISTS, ""),
+    ("has been compacted", Fault.COMPACTED, ""),
+    ("authentication is not enabled", Fault.NO_AUTH, ""),
+    ("no leader", Fault.NOT_DONE, "etcd has no leader: too few of its members can be reached"),
+    ("too many requests", Fault.NOT_DONE, ""),
+    ("user name is empty", Fault.REFUSED, "etcd asks for a user and a password"),
+    (
+        "invalid user ID or password",
+        Fault.REFUSED,
+        "etcd does not accept the user or the password",
+    ),
+    ("permission denied", Fault.REFUSED, "the etcd user has no permission for the keys"),
+    (
+        "database space exceeded",
+        Fault.REFUSED,
+        "the database of etcd is full (compact and defragment it, then clear its alarm)",
+    ),
+    ("NOSPACE", Fault.REFUSED, "the database of etcd is full"),
+)
+_UNAVAILABLE: Final = (1, 2, 4, 10, 13, 14, 15)
+"""gRPC's codes of errors that may go away: canceled, unknown, deadline, aborted, internal,
+unavailable, data loss."""
+
+_NO_GATEWAY: Final = (
+    "HTTP 404: not etcd 3.4 or later, or its JSON gateway is switched off (--enable-grpc-gateway)"
+)
+
+
+def parse_reply(request: Request, status: int, body: bytes, *, is_repeat: bool) -> Any:
+    """Return the reply to a request.
+
+    Raises:
+        EtcdError: etcd reports an error, or this is no reply of etcd.
+    """
+    if status != 200:
+        raise parse_error(status, body)
+    if request.path == KEEP_ALIVE:  # a stream of one message
+        return parse_message(body, request.kind)
+    reply = _decode(body, request.kind)
+    return msgspec.structs.replace(reply, is_repeat=True) if is_repeat else reply
+
+
+def parse_message(text: bytes, kind: type[_T]) -> _T:
+    """Return one message of a stream.
+
+    Raises:
+        EtcdError: as for `parse_reply`.
+    """
+    message = _decode(text, _StreamMessage)
+    if message.error is not None:
+        raise _known_error(message.error.grpc_code or message.error.code, message.error.message)
+    reply: _T = _decode(bytes(message.result), kind)
+    return reply
+
+
+def parse_error(status: int, body: bytes) -> EtcdError:
+    """Return the error that a reply with another HTTP status than 200 stands for."""
+    try:
+        error = msgspec.json.decode(body, type=_Error, strict=False)
+    except (msgspec.DecodeError, RecursionError):
+        if status == 404:
+            return EtcdError(Fault.REFUSED, _NO_GATEWAY)
+        text = body[:_REASON_MAX].decode("utf-8", "replace")
+        return EtcdError(Fault.REFUSED, f"HTTP {status}: {text}")
+    return _known_error(error.code, error.message or bytes(error.error).decode("utf-8", "replace"))
+
+
+def watch_error(reply: WatchReply) -> EtcdError:
+    """Return why etcd has cancelled a watch."""
+    if reply.compact_revision:
+        return EtcdError(Fault.COMPACTED, "the watch is behind a compaction")
+    known = _known_error(14, reply.cancel_reason or "etcd has cancelled the watch")
+    return known
+
+
+def _known_error(code: int, message: str) -> EtcdError:
+    for part, fault, text in _FAULTS:
+        if part in message:
+            return EtcdError(fault, text or message)
+    return EtcdError(Fault.UNKNOWN if code in _UNAVAILABLE else Fault.REFUSED, message)
+
+
+def _decode(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise EtcdError(Fault.REFUSED, "the answer is not that of etcd's JSON gateway") from None
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """Return the end of the range of all keys that begin with `prefix`."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes((stem[-1] + 1,)) if stem else b"\0"
+
+
+# Parts of requests.
+
+
+def read(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
+    """Return the range `key` to `end`, or only the key."""
+    return {"key": key, **({"range_end": end} if end else {}), **options}
+
+
+def read_op(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
+    """Return the same as an operation of a transaction."""
+    return {"request_range": read(key, end, **options)}
+
+
+def put_op(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
+    """Return the operation that puts a key, under a lease unless that is 0."""
+    put: dict[str, Any] = {"key": key, "value": value}
+    if lease:
+        put["lease"] = str(lease)
+    return {"request_put": put}
+
+
+def delete_op(key: bytes) -> dict[str, Any]:
+    """Return the operation that deletes a key."""
+    return {"request_delete_range": {"key": key}}
+
+
+def txn_op(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a transaction as an operation of another one."""
+    return {"request_txn": body}
+
+
+def compare(key: bytes, target: str, value: Any, result: str = "EQUAL") -> dict[str, Any]:
+    """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`."""
+    name = target.partition("_")[0].upper()
+    operand = value if isinstance(value, bytes) else str(value)
+    return {"key": key, "target": name, "result": result, target: operand}
+
+
+def txn_body(
+    conditions: list[dict[str, Any]],
+    then: list[dict[str, Any]],
+    otherwise: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the body of a transaction."""
+    return {"compare": conditions, "success": then, "failure": otherwise or []}
+
+
+def txn(
+    conditions: list[dict[str, Any]],
+    then: list[dict[str, Any]],
+    otherwise: list[dict[str, Any]] | None = None,
+    *,
+    is_repeatable: bool = True,
+) -> Request:
+    """Return a transaction as a request."""
+    return Request(TXN, txn_body(conditions, then, otherwise), TxnReply, is_repeatable)
+
+
+def watch_body(ranges: list[tuple[bytes, bytes]], revision: int) -> bytes:
+    """Return the body that opens a watch of each range, from `revision` on."""
+    requests = (
+        read(key, end, start_revision=str(revision), prev_kv=True, progress_notify=True)
+        for key, end in ranges
+    )
+    return b"\n".join(_encoder.encode({"create_request": request}) for request in requests)

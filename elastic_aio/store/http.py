@@ -1,0 +1,183 @@
+"""A client of HTTP/1.1 on asyncio streams: one request at a time on a connection.
+
+Only what a JSON gateway needs: POST, replies with a length or in chunks, and replies that
+are read while the server still sends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from typing import Final
+
+from elastic_aio.store.sockets import enable_keepalive
+
+_HEAD_MAX: Final = 64 << 10
+_BODY_MAX: Final = 256 << 20
+_CLOSE_TIMEOUT: Final = 1.0
+
+
+class HttpError(OSError):
+    """The peer does not speak HTTP, or the connection has ended too early."""
+
+
+class HttpConnection:
+    """One connection; made by `open`, and closed by its owner."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+    ) -> None:
+        """Use an open connection to `host`."""
+        self._reader = reader
+        self._writer = writer
+        self._host = host
+        self._headers: dict[str, str] = {}
+        self._is_idle = True
+
+    @classmethod
+    async def open(
+        cls,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+        peer_timeout: float,
+    ) -> HttpConnection:
+        """Connect; the kernel ends the connection `peer_timeout` seconds after its peer's host.
+
+        The caller bounds it in time.
+
+        Raises:
+            OSError: the host cannot be reached, or the TLS handshake fails.
+        """
+        name = (server_name or host) if tls else None
+        reader, writer = await asyncio.open_connection(
+            host, port, limit=_HEAD_MAX, ssl=tls, server_hostname=name
+        )
+        enable_keepalive(writer.get_extra_info("socket"), peer_timeout)
+        return cls(reader, writer, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+    @property
+    def local_address(self) -> str:
+        """The address of this host on the connection."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the last reply was read whole, and the peer keeps the connection."""
+        return self._is_idle and not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Send a request; return the status and the body of the reply.
+
+        Cancellation: leaves the connection unusable.
+
+        Raises:
+            OSError: the connection has ended, or the peer does not speak HTTP.
+        """
+        status = await self.begin(path, body, headers)
+        parts = [part async for part in self.parts()]
+        return status, b"".join(parts)
+
+    async def begin(self, path: str, body: bytes, headers: Mapping[str, str]) -> int:
+        """Send a request; return the status.  `parts` reads the body.
+
+        Raises:
+            OSError: as for `post`.
+        """
+        self._is_idle = False
+        lines = [f"POST {path} HTTP/1.1", f"Host: {self._host}", f"Content-Length: {len(body)}"]
+        lines += ["Content-Type: application/json"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        await self._writer.drain()
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise HttpError("it does not speak HTTP") from None
+            raise HttpError("the connection was closed") from None
+        except asyncio.LimitOverrunError:
+            raise HttpError("it does not speak HTTP") from None
+        status, self._headers = parse_head(head)
+        return status
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the body as they arrive.
+
+        Raises:
+            OSError: the connection has ended before the body.
+        """
+        try:
+            if self._headers.get("transfer-encoding", "").lower() == "chunked":
+                async for chunk in self._chunks():
+                    yield chunk
+            elif "content-length" in self._headers:
+                yield await self._reader.readexactly(_size(self._headers["content-length"], 10))
+            else:
+                yield await self._reader.read(-1)
+                return
+        except asyncio.IncompleteReadError:
+            raise HttpError("the connection was closed") from None
+        self._is_idle = self._headers.get("connection", "").lower() != "close"
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        total = 0
+        while size := _size((await self._line()).partition(b";")[0].decode("latin-1"), 16):
+            total += size
+            yield await self._reader.readexactly(size)
+            await self._reader.readexactly(2)
+        while await self._line():
+            pass  # trailers
+
+    async def _line(self) -> bytes:
+        try:
+            return (await self._reader.readuntil(b"\r\n"))[:-2]
+        except asyncio.LimitOverrunError:
+            raise HttpError("it does not speak HTTP") from None
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._is_idle = False
+        self._writer.transport.abort()
+
+    async def aclose(self) -> None:
+        """Close the connection, and wait until its descriptor is closed.
+
+        Idempotent.
+        """
+        self.abort()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._writer.wait_closed()
+
+
+def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
+    """Return the status and the headers, their names in lower case.
+
+    Raises:
+        HttpError: that is no head of a reply.
+    """
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    status = rest[:3]
+    if not version.startswith("HTTP/1.") or not status.isdigit() or len(status) < 3:
+        raise HttpError("it does not speak HTTP")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return int(status), headers
+
+
+def _size(text: str, base: int) -> int:
+    try:
+        size = int(text, base)
+    except ValueError:
+        raise HttpError("it does not speak HTTP") from None
+    if not 0 <= size <= _BODY_MAX:
+        raise HttpError(f"the reply is too large ({size} bytes)")
+    return size

@@ -1,0 +1,134 @@
+"""Real etcd servers as processes, on free ports of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from elastic_aio import TlsSpec
+from tests.support.sockets import LOOPBACK, free_port
+
+ETCD = shutil.which("etcd")
+WHY_NOT = "needs the etcd command (Debian: etcd-server)"
+
+_START_S = 60.0
+
+
+class EtcdProcess:
+    """One member of a cluster; it can be killed and started again with its data."""
+
+    def __init__(self, directory: Path, name: str = "m0", *options: str, tls: bool = False) -> None:
+        """Choose the ports; nothing is started yet."""
+        self.port = free_port(LOOPBACK)
+        self.peer_port = free_port(LOOPBACK)
+        self.name = name
+        self.endpoint = f"{LOOPBACK}:{self.port}"
+        self.peer = f"{name}=http://{LOOPBACK}:{self.peer_port}"
+        self._directory = directory
+        self._options = options
+        self._scheme = "https" if tls else "http"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start([self.peer])
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def start(self, peers: Sequence[str]) -> None:
+        """Start it as a member of the cluster of `peers`."""
+        assert ETCD is not None
+        client, peer = f"{self._scheme}://{self.endpoint}", self.peer.partition("=")[2]
+        arguments = {
+            "name": self.name,
+            "data-dir": self._directory / self.name,
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": ",".join(peers),
+            "unsafe-no-fsync": "",
+            "logger": "zap",
+        }
+        options = [
+            f"--{name}={value}" if value else f"--{name}" for name, value in arguments.items()
+        ]
+        with (self._directory / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [ETCD, *options, *self._options], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until it answers; a server has no other way to say so."""
+        end = time.monotonic() + _START_S
+        while not self._is_healthy():
+            assert time.monotonic() < end, f"etcd {self.name} does not start: see {self._directory}"
+            time.sleep(0.02)
+
+    def _is_healthy(self) -> bool:
+        if self._scheme == "https":  # it asks for a certificate: a connection must do
+            import socket
+
+            with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, self.port), 1):
+                return True
+            return False
+        try:
+            url = f"http://{self.endpoint}/health"
+            with urllib.request.urlopen(url, timeout=1) as reply:
+                return b'"true"' in reply.read()
+        except OSError:
+            return False
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, and wait until it has gone."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@contextlib.contextmanager
+def etcd_cluster(directory: Path, size: int = 3) -> Iterator[list[EtcdProcess]]:
+    """Run a cluster of several members."""
+    members = [EtcdProcess(directory, f"m{number}") for number in range(size)]
+    peers = [member.peer for member in members]
+    try:
+        for member in members:
+            member.start(peers)
+        for member in members:
+            member.wait_ready()
+        yield members
+    finally:
+        for member in members:
+            member.kill()
+
+
+def tls_options(server: TlsSpec) -> list[str]:
+    """Return the options with which a server asks its clients for a certificate."""
+    return [
+        f"--cert-file={server.cert}",
+        f"--key-file={server.key}",
+        f"--trusted-ca-file={server.ca}",
+        "--client-cert-auth",
+    ]
