@@ -364,8 +364,8 @@ class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
 
     why: str
     """Each endpoint, and why its store cannot be used."""
-    time_left: float
-    """Seconds until the search ends."""
+    time_left: float | None
+    """Seconds until the search ends; None for a search without a limit."""
 
 
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):

@@ -112,8 +112,8 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
         case events.CoordinatorChanged():
             return Level.INFO, f"node {event.name} is the coordinator (term {event.term})"
         case events.RendezvousStoreAwaited():
-            left = f"{max(event.time_left, 0):.0f} s left"
-            return Level.WARNING, f"waiting for the rendezvous store, {left}: {event.why}"
+            left = "" if event.time_left is None else f", {max(event.time_left, 0):.0f} s left"
+            return Level.WARNING, f"waiting for the rendezvous store{left}: {event.why}"
         case events.RendezvousStoreLost():
             return Level.WARNING, f"rendezvous store at {event.endpoint} lost: {event.why}"
         case events.RendezvousStoreRecovered():

@@ -234,10 +234,10 @@ def add_token_option(parser: OptionParser, purpose: str) -> None:
     )
 
 
-def read_token(option: str, path: str) -> str:
+def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:
     """Return the store token in a file: its text without surrounding space.
 
-    Tokens come from files because every user of the host can read a command line.
+    Tokens and passwords come from files because every user of the host can read a command line.
 
     Raises:
         UsageError: the file cannot be read, is not UTF-8, or is too short; names `option`.
@@ -250,8 +250,8 @@ def read_token(option: str, path: str) -> str:
         raise invalid_value(option, f"must be a file that can be read: {reason}", path) from None
     if not token:
         raise invalid_value(option, "must not be an empty file", path)
-    if len(token) < TOKEN_MIN:
-        problem = f"must be a file with at least {TOKEN_MIN} characters"
+    if len(token) < at_least:
+        problem = f"must be a file with at least {at_least} characters"
         raise invalid_value(option, problem, f"{len(token)} in {path}")
     return token
 

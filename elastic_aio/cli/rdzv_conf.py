@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from msgspec import Struct
 
 from elastic_aio.cli.options import UsageError, invalid_value, parse_number
 from elastic_aio.cli.tls_options import parse_switch
+from elastic_aio.spec.rendezvous import ENGINES
 
 TIMES: Final = {
     "join_timeout": 1,
@@ -18,6 +19,7 @@ TIMES: Final = {
     "heartbeat_timeout": 2,
     "read_timeout": 1,
     "store_grace": 0,
+    "retention": 60,
 }
 """Keys that are times, with their least values."""
 
@@ -28,6 +30,19 @@ SWITCHES: Final = ("is_host", "keep_workers", "overlap", "reuse")
 
 TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_name")
 """Keys of `TlsSpec`."""
+
+ENGINE: Final = ("user", "key_prefix")
+"""Keys of a store on etcd, beside `password_file`."""
+
+_TORCHS_TLS: Final = {
+    "ca_cert": "tls_ca",
+    "cacert": "tls_ca",
+    "cert": "tls_cert",
+    "key": "tls_key",
+    "ssl_cert": "tls_cert",
+    "ssl_cert_key": "tls_key",
+}
+"""The same keys as torchrun's two backends of etcd name them."""
 
 _OPTION_OF_PARAMETER: Final = {
     "backend": "--rdzv-backend",
@@ -61,6 +76,7 @@ class Conf(Struct, frozen=True):
         settings: fields of `RendezvousSpec`.
         tls: fields of `TlsSpec`; empty without TLS.
         token_file: path of the token's file, which has not been read.
+        password_file: the same for the password of etcd's user.
         pairs: all keys and values as text.
         warnings: lines to print at the start.
     """
@@ -68,12 +84,13 @@ class Conf(Struct, frozen=True):
     settings: Mapping[str, Any]
     tls: Mapping[str, Any]
     token_file: str | None
+    password_file: str | None
     pairs: Mapping[str, str]
     warnings: tuple[str, ...]
 
 
 def parse_conf(text: str, backend: str) -> Conf:
-    """Parse `--rdzv-conf` for the backend "c10d", "static" or a plug-in's.
+    """Parse `--rdzv-conf` for the backend "c10d", "static", "etcd" or a plug-in's.
 
     Raises:
         UsageError: one line that names the key, the range and the value.
@@ -98,20 +115,45 @@ def parse_conf(text: str, backend: str) -> Conf:
             parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
             warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
     tls: dict[str, Any] = {}
-    if backend in ("c10d", "tcp", "static"):
+    if backend in ENGINES:
+        settings.update({key: pairs[key] for key in ENGINE if key in pairs})
+        tls = _engine_tls(pairs)
+        known = {*_KNOWN, *_TORCHS_TLS, *ENGINE, "password_file", "protocol", "etcd_prefix"}
+        if "etcd_prefix" in pairs:
+            settings.setdefault("key_prefix", pairs["etcd_prefix"])
+        warnings += _unknown(pairs, known)
+    elif backend in ("c10d", "tcp", "static"):
         tls = _tls(pairs)
         if (store_type := pairs.get("store_type", "tcp")) != "tcp":
             reason = "; a file store is not supported" if store_type == "file" else ""
             problem = f"must be 'tcp'{reason}"
             raise invalid_value("--rdzv-conf: store_type", problem, store_type)
-        warnings += [
-            f"--rdzv-conf: {key!r} is unknown and has no effect"
-            for key in pairs
-            if key not in _KNOWN
-        ]
+        warnings += _unknown(pairs, _KNOWN)
     if backend == "static" and settings.pop("is_host", None) is not None:
         warnings.append("--rdzv-conf: is_host has no effect: the node of rank 0 serves the store")
-    return Conf(settings, tls, pairs.get("token_file"), pairs, tuple(warnings))
+    files = pairs.get("token_file"), pairs.get("password_file")
+    return Conf(settings, tls, *files, pairs, tuple(warnings))
+
+
+def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
+    return [
+        f"--rdzv-conf: {key!r} is unknown and has no effect" for key in pairs if key not in known
+    ]
+
+
+def _engine_tls(pairs: Mapping[str, str]) -> dict[str, Any]:
+    """Read the certificates by torch's names or ours; `protocol` may require them."""
+    tls = _tls(
+        {**{ours: pairs[name] for name, ours in _TORCHS_TLS.items() if name in pairs}, **pairs}
+    )
+    protocol = pairs.get("protocol", "https" if tls else "http").strip().lower()
+    if protocol not in ("http", "https"):
+        raise invalid_value("--rdzv-conf: protocol", "must be 'http' or 'https'", protocol)
+    if protocol == "https" and not tls:
+        raise UsageError(
+            "--rdzv-conf: protocol=https needs tls_ca, which verifies etcd's certificate"
+        )
+    return tls if protocol == "https" else {}
 
 
 def parse_pairs(text: str) -> dict[str, str]:

@@ -18,7 +18,13 @@ from elastic_aio.cli.options import (
 from elastic_aio.cli.rdzv_conf import parse_conf
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
-from elastic_aio.spec.rendezvous import DEFAULT_PORT, STATIC_PORT, RendezvousSpec
+from elastic_aio.spec.rendezvous import (
+    DEFAULT_PORT,
+    ENGINES,
+    ETCD_PORT,
+    STATIC_PORT,
+    RendezvousSpec,
+)
 from elastic_aio.spec.tls import TlsSpec
 
 Values = Mapping[str, str | None]
@@ -32,14 +38,15 @@ RENDEZVOUS_OPTIONS: Final = (
     ),
     Option(
         "rdzv-backend",
-        "rendezvous of several nodes: 'c10d', 'static' or a plug-in (default 'static' as in"
+        "rendezvous of several nodes: 'c10d', 'static', 'etcd' or a plug-in (default 'static' as in"
         " torchrun; 'c10d' in Python)",
         metavar="NAME",
     ),
     Option(
         "rdzv-endpoint",
         f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
-        " MASTER_ADDR:MASTER_PORT); several, separated by commas, are tried in order",
+        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}); several, separated by"
+        " commas, are tried in order",
         metavar="HOST:PORT",
     ),
     Option(
@@ -83,7 +90,6 @@ RENDEZVOUS_OPTIONS: Final = (
     ),
 )
 
-_UNSUPPORTED: Final = ("etcd", "etcd-v2")
 _SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
 
 
@@ -113,18 +119,22 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     is_many = nodes.maximum > 1
     backend = values["rdzv_backend"] or ("static" if is_many else "c10d")
     if values["rdzv_backend"]:
-        _check_backend(backend, is_many)
+        _check_backend(backend)
     conf = parse_conf(values["rdzv_conf"] or "", backend)
     port = None
     if (text := values["master_port"]) is not None:
         port = parse_number("--master-port", text, least=1, most=65535, unit="a port")
     rank = _node_rank(values, env if is_many else {})
-    endpoint = _endpoint(values, port, is_static=is_many and backend == "static")
+    endpoint = _endpoint(values, port, backend if is_many else "")
     settings = dict(conf.settings)
     if is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
         if conf.token_file is not None:
             settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
+        if conf.password_file is not None:
+            settings["password"] = read_token(
+                "--rdzv-conf: password_file", conf.password_file, at_least=1
+            )
         if conf.tls:
             settings["tls"] = TlsSpec(**conf.tls)
         if backend == "static":
@@ -168,14 +178,7 @@ def _nodes(values: Values, warnings: list[str]) -> NodeRange:
     return NodeRange(1, 1)
 
 
-def _check_backend(name: str, is_many: bool) -> None:
-    if name in _UNSUPPORTED:
-        if is_many:
-            raise UsageError(
-                f"--rdzv-backend: {name!r} is not supported yet;"
-                " use 'c10d', whose store one of the nodes serves"
-            )
-        return
+def _check_backend(name: str) -> None:
     # Imported only for an explicit backend: searching for plug-ins takes a while.
     from elastic_aio.rendezvous.backends import is_known_backend, known_backends
 
@@ -194,14 +197,16 @@ def _node_rank(values: Values, env: Mapping[str, str]) -> tuple[str, int] | None
     return None
 
 
-def _endpoint(values: Values, port: int | None, *, is_static: bool) -> str:
+def _endpoint(values: Values, port: int | None, backend: str) -> str:
     host = values["master_addr"] or "127.0.0.1"
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     checked_host("--master-addr", host)
     if values["rdzv_endpoint"]:
         return values["rdzv_endpoint"]
-    if not is_static:
+    if backend in ENGINES:
+        return f"localhost:{ETCD_PORT}"
+    if backend != "static":
         return RendezvousSpec().endpoint
     return format_host_port(host, port or STATIC_PORT)
 

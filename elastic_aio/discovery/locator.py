@@ -65,6 +65,7 @@ from elastic_aio.discovery.search import EndpointSearch
 from elastic_aio.errors import ElasticAioError, StoreError
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import wire_key
 from elastic_aio.store.server import PAUSE_RESOLUTION
 from elastic_aio.store.sockets import Address
@@ -93,14 +94,22 @@ class LocatedStore(Struct, frozen=True):
         index: its position in the list.
         is_host: whether this process serves it.
         local_address: the address of this host on that connection.
+        expires: whether the keys of a job are removed some time after its end.
     """
 
-    store: RemoteStore
+    store: RemoteStore | EngineStore
     instance: bytes
     endpoint: str
     index: int
     is_host: bool
     local_address: str
+    expires: bool = False
+
+
+class LocatedRemoteStore(LocatedStore, frozen=True):
+    """One that a node serves, or a process of its own."""
+
+    store: RemoteStore
 
 
 class StoreLocator:
@@ -154,7 +163,7 @@ class StoreLocator:
         state = self._server or self._store or "not connected"
         return f"<StoreLocator {self._spec.endpoint}: {state}>"
 
-    async def locate(self, *, is_first: bool) -> LocatedStore:
+    async def locate(self, *, is_first: bool) -> LocatedRemoteStore:
         """Connect to the job's store; serve it if there is none.
 
         Closes the store that was located before.
@@ -220,7 +229,7 @@ class StoreLocator:
 
     # ----------------------------------------------------------------- locating
 
-    async def _search(self, search: EndpointSearch) -> LocatedStore:
+    async def _search(self, search: EndpointSearch) -> LocatedRemoteStore:
         while True:
             if search.is_notice_due() and not search.is_over:
                 self._on_wait(await search.explain(), search.time_left)
@@ -243,7 +252,7 @@ class StoreLocator:
                 case WaitUntil(until):
                     await search.wait_changed(until)
 
-    def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
+    def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedRemoteStore:
         self._store, self._is_superseded = handshake.store, False
         endpoint, server = monitor.endpoint, self._server
         text = endpoint.text
@@ -252,9 +261,9 @@ class StoreLocator:
         address = _public_address(monitor, handshake.local_address)
         store = handshake.store
         is_host = server is not None
-        return LocatedStore(store, store.instance, text, endpoint.index, is_host, address)
+        return LocatedRemoteStore(store, store.instance, text, endpoint.index, is_host, address)
 
-    async def _serve(self, search: EndpointSearch, index: int) -> LocatedStore | None:
+    async def _serve(self, search: EndpointSearch, index: int) -> LocatedRemoteStore | None:
         """Serve the store; None if that is impossible now."""
         monitor = search.monitors[index]
         addresses = search.addresses_to_bind(index)

@@ -23,6 +23,8 @@ _FIELD: Final = "rendezvous.backend"
 
 _BUILT_IN: Final = {
     "c10d": "DynamicRendezvous",
+    "etcd": "DynamicRendezvous",
+    "etcd-v2": "DynamicRendezvous",
     "static": "make_static",
     "tcp": "DynamicRendezvous",
 }

@@ -1,4 +1,6 @@
-"""The backends "c10d", "tcp" and "static": a rendezvous at a store that one node hosts.
+"""The backends that are built in: a rendezvous at a store.
+
+With "c10d" (or "tcp") and "static" one node hosts the store; with "etcd" it is on an engine.
 
 One task finds a store, takes part there until it is lost, and finds another.  Each stay
 at a store is a `StoreSession`.  The decisions are those of the pure `Member` and, on the
@@ -16,6 +18,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from elastic_aio.aio import create_task, random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
@@ -49,6 +52,9 @@ from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
 from elastic_aio.store import Dropped
+
+if TYPE_CHECKING:
+    from elastic_aio.discovery.engine import EngineLocator
 
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
@@ -101,14 +107,20 @@ class DynamicRendezvous(Rendezvous):
         self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
-        self._locator = StoreLocator(
-            spec.rendezvous,
-            run_id,
-            network,
-            is_exclusive=fixed_ranks,
-            on_wait=self._on_store_awaited,
-            on_drop=self._on_drop,
-        )
+        self._locator: StoreLocator | EngineLocator
+        if self._settings.is_on_engine:
+            from elastic_aio.discovery.engine import EngineLocator
+
+            self._locator = EngineLocator(self._settings, run_id, on_wait=self._on_store_awaited)
+        else:
+            self._locator = StoreLocator(
+                self._settings,
+                run_id,
+                network,
+                is_exclusive=fixed_ranks,
+                on_wait=self._on_store_awaited,
+                on_drop=self._on_drop,
+            )
         nnodes = spec.nnodes
         self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
         self._member = Member(
@@ -318,16 +330,17 @@ class DynamicRendezvous(Rendezvous):
 
     def _start_grace(self, why: str, last_received_at: float) -> None:
         """Keep the workers running until the other nodes may have replaced this one."""
-        if self._grace is None:
-            grace = self._settings.store_grace
+        grace = self._settings.store_grace
+        if self._grace is None and not (grace is None and self._settings.is_on_engine):
             seconds = self._settings.heartbeat_timeout - FENCE if grace is None else grace
             reason = f"no store could be found for {seconds:g} s ({why})"
             loop = asyncio.get_running_loop()
             # The lease of this node began at the last message that was exchanged.
             self._grace = loop.call_at(last_received_at + seconds, self._isolate, reason)
 
-    def _on_store_awaited(self, why: str, time_left: float) -> None:
-        self._agent.on_event(RendezvousStoreAwaited(why=why, time_left=round(time_left, 1)))
+    def _on_store_awaited(self, why: str, time_left: float | None) -> None:
+        left = None if time_left is None else round(time_left, 1)
+        self._agent.on_event(RendezvousStoreAwaited(why=why, time_left=left))
 
     def _on_drop(self, dropped: Dropped) -> None:
         """Report, once, a refused request of a worker that uses the nodes' own store."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
 
@@ -35,6 +35,9 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
+if TYPE_CHECKING:
+    from elastic_aio.discovery.engine import EngineLocator
+
 
 class StoreSession:
     """Takes part at one store until it is lost."""
@@ -42,7 +45,7 @@ class StoreSession:
     def __init__(
         self,
         located: LocatedStore,
-        locator: StoreLocator,
+        locator: StoreLocator | EngineLocator,
         runner: CoordinatorRunner,
         *,
         name: str,
@@ -226,7 +229,7 @@ class StoreSession:
                     left.discard(change.key)
                 elif change.key in members:
                     left.add(change.key)
-        if is_leader and not self._located.is_host:
+        if is_leader and not (self._located.is_host or self._located.expires):
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)
 

@@ -36,6 +36,9 @@ ETCD: Final = ("etcd", "etcd-v2")
 ENGINES: Final = ETCD
 """Backends whose store is served by an engine and not by a node."""
 
+_RETENTION_MIN: Final = 60.0
+"""Seconds; a job must outlive a short failure of the engine."""
+
 _HEARTBEAT_MIN: Final = 2.0
 """Seconds; the shortest lease that a store grants."""
 
@@ -56,12 +59,14 @@ class RendezvousSpec:
     "c10d" (or "tcp"): a coordinator assigns them, at a store that one of the nodes serves.
     "static": each node is configured with its rank.  Other names are plug-ins of the entry
     point group `elastic_aio.rendezvous`.
+    "etcd" (or "etcd-v2"): as "c10d", at a store on etcd v3; `endpoint` names its members.
     """
     endpoint: str = f"localhost:{DEFAULT_PORT}"
     """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
 
-    The default port is 29400, 29500 for "static".  Several endpoints, separated by commas,
-    are tried in their order, at the start and when the store is lost.
+    The default port is 29400, 29500 for "static", 2379 for "etcd".  Several endpoints,
+    separated by commas, are tried in their order, at the start and when the store is lost;
+    those of etcd in any order.
     """
     is_host: bool | None = None
     """Whether this node serves the store.
@@ -94,9 +99,9 @@ class RendezvousSpec:
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
 
-    None is `heartbeat_timeout` less 0.25 s.  The time counts from the last reply of the
-    store, as the other nodes count from the last sign of this one: with a longer one, its
-    workers may run beside those of the round that replaces it.
+    None is `heartbeat_timeout` less 0.25 s, and without a limit on etcd.  The time counts
+    from the last reply of the store, as the other nodes count from the last sign of this one:
+    with a longer one, its workers may run beside those of the round that replaces it.
     """
     keep_workers: bool = True
     """Whether workers keep running when the nodes move to another store and nothing else changes.
@@ -124,6 +129,14 @@ class RendezvousSpec:
 
     The store of the workers is not affected: torch's clients do not speak TLS.
     """
+    user: str | None = None
+    """User of etcd; None for none."""
+    password: str | None = field(default=None, repr=False)
+    """The user's password."""
+    key_prefix: str = "/rendezvous"
+    """Precedes the keys of all jobs on etcd: two clusters that share it need different ones."""
+    retention: float = 86400.0
+    """Seconds after which etcd removes the keys of a job that has ended, or has lost all nodes."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
 
@@ -148,6 +161,11 @@ class RendezvousSpec:
         for name in ("keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
+        for name in ("user", "password"):
+            if getattr(self, name) is not None:
+                checked_text(f"rendezvous.{name}", getattr(self, name))
+        checked_text("rendezvous.key_prefix", self.key_prefix)
+        check_number("rendezvous.retention", self.retention, at_least=_RETENTION_MIN)
         checked_token(self.token, "rendezvous.token")
         checked_tls(self.tls, "rendezvous.tls")
         set_fields(self, conf=checked_texts("rendezvous.conf", self.conf))
@@ -162,6 +180,12 @@ class RendezvousSpec:
         if any(endpoint.endswith(":0") for endpoint in self.endpoints):
             problem = "needs a port other than 0, the same on all nodes"
             raise SpecError("rendezvous.endpoint", self.endpoint, problem)
+        if self.is_on_engine:
+            self._check_engine()
+            return
+        for name in ("user", "password"):
+            if getattr(self, name) is not None:
+                raise SpecError(f"rendezvous.{name}", "...", "is for the backend 'etcd'")
         is_static = self.backend == "static"
         if self.tls is not None:
             self.tls.check_client()
@@ -177,8 +201,27 @@ class RendezvousSpec:
             raise SpecError("rendezvous.node_rank", self.node_rank, problem)
 
     @property
+    def is_on_engine(self) -> bool:
+        """Whether the store is on an engine, and no node serves it."""
+        return self.backend in ENGINES
+
+    def _check_engine(self) -> None:
+        if self.is_host is not None:
+            problem = f"must be None: no node serves the store of the backend {self.backend!r}"
+            raise SpecError("rendezvous.is_host", self.is_host, problem)
+        if self.token is not None:
+            problem = f"is not for the backend {self.backend!r}: use user and password"
+            raise SpecError("rendezvous.token", "...", problem)
+        if self.password is not None and not self.user:
+            raise SpecError("rendezvous.user", self.user, "is needed with rendezvous.password")
+        if self.tls is not None:
+            self.tls.check_client()
+
+    @property
     def _default_port(self) -> int:
-        return STATIC_PORT if self.backend == "static" else DEFAULT_PORT
+        if self.backend == "static":
+            return STATIC_PORT
+        return ETCD_PORT if self.is_on_engine else DEFAULT_PORT
 
 
 def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:

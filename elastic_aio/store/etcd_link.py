@@ -42,7 +42,7 @@ from elastic_aio.store.http import HttpConnection
 _CONNECTIONS: Final = 8
 """Requests at once; further ones wait."""
 
-_RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=2.0)
+_RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
 _TOKENS: Final = 3
 """Tokens in a row that etcd does not accept before the user is refused."""
 

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from elastic_aio.discovery.keys import enter_run
-from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.locator import DiscoveryError, LocatedRemoteStore, StoreLocator
 from elastic_aio.spec.rendezvous import RendezvousSpec
 
 
@@ -38,7 +38,7 @@ async def locate_stores(locator: StoreLocator, run_id: str, *, coordinates: bool
 
 
 async def stay(
-    locator: StoreLocator, located: LocatedStore, run_id: str, *, coordinates: bool
+    locator: StoreLocator, located: LocatedRemoteStore, run_id: str, *, coordinates: bool
 ) -> str:
     """Stay until the store is lost or superseded; return the reason."""
     async with contextlib.AsyncExitStack() as stack:

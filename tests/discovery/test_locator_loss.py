@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.discovery.keys import enter_run
-from elastic_aio.discovery.locator import LocatedStore, StoreLocator
+from elastic_aio.discovery.locator import LocatedRemoteStore, StoreLocator
 from tests.discovery.conftest import RUN, MakeLocator, Node, StartNode
 from tests.support.netns import Network
 from tests.support.sockets import free_port
 
 
 async def meet_again(
-    locator: StoreLocator, located: LocatedStore
-) -> tuple[str, LocatedStore, float]:
+    locator: StoreLocator, located: LocatedRemoteStore
+) -> tuple[str, LocatedRemoteStore, float]:
     """Wait for the loss and locate another store; return reason, store and loop time."""
     why = await located.store.wait_lost()
     again = await locator.locate(is_first=False)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from elastic_aio import TlsSpec
+from tests.support.leaks import SESSION_VARIABLE
 from tests.support.sockets import LOOPBACK, free_port
 
 ETCD = shutil.which("etcd")
@@ -69,9 +71,15 @@ class EtcdProcess:
         options = [
             f"--{name}={value}" if value else f"--{name}" for name, value in arguments.items()
         ]
+        # Not marked as a process of the test's jobs, which must leave none.
+        env = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
         with (self._directory / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [ETCD, *options, *self._options], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [ETCD, *options, *self._options],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=env,
             )
 
     def wait_ready(self) -> None:
@@ -94,6 +102,14 @@ class EtcdProcess:
                 return b'"true"' in reply.read()
         except OSError:
             return False
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it is the leader of its cluster."""
+        url = f"http://{self.endpoint}/v3/maintenance/status"
+        with urllib.request.urlopen(url, data=b"{}", timeout=10) as reply:
+            status = json.loads(reply.read())
+        return bool(status["header"]["member_id"] == status["leader"])
 
     def send(self, number: int) -> None:
         """Send it a signal."""

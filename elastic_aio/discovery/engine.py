@@ -1,0 +1,156 @@
+"""Opens the store of a job on an engine: it is there, so no node serves one.
+
+While the engine is unreachable, agents go on searching without a limit in time, because
+their workers need no store while they run.  Only the first search has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Final
+
+from elastic_aio.aio import random_bytes, run_shielded
+from elastic_aio.discovery.choice import FENCE
+from elastic_aio.discovery.keys import run_prefix
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
+from elastic_aio.errors import StoreError, StoreRefused
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import Backoff
+from elastic_aio.store.engine import EngineStore
+from elastic_aio.store.etcd import EtcdStore
+
+INSTANCE: Final = "instance"
+"""A key of the run: what it has been given tells an engine from one that has lost its data."""
+
+_NOTICE: Final = 5.0
+"""Seconds of a search after which its node reports it."""
+
+_NOTICE_MAX: Final = 60.0
+"""Seconds between two such reports, at the most."""
+
+_RETRY: Final = Backoff(initial=0.5, factor=2.0, cap=10.0)
+"""Before another attempt at an engine that refuses this node."""
+
+
+def open_engine(spec: RendezvousSpec, run_id: str) -> EngineStore:
+    """Return the store of a run on the engine that `spec` names, not yet open.
+
+    Raises:
+        SpecError: a setting cannot be used.
+    """
+    return EtcdStore(
+        ",".join(spec.endpoints),
+        key_prefix=spec.key_prefix,
+        user=spec.user,
+        password=spec.password,
+        tls=spec.tls,
+        lost_after=spec.heartbeat_timeout - FENCE,
+        retention=spec.retention,
+        retained=run_id,
+    )
+
+
+class EngineLocator:
+    """Opens the store of a job on an engine; in place of a `StoreLocator`.
+
+    Has one store at a time, and closes it: call `aclose` in the end.
+    """
+
+    def __init__(
+        self,
+        spec: RendezvousSpec,
+        run_id: str,
+        *,
+        on_wait: Callable[[str, float | None], None] = lambda why, time_left: None,
+    ) -> None:
+        """Check the settings; nothing is connected yet.
+
+        `on_wait` is called in a search that takes long, with the reason for each endpoint and
+        the seconds until it ends, None for a search without a limit.
+
+        Raises:
+            SpecError: a setting cannot be used.
+        """
+        self._spec = spec
+        self._run_id = run_id
+        self._on_wait = on_wait
+        self._store: EngineStore | None = None
+        open_engine(spec, run_id)  # only checked
+
+    def __repr__(self) -> str:
+        return f"<EngineLocator {self._spec.endpoint}: {self._store or 'not connected'}>"
+
+    async def locate(self, *, is_first: bool) -> LocatedStore:
+        """Connect to the engine.
+
+        Closes the store that was located before.
+
+        Cancellation: leaves nothing open.
+
+        Args:
+            is_first: the search ends after `read_timeout`, and with the first refusal.
+
+        Raises:
+            DiscoveryError: no server answers, or one refuses this node.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._spec.read_timeout if is_first else math.inf)
+        notice = _NOTICE
+        for attempt in itertools.count():
+            await self.aclose()
+            self._store = open_engine(self._spec, self._run_id)
+            try:
+                return await self._open(self._store, min(notice, end - loop.time()))
+            except StoreError as error:
+                why = str(error)
+                if isinstance(error, StoreRefused):
+                    if is_first:
+                        raise DiscoveryError(f"cannot use {self._spec.backend}: {why}") from None
+                    await asyncio.sleep(_RETRY.delay(attempt, random.random))
+            except BaseException:  # a cancellation: no connection stays open
+                await self.aclose()
+                raise
+            if loop.time() >= end:
+                await self.aclose()
+                raise DiscoveryError(
+                    f"no server of {self._spec.backend} answered within"
+                    f" {self._spec.read_timeout:g} s: {why}"
+                )
+            self._on_wait(why, None if end == math.inf else end - loop.time())
+            notice = min(2 * notice, _NOTICE_MAX)
+        raise AssertionError
+
+    async def _open(self, store: EngineStore, timeout: float) -> LocatedStore:
+        await store.open(timeout)
+        key = f"{run_prefix(self._run_id)}/{INSTANCE}"
+        instance = await store.compare_set(key, b"", random_bytes(8).hex())
+        return LocatedStore(
+            store,
+            instance,
+            store.endpoint,
+            index=0,
+            is_host=False,
+            local_address=store.local_address,
+            expires=True,
+        )
+
+    async def wait_superseded(self, located: LocatedStore) -> str:
+        """Wait for ever: the engine is the only store of the job."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError(located)
+
+    async def aclose(self) -> None:
+        """Close the connections; 2 s at most.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        await run_shielded(self._close)
+
+    async def _close(self) -> None:
+        if self._store is not None:
+            await self._store.aclose()
+        self._store = None

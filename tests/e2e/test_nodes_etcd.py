@@ -1,0 +1,113 @@
+"""Jobs of several nodes that meet at etcd, and etcd fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import (
+    CoordinatorChanged,
+    JobFinished,
+    NodeLost,
+    RendezvousStoreAwaited,
+    RendezvousStoreLost,
+    RendezvousStoreRecovered,
+    RoundFormed,
+    WorkerStarted,
+)
+from tests.support.cluster import AgentProcess, Cluster
+from tests.support.cli import run_cli
+from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
+
+pytestmark = [
+    pytest.mark.black_box,
+    pytest.mark.engine,
+    pytest.mark.skipif(ETCD is None, reason=WHY_NOT),
+]
+
+# Short, so that an etcd which is away for some seconds outlasts the leases.
+CONF = {"heartbeat_timeout": 4}
+
+
+@contextlib.contextmanager
+def etcd(directory: Path) -> Iterator[EtcdProcess]:
+    """Run an etcd of one member."""
+    directory.mkdir()
+    with EtcdProcess(directory) as server:
+        yield server
+
+
+def job(directory: Path, nnodes: object, endpoint: str, **conf: object) -> Cluster:
+    """Return a job whose nodes meet at etcd."""
+    settings = {**CONF, **conf}
+    return Cluster(directory, nnodes, endpoint=endpoint, rdzv_backend="etcd", conf=settings)
+
+
+def assert_undisturbed(*nodes: AgentProcess) -> None:
+    """Check that the workers are those of the first round."""
+    for node in nodes:
+        assert len(node.events_of(RoundFormed)) == 1
+        assert {event.attempt for event in node.events_of(WorkerStarted)} == {0}
+        assert not node.events_of(NodeLost)
+
+
+async def test_a_job_meets_at_etcd(tmp_path: Path) -> None:
+    """A lost node is replaced, and the keys of the ended job are left to their lease."""
+    with etcd(tmp_path / "etcd") as server:
+        async with job(tmp_path / "job", "1:2", server.endpoint, last_call_timeout=60) as cluster:
+            nodes = [cluster.start(), cluster.start()]
+            await cluster.workers(*nodes, attempt=0)
+            await nodes[1].kill()
+            await cluster.workers(nodes[0], attempt=1, world_size=1)
+            again = cluster.start()
+            await cluster.workers(nodes[0], again, attempt=2, world_size=2)
+            assert {one.code for one in await cluster.finish(nodes[0], again, attempt=2)} == {0}
+        late = run_cli(
+            "--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint", server.endpoint,
+            "--rdzv-id=job", __file__,
+        )  # fmt: skip
+        assert late.code == 0, late.err
+
+
+async def test_etcd_is_killed_and_started_again(tmp_path: Path) -> None:
+    """The agents notice, wait without a limit, and come back; no worker is restarted."""
+    with etcd(tmp_path / "etcd") as server:
+        async with job(tmp_path / "job", 2, server.endpoint, read_timeout=1) as cluster:
+            nodes = [cluster.start(), cluster.start()]
+            await cluster.workers(*nodes)
+            server.kill()
+            for node in nodes:
+                lost = await node.event(RendezvousStoreLost)
+                assert server.endpoint in lost.why
+                awaited = await node.event(RendezvousStoreAwaited)
+                assert awaited.time_left is None
+                assert "connection refused" in awaited.why
+            server.start([server.peer])
+            for node in nodes:
+                back = await node.event(RendezvousStoreRecovered)
+                assert not back.is_host
+                await node.event(CoordinatorChanged, term=2)
+            assert {one.code for one in await cluster.finish(*nodes)} == {0}
+            assert_undisturbed(*nodes)
+            for node in nodes:
+                assert node.events_of(JobFinished)
+
+
+async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) -> None:
+    """The agents go on at another member; a node that joins then is taken in."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(tmp_path / "etcd") as members:
+        endpoints = ",".join(member.endpoint for member in members)
+        async with job(tmp_path / "job", "1:3", endpoints, last_call_timeout=1) as cluster:
+            nodes = [cluster.start(), cluster.start()]
+            await cluster.workers(*nodes, attempt=0, world_size=2)
+            leader = next(member for member in members if member.is_leader)
+            leader.kill()
+            joining = cluster.start()
+            await cluster.workers(*nodes, joining, attempt=1, world_size=3)
+            ended = await cluster.finish(*nodes, joining, attempt=1)
+            assert {one.code for one in ended} == {0}
+            assert not [event for node in nodes for event in node.events_of(NodeLost)]
