@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from elastic_aio.rendezvous.event_reader import JobEvents as JobEvents
     from elastic_aio.rendezvous.event_reader import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
+    from elastic_aio.spec.engine import EngineSpec as EngineSpec
     from elastic_aio.spec.job import Command as Command
     from elastic_aio.spec.job import Function as Function
     from elastic_aio.spec.job import LaunchSpec as LaunchSpec
@@ -155,6 +156,7 @@ else:
                 "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
             ),
             "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
+            "elastic_aio.spec.engine": "EngineSpec",
             "elastic_aio.spec.tls": "TlsSpec",
         },
     )

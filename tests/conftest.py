@@ -17,6 +17,7 @@ import uvloop
 
 from tests.support.certificates import Authority, can_make_certificates
 from tests.support.clock import VirtualClockLoop
+from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess
 from tests.support.leaks import Resources, begin_session
 from tests.support.netns import why_impossible
 
@@ -123,3 +124,23 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     if not can_make_certificates():
         pytest.skip("needs the openssl command")
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The endpoint of an etcd that the tests share; each has a key prefix of its own."""
+    if ETCD is None:
+        pytest.skip(WHY_NOT)
+    with EtcdProcess(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.endpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _etcd_first(request: pytest.FixtureRequest) -> None:
+    """Start it before the first test, whose leak check it would fail otherwise."""
+    is_wanted = any(
+        "etcd_endpoint" in getattr(item, "fixturenames", ()) or "[etcd-" in item.name
+        for item in request.session.items
+    )
+    if is_wanted and ETCD is not None:
+        request.getfixturevalue("etcd_endpoint")

@@ -24,6 +24,7 @@ PUBLIC = [
     "CoordinatorChanged",
     "Decide",
     "ElasticAioError",
+    "EngineSpec",
     "Event",
     "EventListener",
     "EventReader",

@@ -39,6 +39,7 @@ PURE = {
     "text",
     "spec",
     "spec.checks",
+    "spec.engine",
     "spec.job",
     "spec.logs",
     "spec.rendezvous",

@@ -19,7 +19,6 @@ TIMES: Final = {
     "heartbeat_timeout": 2,
     "read_timeout": 1,
     "store_grace": 0,
-    "retention": 60,
 }
 """Keys that are times, with their least values."""
 
@@ -31,8 +30,10 @@ SWITCHES: Final = ("is_host", "keep_workers", "overlap", "reuse")
 TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_name")
 """Keys of `TlsSpec`."""
 
-ENGINE: Final = ("user", "key_prefix")
-"""Keys of a store on etcd, beside `password_file`."""
+ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
+"""Keys of `EngineSpec`, and the file with the password."""
+
+_RETENTION_MIN: Final = 60
 
 _TORCHS_TLS: Final = {
     "ca_cert": "tls_ca",
@@ -75,6 +76,7 @@ class Conf(Struct, frozen=True):
     Attributes:
         settings: fields of `RendezvousSpec`.
         tls: fields of `TlsSpec`; empty without TLS.
+        engine: fields of `EngineSpec`.
         token_file: path of the token's file, which has not been read.
         password_file: the same for the password of etcd's user.
         pairs: all keys and values as text.
@@ -83,6 +85,7 @@ class Conf(Struct, frozen=True):
 
     settings: Mapping[str, Any]
     tls: Mapping[str, Any]
+    engine: Mapping[str, Any]
     token_file: str | None
     password_file: str | None
     pairs: Mapping[str, str]
@@ -115,12 +118,10 @@ def parse_conf(text: str, backend: str) -> Conf:
             parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
             warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
     tls: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
     if backend in ENGINES:
-        settings.update({key: pairs[key] for key in ENGINE if key in pairs})
-        tls = _engine_tls(pairs)
-        known = {*_KNOWN, *_TORCHS_TLS, *ENGINE, "password_file", "protocol", "etcd_prefix"}
-        if "etcd_prefix" in pairs:
-            settings.setdefault("key_prefix", pairs["etcd_prefix"])
+        tls, engine = _engine_tls(pairs), _engine(pairs)
+        known = {*_KNOWN, *_TORCHS_TLS, *ENGINE, "protocol", "etcd_prefix"}
         warnings += _unknown(pairs, known)
     elif backend in ("c10d", "tcp", "static"):
         tls = _tls(pairs)
@@ -132,13 +133,22 @@ def parse_conf(text: str, backend: str) -> Conf:
     if backend == "static" and settings.pop("is_host", None) is not None:
         warnings.append("--rdzv-conf: is_host has no effect: the node of rank 0 serves the store")
     files = pairs.get("token_file"), pairs.get("password_file")
-    return Conf(settings, tls, *files, pairs, tuple(warnings))
+    return Conf(settings, tls, engine, *files, pairs, tuple(warnings))
 
 
 def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
     return [
         f"--rdzv-conf: {key!r} is unknown and has no effect" for key in pairs if key not in known
     ]
+
+
+def _engine(pairs: Mapping[str, str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key: pairs[key] for key in ("user", "key_prefix") if key in pairs}
+    if "etcd_prefix" in pairs:
+        fields.setdefault("key_prefix", pairs["etcd_prefix"])
+    if "retention" in pairs:
+        fields["retention"] = _seconds("retention", pairs["retention"], _RETENTION_MIN)
+    return fields
 
 
 def _engine_tls(pairs: Mapping[str, str]) -> dict[str, Any]:

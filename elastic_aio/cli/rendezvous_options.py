@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -15,8 +15,9 @@ from elastic_aio.cli.options import (
     parse_seconds,
     read_token,
 )
-from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.cli.rdzv_conf import Conf, parse_conf
 from elastic_aio.spec.checks import checked_host, format_host_port
+from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import (
     DEFAULT_PORT,
@@ -129,14 +130,7 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     settings = dict(conf.settings)
     if is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
-        if conf.token_file is not None:
-            settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
-        if conf.password_file is not None:
-            settings["password"] = read_token(
-                "--rdzv-conf: password_file", conf.password_file, at_least=1
-            )
-        if conf.tls:
-            settings["tls"] = TlsSpec(**conf.tls)
+        settings |= _secrets(conf)
         if backend == "static":
             if nodes.minimum < nodes.maximum:
                 warnings.append(
@@ -166,6 +160,22 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     address = None if is_many or port is None else values["master_addr"]
     port = None if is_many and is_taken else port
     return RendezvousOptions(nodes, spec, address or None, port, tuple(warnings))
+
+
+def _secrets(conf: Conf) -> dict[str, Any]:
+    """Return the settings that are in files, or name files."""
+    settings: dict[str, Any] = {}
+    engine = dict(conf.engine)
+    if conf.token_file is not None:
+        settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
+    if conf.password_file is not None:
+        option = "--rdzv-conf: password_file"
+        engine["password"] = read_token(option, conf.password_file, at_least=1)
+    if engine:
+        settings["engine"] = EngineSpec(**engine)
+    if conf.tls:
+        settings["tls"] = TlsSpec(**conf.tls)
+    return settings
 
 
 def _nodes(values: Values, warnings: list[str]) -> NodeRange:

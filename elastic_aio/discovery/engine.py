@@ -44,12 +44,12 @@ def open_engine(spec: RendezvousSpec, run_id: str) -> EngineStore:
     """
     return EtcdStore(
         ",".join(spec.endpoints),
-        key_prefix=spec.key_prefix,
-        user=spec.user,
-        password=spec.password,
+        key_prefix=spec.engine.key_prefix,
+        user=spec.engine.user,
+        password=spec.engine.password,
         tls=spec.tls,
         lost_after=spec.heartbeat_timeout - FENCE,
-        retention=spec.retention,
+        retention=spec.engine.retention,
         retained=run_id,
     )
 
@@ -103,8 +103,9 @@ class EngineLocator:
         for attempt in itertools.count():
             await self.aclose()
             self._store = open_engine(self._spec, self._run_id)
+            left = end - loop.time()
             try:
-                return await self._open(self._store, min(notice, end - loop.time()))
+                return await self._open(self._store, min(notice, left))
             except StoreError as error:
                 why = str(error)
                 if isinstance(error, StoreRefused):
@@ -114,7 +115,7 @@ class EngineLocator:
             except BaseException:  # a cancellation: no connection stays open
                 await self.aclose()
                 raise
-            if loop.time() >= end:
+            if left <= notice:
                 await self.aclose()
                 raise DiscoveryError(
                     f"no server of {self._spec.backend} answered within"

@@ -107,20 +107,7 @@ class DynamicRendezvous(Rendezvous):
         self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
-        self._locator: StoreLocator | EngineLocator
-        if self._settings.is_on_engine:
-            from elastic_aio.discovery.engine import EngineLocator
-
-            self._locator = EngineLocator(self._settings, run_id, on_wait=self._on_store_awaited)
-        else:
-            self._locator = StoreLocator(
-                self._settings,
-                run_id,
-                network,
-                is_exclusive=fixed_ranks,
-                on_wait=self._on_store_awaited,
-                on_drop=self._on_drop,
-            )
+        self._locator = self._make_locator(run_id, network, is_exclusive=fixed_ranks)
         nnodes = spec.nnodes
         self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
         self._member = Member(
@@ -151,6 +138,22 @@ class DynamicRendezvous(Rendezvous):
 
     def __repr__(self) -> str:
         return f"<DynamicRendezvous {self._name}: {self._member!r}, {self._session or 'no store'}>"
+
+    def _make_locator(
+        self, run_id: str, network: StoreNetwork | None, *, is_exclusive: bool
+    ) -> StoreLocator | EngineLocator:
+        if self._settings.is_on_engine:
+            from elastic_aio.discovery.engine import EngineLocator
+
+            return EngineLocator(self._settings, run_id, on_wait=self._on_store_awaited)
+        return StoreLocator(
+            self._settings,
+            run_id,
+            network,
+            is_exclusive=is_exclusive,
+            on_wait=self._on_store_awaited,
+            on_drop=self._on_drop,
+        )
 
     # ---------------------------------------------------------------- the agent
 

@@ -19,6 +19,7 @@ from elastic_aio.spec.checks import (
     parse_host_port,
     set_fields,
 )
+from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 
 DEFAULT_PORT: Final = 29400
@@ -35,9 +36,6 @@ ETCD: Final = ("etcd", "etcd-v2")
 
 ENGINES: Final = ETCD
 """Backends whose store is served by an engine and not by a node."""
-
-_RETENTION_MIN: Final = 60.0
-"""Seconds; a job must outlive a short failure of the engine."""
 
 _HEARTBEAT_MIN: Final = 2.0
 """Seconds; the shortest lease that a store grants."""
@@ -129,14 +127,8 @@ class RendezvousSpec:
 
     The store of the workers is not affected: torch's clients do not speak TLS.
     """
-    user: str | None = None
-    """User of etcd; None for none."""
-    password: str | None = field(default=None, repr=False)
-    """The user's password."""
-    key_prefix: str = "/rendezvous"
-    """Precedes the keys of all jobs on etcd: two clusters that share it need different ones."""
-    retention: float = 86400.0
-    """Seconds after which etcd removes the keys of a job that has ended, or has lost all nodes."""
+    engine: EngineSpec = EngineSpec()
+    """User and keys, with the backend "etcd"."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
 
@@ -161,14 +153,10 @@ class RendezvousSpec:
         for name in ("keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
-        for name in ("user", "password"):
-            if getattr(self, name) is not None:
-                checked_text(f"rendezvous.{name}", getattr(self, name))
-        checked_text("rendezvous.key_prefix", self.key_prefix)
-        check_number("rendezvous.retention", self.retention, at_least=_RETENTION_MIN)
         checked_token(self.token, "rendezvous.token")
         checked_tls(self.tls, "rendezvous.tls")
-        set_fields(self, conf=checked_texts("rendezvous.conf", self.conf))
+        engine = checked_part("rendezvous.engine", self.engine, EngineSpec)
+        set_fields(self, engine=engine, conf=checked_texts("rendezvous.conf", self.conf))
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -183,9 +171,6 @@ class RendezvousSpec:
         if self.is_on_engine:
             self._check_engine()
             return
-        for name in ("user", "password"):
-            if getattr(self, name) is not None:
-                raise SpecError(f"rendezvous.{name}", "...", "is for the backend 'etcd'")
         is_static = self.backend == "static"
         if self.tls is not None:
             self.tls.check_client()
@@ -210,10 +195,8 @@ class RendezvousSpec:
             problem = f"must be None: no node serves the store of the backend {self.backend!r}"
             raise SpecError("rendezvous.is_host", self.is_host, problem)
         if self.token is not None:
-            problem = f"is not for the backend {self.backend!r}: use user and password"
+            problem = f"is not for the backend {self.backend!r}: use engine.user and password"
             raise SpecError("rendezvous.token", "...", problem)
-        if self.password is not None and not self.user:
-            raise SpecError("rendezvous.user", self.user, "is needed with rendezvous.password")
         if self.tls is not None:
             self.tls.check_client()
 

@@ -23,7 +23,11 @@ class EngineStore(Store):
 
     async def __aenter__(self) -> Self:
         running_loop()
-        await self.open(self._connect_timeout)
+        try:
+            await self.open(self._connect_timeout)
+        except BaseException:  # a cancellation too: no connection stays open
+            await self.aclose()
+            raise
         return self
 
     @abc.abstractmethod

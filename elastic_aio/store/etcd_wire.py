@@ -194,6 +194,8 @@ _FAULTS: Final = (
         Fault.REFUSED,
         "the database of etcd is full (compact and defragment it, then clear its alarm)",
     ),
+    ("request is too large", Fault.REFUSED, "the value is too large for etcd"),
+    ("message larger than max", Fault.REFUSED, "the value is too large for etcd"),
     ("NOSPACE", Fault.REFUSED, "the database of etcd is full"),
 )
 _UNAVAILABLE: Final = (1, 2, 4, 10, 13, 14, 15)

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
+from elastic_aio.spec.checks import format_host_port
 from elastic_aio.store.sockets import enable_keepalive
 
 _HEAD_MAX: Final = 64 << 10
@@ -27,7 +28,12 @@ class HttpConnection:
     """One connection; made by `open`, and closed by its owner."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        host: str,
+        *,
+        has_tls: bool,
     ) -> None:
         """Use an open connection to `host`."""
         self._reader = reader
@@ -35,6 +41,7 @@ class HttpConnection:
         self._host = host
         self._headers: dict[str, str] = {}
         self._is_idle = True
+        self._has_replied = has_tls
 
     @classmethod
     async def open(
@@ -58,7 +65,7 @@ class HttpConnection:
             host, port, limit=_HEAD_MAX, ssl=tls, server_hostname=name
         )
         enable_keepalive(writer.get_extra_info("socket"), peer_timeout)
-        return cls(reader, writer, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        return cls(reader, writer, format_host_port(host, port), has_tls=tls is not None)
 
     @property
     def local_address(self) -> str:
@@ -99,10 +106,12 @@ class HttpConnection:
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise HttpError("it does not speak HTTP") from None
-            raise HttpError("the connection was closed") from None
+            hint = "" if self._has_replied else " without a reply (perhaps it asks for TLS)"
+            raise HttpError(f"the connection was closed{hint}") from None
         except asyncio.LimitOverrunError:
             raise HttpError("it does not speak HTTP") from None
         status, self._headers = parse_head(head)
+        self._has_replied = True
         return status
 
     async def parts(self) -> AsyncIterator[bytes]:

@@ -8,6 +8,7 @@ import pytest
 
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec
 
@@ -38,6 +39,34 @@ def test_keys_set_fields(text: str, backend: str, settings: dict[str, Any]) -> N
     assert conf.settings == settings
     assert conf.warnings == ()
     RendezvousSpec(**conf.settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "tls"),
+    [
+        (
+            "user=me,key_prefix=/a,retention=60",
+            {"user": "me", "key_prefix": "/a", "retention": 60},
+            {},
+        ),
+        ("tls_ca=/ca,tls_cert=/c,tls_key=/k", {}, {"ca": "/ca", "cert": "/c", "key": "/k"}),
+        ("protocol=http", {}, {}),
+        ("protocol=http,ca_cert=/ca", {}, {}),
+        (
+            "protocol=https,ca_cert=/ca,ssl_cert=/c,ssl_cert_key=/k",
+            {},
+            {"ca": "/ca", "cert": "/c", "key": "/k"},
+        ),
+        ("cacert=/ca,cert=/c,key=/k", {}, {"ca": "/ca", "cert": "/c", "key": "/k"}),
+        ("etcd_prefix=/p2p", {"key_prefix": "/p2p"}, {}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_keys_of_etcd(text: str, engine: dict[str, Any], tls: dict[str, Any], backend: str) -> None:
+    """Ours, and those of torchrun's two backends."""
+    conf = parse_conf(text, backend)
+    assert (conf.engine, conf.tls, conf.warnings) == (engine, tls, ())
+    RendezvousSpec(backend=backend, engine=EngineSpec(**conf.engine))
 
 
 @pytest.mark.parametrize("yes", ["1", "true", "True", "t", "yes", "Y"])

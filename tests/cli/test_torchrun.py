@@ -282,9 +282,17 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--monitor-interval", "0"], {}, ["--monitor-interval", "'0'", "above 0"]),
     (["--monitor-interval", "soon"], {}, ["--monitor-interval", "'soon'", "above 0"]),
     (["--monitor-interval", "nan"], {}, ["--monitor-interval", "'nan'", "above 0"]),
-    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "c10d, static, tcp"]),
-    (["--nnodes=2", "--rdzv-backend=etcd"], {}, ["--rdzv-backend", "'etcd'", "use 'c10d'"]),
-    (["--nnodes=2", "--rdzv-backend=etcd-v2"], {}, ["--rdzv-backend", "'etcd-v2'", "use 'c10d'"]),
+    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "etcd-v2, static, tcp"]),
+    (
+        ["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-conf=is_host=1"],
+        {},
+        ["is_host", "no node serves the store of the backend 'etcd'"],
+    ),
+    (
+        ["--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-conf=protocol=https"],
+        {},
+        ["protocol=https needs tls_ca"],
+    ),
     (["--rdzv-endpoint", "localhost:99999"], {}, ["--rdzv-endpoint", "localhost:99999", "65535"]),
     (["--rdzv-endpoint", "a:1,"], {}, ["--rdzv-endpoint", "''", "HOST:PORT"]),
     (

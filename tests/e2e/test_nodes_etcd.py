@@ -18,8 +18,8 @@ from elastic_aio import (
     RoundFormed,
     WorkerStarted,
 )
-from tests.support.cluster import AgentProcess, Cluster
 from tests.support.cli import run_cli
+from tests.support.cluster import AgentProcess, Cluster
 from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
 
 pytestmark = [

@@ -99,7 +99,10 @@ def test_a_plug_in_gets_all_arguments() -> None:
         ("nothing", "must name a plug-in that returns a Rendezvous, not str (got 'nothing')"),
         ("gone", "the plug-in cannot be loaded: AttributeError: module 'by_mail_plug_in'"),
         ("missing", "the plug-in cannot be loaded: ModuleNotFoundError: No module named"),
-        ("post", "must be one of c10d, gone, mail, missing, nothing, refuse, static, tcp (got"),
+        (
+            "post",
+            "must be one of c10d, etcd, etcd-v2, gone, mail, missing, nothing, refuse, static, tcp",
+        ),
     ],
 )
 def test_invalid_backends(backend: str, message: str) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
+from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec, parse_endpoints
+from elastic_aio.spec.tls import TlsSpec
 
 
 def test_the_defaults() -> None:
@@ -29,6 +31,8 @@ def test_the_defaults() -> None:
         ("tcp", "node0", ["node0:29400"]),
         ("static", "node0", ["node0:29500"]),
         ("static", "node0:29400", ["node0:29400"]),
+        ("etcd", "node0,node1:1", ["node0:2379", "node1:1"]),
+        ("etcd-v2", "[::1]", ["[::1]:2379"]),
         ("mail", "10.0.0.1:080", ["10.0.0.1:80"]),
         ("c10d", "[::1]", ["[::1]:29400"]),
         ("c10d", "[fe80::1%eth0]:7", ["[fe80::1%eth0]:7"]),
@@ -55,6 +59,7 @@ ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"engine": "etcd"}, "rendezvous.engine: must be a EngineSpec (got 'etcd')"),
         ({"backend": ""}, "rendezvous.backend: must not be empty (got '')"),
         ({"backend": " "}, "rendezvous.backend: must not be empty (got ' ')"),
         ({"backend": None}, "rendezvous.backend: must be text without NUL (got None)"),
@@ -191,3 +196,34 @@ def test_static_needs_one_number_of_nodes() -> None:
         "nnodes: must be one number with the backend 'static', which waits for all nodes"
         " (got '2:4')"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"key_prefix": 5}, "engine.key_prefix: must be text without NUL (got 5)"),
+        ({"retention": 59}, "engine.retention: must be a number of at least 60"),
+        ({"user": 5}, "engine.user: must be text without NUL (got 5)"),
+        ({"user": "a", "password": 5}, "engine.password: must be text without NUL (got 5)"),
+        ({"password": "secret"}, "engine.user: is needed with engine.password (got None)"),
+    ],
+)
+def test_an_invalid_engine_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        EngineSpec(**settings)
+    assert str(caught.value).startswith(message)
+    assert "secret" not in repr(EngineSpec(user="a", password="secret"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"is_host": True}, "rendezvous.is_host: must be None: no node serves the store"),
+        ({"token": "x" * 16}, "rendezvous.token: is not for the backend 'etcd'"),
+        ({"tls": TlsSpec(cert="c", key="k")}, "tls.ca: is needed to verify"),
+    ],
+)
+def test_settings_that_an_engine_does_not_have(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        RendezvousSpec(backend="etcd", **settings).check_with(2)
+    assert str(caught.value).startswith(message)

@@ -15,7 +15,6 @@ import pytest
 
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
 from elastic_aio.store.etcd import EtcdStore
-from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -64,23 +63,6 @@ def _torch_server_first(request: pytest.FixtureRequest) -> None:
     """Start its process before the first test, whose leak check it would fail otherwise."""
     if HAS_TORCH:
         request.getfixturevalue("torch_server")
-
-
-@pytest.fixture(scope="session")
-def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint of an etcd that the tests share; each has a key prefix of its own."""
-    if ETCD is None:
-        pytest.skip(WHY_NOT)
-    with EtcdProcess(tmp_path_factory.mktemp("etcd")) as server:
-        yield server.endpoint
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _etcd_first(request: pytest.FixtureRequest) -> None:
-    """Start it before the first test, as `_torch_server_first` does."""
-    is_wanted = any("etcd" in item.name for item in request.session.items)
-    if is_wanted and ETCD is not None:
-        request.getfixturevalue("etcd_endpoint")
 
 
 @dataclass(frozen=True)

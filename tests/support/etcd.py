@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -13,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from elastic_aio import TlsSpec
 from tests.support.leaks import SESSION_VARIABLE
@@ -106,9 +107,7 @@ class EtcdProcess:
     @property
     def is_leader(self) -> bool:
         """Whether it is the leader of its cluster."""
-        url = f"http://{self.endpoint}/v3/maintenance/status"
-        with urllib.request.urlopen(url, data=b"{}", timeout=10) as reply:
-            status = json.loads(reply.read())
+        status = ask(self.endpoint, "maintenance/status")
         return bool(status["header"]["member_id"] == status["leader"])
 
     def send(self, number: int) -> None:
@@ -122,6 +121,28 @@ class EtcdProcess:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+
+def ask(endpoint: str, path: str, **body: object) -> Any:
+    """Return the reply of the JSON gateway to a request."""
+    url = f"http://{endpoint}/v3/{path}"
+    with urllib.request.urlopen(url, data=json.dumps(body).encode(), timeout=30) as reply:
+        return json.loads(reply.read())
+
+
+def text(value: str) -> str:
+    """Return a text as the gateway represents it."""
+    return base64.b64encode(value.encode()).decode()
+
+
+def leases_of(endpoint: str, prefix: str) -> dict[str, int]:
+    """Return the keys that begin with `prefix`, and their leases; 0 for none."""
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    reply = ask(endpoint, "kv/range", key=text(prefix), range_end=text(end))
+    return {
+        base64.b64decode(found["key"]).decode(): int(found.get("lease", 0))
+        for found in reply.get("kvs", ())
+    }
 
 
 @contextlib.contextmanager

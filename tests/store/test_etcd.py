@@ -1,0 +1,373 @@
+"""The store on etcd: fail-over, leases, watches, users, and what etcd refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.store import ChangeKind
+from elastic_aio.store.etcd import EtcdStore
+from tests.support.certificates import Authority
+from tests.support.chaos import ChaosProxy
+from tests.support.etcd import (
+    ETCD,
+    WHY_NOT,
+    EtcdProcess,
+    ask,
+    etcd_cluster,
+    leases_of,
+    text,
+    tls_options,
+)
+from tests.support.sockets import free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(ETCD is None, reason=WHY_NOT)]
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A key prefix of the test's own."""
+    return f"/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    """A server of the test's own."""
+    with EtcdProcess(tmp_path) as server:
+        yield server
+
+
+def proxy_of(endpoint: str) -> ChaosProxy:
+    return ChaosProxy(int(endpoint.rpartition(":")[2]))
+
+
+async def set_until_refused(store: EtcdStore, value: bytes = b"1") -> None:
+    for number in itertools.count():
+        await store.set(f"k{number}", value)
+
+
+async def test_an_expired_key_differs_from_a_deleted_one(etcd_endpoint: str, prefix: str) -> None:
+    """A client that is cut off lets its lease expire; another deletes its key, then leaves."""
+    async with (
+        EtcdStore(etcd_endpoint, key_prefix=prefix) as observer,
+        proxy_of(etcd_endpoint) as proxy,
+        observer.watch("n/", is_prefix=True) as watch,
+    ):
+        holder = EtcdStore(proxy.endpoint, key_prefix=prefix, lost_after=2)
+        async with holder, holder.lease(2) as lease:
+            await lease.set("n/lost", "1")
+            await lease.set("n/deleted", "1")
+            await holder.delete("n/deleted")
+            proxy.is_refusing = True
+            proxy.cut()
+            await lease.wait_ended()
+            with pytest.raises(StoreLost, match=r"etcd does not answer: .*closed|refused"):
+                await holder.get("n/lost")
+            changes = [await anext(watch) for _ in range(4)]
+        assert [(change.kind, change.key) for change in changes] == [
+            (ChangeKind.SET, "n/lost"),
+            (ChangeKind.SET, "n/deleted"),
+            (ChangeKind.DELETED, "n/deleted"),
+            (ChangeKind.EXPIRED, "n/lost"),
+        ]
+
+
+async def test_a_released_lease_deletes_its_keys_only(etcd_endpoint: str, prefix: str) -> None:
+    """A key that another client has set meanwhile is not its own any more."""
+    one, two = (EtcdStore(etcd_endpoint, key_prefix=prefix) for _ in range(2))
+    async with one, two, two.watch("", is_prefix=True) as watch:
+        async with one.lease(5) as lease:
+            await lease.set("mine", "1")
+            await lease.set("taken", "1")
+            await two.set("taken", "2")
+        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(4)]]
+        assert kinds[-1] == (ChangeKind.DELETED, "mine")
+        assert await two.list_keys() == ["taken"]
+
+
+async def test_a_watch_goes_on_after_broken_connections(etcd_endpoint: str, prefix: str) -> None:
+    """No change is lost or repeated."""
+    async with (
+        EtcdStore(etcd_endpoint, key_prefix=prefix) as writer,
+        proxy_of(etcd_endpoint) as proxy,
+        EtcdStore(proxy.endpoint, key_prefix=prefix) as reader,
+        reader.watch("k") as watch,
+    ):
+        for number in range(20):
+            if number % 3 == 0:
+                proxy.cut()
+            await writer.set("k", str(number))
+        values = [(await anext(watch)).value for _ in range(20)]
+        assert values == [b"%d" % number for number in range(20)]
+
+
+async def test_a_watch_goes_on_after_a_compaction(etcd_endpoint: str, prefix: str) -> None:
+    """It is given the present values, with the mark that changes may be missing."""
+    async with (
+        EtcdStore(etcd_endpoint, key_prefix=prefix) as writer,
+        proxy_of(etcd_endpoint) as proxy,
+        EtcdStore(proxy.endpoint, key_prefix=prefix) as reader,
+    ):
+        await writer.multi_set({"w/gone": "1", "w/kept": "1"})
+        async with reader.watch("w/", is_prefix=True) as watch:
+            proxy.is_refusing = True
+            proxy.cut()
+            await writer.delete("w/gone")
+            for _ in range(3):
+                await writer.set("w/new", "1")
+            revision = ask(etcd_endpoint, "kv/range", key=text("x"))["header"]["revision"]
+            ask(etcd_endpoint, "kv/compaction", revision=revision, physical=True)
+            proxy.is_refusing = False
+            changes = [await anext(watch) for _ in range(2)]
+            assert {(one.kind, one.key, one.is_resync) for one in changes} == {
+                (ChangeKind.DELETED, "w/gone", True),
+                (ChangeKind.SET, "w/new", True),
+            }
+
+
+async def test_a_restart_of_etcd_ends_neither_lease_nor_watch_nor_wait(
+    etcd: EtcdProcess, prefix: str
+) -> None:
+    async with EtcdStore(etcd.endpoint, key_prefix=prefix, lost_after=60) as store:
+        async with store.lease(30) as lease, store.watch("k") as watch:
+            await lease.set("mine", "1")
+            waiting = asyncio.ensure_future(store.get("later"))
+            etcd.kill()
+            setting = asyncio.ensure_future(store.set("k", "2"))
+            etcd.start([etcd.peer])
+            await setting
+            assert (await anext(watch)).value == b"2"
+            await store.set("later", "3")
+            assert await waiting == b"3"
+            assert lease.is_alive
+            assert await store.peek("mine") == b"1"
+        assert await store.peek("mine") is None
+
+
+async def test_an_etcd_without_its_data_begins_the_watch_anew(
+    tmp_path: Path, etcd: EtcdProcess, prefix: str
+) -> None:
+    """Its revisions begin anew, and the lease is gone."""
+    async with (
+        EtcdStore(etcd.endpoint, key_prefix=prefix, lost_after=60) as store,
+        store.lease(2) as lease,
+        store.watch("w/", is_prefix=True) as watch,
+    ):
+        for number in range(10):
+            await lease.set("w/mine", str(number))
+        assert [(await anext(watch)).value for _ in range(10)][-1] == b"9"
+        etcd.kill()
+        (tmp_path / etcd.name).rename(tmp_path / "lost")
+        etcd.start([etcd.peer])
+        await lease.wait_ended()
+        with pytest.raises(StoreRefused, match="the lease has ended"):
+            await lease.set("w/mine", "1")
+        change = await anext(watch)
+        assert (change.kind, change.is_resync) == (ChangeKind.DELETED, True)
+        await store.set("w/other", "1")
+        assert (await anext(watch)).key == "w/other"
+
+
+async def test_a_member_that_hangs_is_left(tmp_path: Path, prefix: str) -> None:
+    """Its connections stay open, so its silence is what shows."""
+    with etcd_cluster(tmp_path) as members:
+        endpoints = ",".join(member.endpoint for member in members)
+        async with (
+            EtcdStore(endpoints, key_prefix=prefix, lost_after=30) as store,
+            EtcdStore(members[0].endpoint, key_prefix=prefix) as other,
+            store.lease(3) as lease,
+            store.watch("k") as watch,
+        ):
+            used = next(one for one in members if one.endpoint == store.endpoint)
+            writer = other if used is not members[0] else None
+            used.send(signal.SIGSTOP)
+            try:
+                await lease.set("mine", "1")
+                await (writer or store).set("k", "1")
+                assert (await anext(watch)).value == b"1"
+                assert store.endpoint != used.endpoint
+                assert lease.is_alive
+            finally:
+                used.send(signal.SIGCONT)
+
+
+async def test_a_closed_port_is_skipped(etcd_endpoint: str, prefix: str) -> None:
+    """And errors name each endpoint that was tried."""
+    closed = f"127.0.0.1:{free_port()}"
+    for _ in range(4):  # it begins at any of them
+        async with EtcdStore(f"{closed},{etcd_endpoint}", key_prefix=prefix) as store:
+            assert await store.add("n") > 0
+    with pytest.raises(StoreTimeout, match=rf"{closed}: connection refused$"):
+        async with EtcdStore(closed, timeout=0.3):
+            pass
+
+
+async def test_a_counter_is_never_added_to_twice(etcd_endpoint: str, prefix: str) -> None:
+    """Replies are lost: an addition is made once, or is reported as unknown."""
+    async with (
+        proxy_of(etcd_endpoint) as proxy,
+        EtcdStore(proxy.endpoint, key_prefix=prefix) as store,
+        EtcdStore(etcd_endpoint, key_prefix=prefix) as other,
+    ):
+        sure = unsure = 0
+        for _ in range(10):
+            adding = asyncio.ensure_future(store.add("n"))
+            before = len(proxy.received)
+            proxy.is_dropping_replies = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await asyncio.shield(adding)
+            proxy.cut()
+            proxy.is_dropping_replies = False
+            assert len(proxy.received) >= before
+            try:
+                await adding
+                sure += 1
+            except StoreLost:  # the change may have been made
+                unsure += 1
+        assert sure <= await other.add("n", 0) <= sure + unsure
+        assert sure + unsure == 10
+
+
+async def test_users(etcd: EtcdProcess, prefix: str) -> None:
+    """A token that etcd has forgotten is replaced; what the user may not do is refused."""
+    for name, password in (("root", "r00t"), ("job", "s3cret")):
+        ask(etcd.endpoint, "auth/user/add", name=name, password=password)
+        ask(etcd.endpoint, "auth/role/add", name=name)
+        ask(etcd.endpoint, "auth/user/grant", user=name, role=name)
+    own = {"key": text(prefix), "range_end": text(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+    ask(etcd.endpoint, "auth/role/grant", name="job", perm={"permType": "READWRITE", **own})
+    ask(etcd.endpoint, "auth/enable")
+
+    def client(key_prefix: str, **user: str) -> EtcdStore:
+        return EtcdStore(etcd.endpoint, key_prefix=key_prefix, **user)  # type: ignore[arg-type]
+
+    async with client(prefix, user="job", password="s3cret") as store, store.watch("k") as watch:
+        await store.set("k", "1")
+        assert (await anext(watch)).value == b"1"
+        etcd.kill()
+        etcd.start([etcd.peer])  # its tokens are gone
+        await store.set("k", "2")
+        assert (await anext(watch)).value == b"2"
+    with pytest.raises(StoreRefused, match=r"does not accept the user or the password$"):
+        async with client(prefix, user="job", password="wrong"):
+            pass
+    with pytest.raises(StoreRefused, match=r"etcd asks for a user and a password$"):
+        async with client(prefix):
+            pass
+    with pytest.raises(StoreRefused, match=r"the etcd user has no permission for the keys$"):
+        async with client("/elsewhere", user="job", password="s3cret"):
+            pass
+
+
+async def test_a_user_is_not_needed(etcd_endpoint: str, prefix: str) -> None:
+    """An etcd without users accepts every client."""
+    async with EtcdStore(etcd_endpoint, key_prefix=prefix, user="a", password="b") as store:
+        await store.set("k", "1")
+
+
+async def test_tls(tmp_path: Path, authority: Authority, prefix: str) -> None:
+    """With a certificate of each side; without, the error says why."""
+    tls = authority.issue()
+    with EtcdProcess(tmp_path, "m0", *tls_options(tls), tls=True) as server:
+        async with EtcdStore(server.endpoint, key_prefix=prefix, tls=tls) as store:
+            await store.set("k", "1")
+            async with store.watch("k") as watch:
+                await store.set("k", "2")
+                assert (await anext(watch)).value == b"2"
+        with pytest.raises((StoreTimeout, StoreRefused), match=r"perhaps it asks for TLS|HTTPS"):
+            async with EtcdStore(server.endpoint, timeout=0.5):
+                pass
+        other = Authority(tmp_path, "other").issue()
+        with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
+            async with EtcdStore(server.endpoint, timeout=0.5, tls=other):
+                pass
+
+
+async def test_the_gateway_is_switched_off(tmp_path: Path) -> None:
+    with (
+        EtcdProcess(tmp_path, "m0", "--enable-grpc-gateway=false") as server,
+        pytest.raises(StoreRefused, match=r"JSON gateway is switched off"),
+    ):
+        async with EtcdStore(server.endpoint):
+            pass
+
+
+async def test_another_server_at_the_endpoint() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n")
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StoreTimeout, match=r"it does not speak HTTP$"):
+            async with EtcdStore(f"127.0.0.1:{port}", timeout=0.3):
+                pass
+
+
+async def test_too_few_members_for_a_leader(tmp_path: Path, prefix: str) -> None:
+    with etcd_cluster(tmp_path) as members:
+        async with EtcdStore(members[0].endpoint, key_prefix=prefix, lost_after=3) as store:
+            for member in members[1:]:
+                member.kill()
+            with pytest.raises(StoreLost, match=r"no leader: too few of its members|not answer"):
+                await set_until_refused(store)
+        with pytest.raises(StoreTimeout, match="no leader: too few of its members"):
+            async with EtcdStore(members[0].endpoint, timeout=8):
+                pass
+
+
+async def test_a_full_database(tmp_path: Path, prefix: str) -> None:
+    with EtcdProcess(tmp_path, "m0", f"--quota-backend-bytes={1 << 20}") as server:
+        async with EtcdStore(server.endpoint, key_prefix=prefix) as store:
+            with pytest.raises(StoreRefused, match="the database of etcd is full"):
+                await set_until_refused(store, b"x" * 100_000)
+            assert await store.peek("k0") == b"x" * 100_000
+
+
+async def test_a_value_that_is_too_large(etcd_endpoint: str, prefix: str) -> None:
+    async with EtcdStore(etcd_endpoint, key_prefix=prefix) as store:
+        with pytest.raises(StoreRefused, match="the value is too large for etcd"):
+            await store.set("k", b"x" * (2 << 20))
+        await store.multi_set({f"k{number}": "v" for number in range(250)})
+        assert await store.num_keys() == 250
+
+
+async def test_keys_are_retained_together(etcd_endpoint: str, prefix: str) -> None:
+    """All clients of a job renew one lease; if it has ended meanwhile, it begins again."""
+
+    def client() -> EtcdStore:
+        return EtcdStore(etcd_endpoint, key_prefix=prefix, retention=60, retained="job")
+
+    async with client() as one, client() as two:
+        await one.set("a", "1")
+        await two.add("b")
+        async with two.lease(5) as lease:
+            await lease.set("c", "1")
+            (of_a, of_b, of_c) = [
+                leases_of(etcd_endpoint, prefix)[f"{prefix}/{key}"] for key in "abc"
+            ]
+            assert of_a == of_b != of_c
+        ask(etcd_endpoint, "lease/revoke", ID=str(of_a))
+        assert await one.peek("a") is None
+        await one.set("a", "2")
+        assert leases_of(etcd_endpoint, prefix)[f"{prefix}/a"] == of_a
+
+
+async def test_a_closed_store(etcd_endpoint: str, prefix: str) -> None:
+    store = EtcdStore(etcd_endpoint, key_prefix=prefix)
+    with pytest.raises(StoreClosed, match="async with EtcdStore"):
+        await store.peek("k")
+    async with store:
+        with pytest.raises(StoreClosed, match="opened once"):
+            await store.open(1)
+    await store.aclose()
