@@ -63,7 +63,7 @@ class EtcdAccess(Struct, frozen=True):
     @property
     def attempt_timeout(self) -> float:
         """Seconds for one member to answer."""
-        return min(5.0, max(1.0, self.lost_after / 2))
+        return min(3.0, max(1.0, self.lost_after / 3))
 
 
 class EtcdLink:

@@ -183,7 +183,7 @@ async def test_a_member_that_hangs_is_left(tmp_path: Path, prefix: str) -> None:
         async with (
             EtcdStore(endpoints, key_prefix=prefix, lost_after=30) as store,
             EtcdStore(members[0].endpoint, key_prefix=prefix) as other,
-            store.lease(3) as lease,
+            store.lease(10) as lease,
             store.watch("k") as watch,
         ):
             used = next(one for one in members if one.endpoint == store.endpoint)
