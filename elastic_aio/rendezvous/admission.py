@@ -30,7 +30,7 @@ def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
         node = record.status.node
         state.outbox.publish(
             NodeJoined(
-                name=node.name,
+                name=record.name,
                 member=record.member,
                 address=record.status.address,
                 nproc=node.nproc,
@@ -114,8 +114,8 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         holder, status = record.rank_holder, record.status
         if holder is None:
             continue
-        by = f"{holder.name} (pid {holder.status.node.pid})"
-        why = f"node rank {status.preferred_rank} is held by {by}"
+        node = holder.status.node
+        why = f"node rank {status.preferred_rank} is held by {node.name} (pid {node.pid})"
         if record.refused_because != why:
             state.refuse(record, why)
         if not state.deadlines.arm(record.rank_held_since + state.settings.join_timeout):

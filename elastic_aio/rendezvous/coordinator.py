@@ -123,6 +123,7 @@ class Coordinator:
         """
         self._state = CoordinatorState(settings, budget, name, term, now)
         self._joined: list[MemberRecord] = []
+        self._by_host: dict[str, list[MemberRecord]] = {}
         self._departed: list[tuple[MemberRecord, bool]] = []
         self._count = 0
 
@@ -187,6 +188,10 @@ class Coordinator:
             self._count += 1
             record = state.members[member] = MemberRecord(member, self._count, status, now)
             self._joined.append(record)
+            neighbors = self._by_host.setdefault(record.host, [])
+            neighbors.append(record)
+            for one in neighbors if len(neighbors) > 1 else ():
+                one.is_host_shared = True
         elif status.serial <= record.status.serial:
             return
         record.observe(status, now)
@@ -201,6 +206,10 @@ class Coordinator:
         if record is None:
             return
         state.outbox.discard(member)
+        neighbors = self._by_host[record.host]
+        neighbors.remove(record)
+        if not neighbors:
+            del self._by_host[record.host]
         self._departed.append((record, is_lost))
         if member in state.round.placements and state.has_succeeded(record):
             state.round.succeeded_and_left.add(member)
