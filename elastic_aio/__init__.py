@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
     from elastic_aio.outcome import AttemptResult as AttemptResult
+    from elastic_aio.outcome import EndCause as EndCause
     from elastic_aio.outcome import ExitStatus as ExitStatus
     from elastic_aio.outcome import Failure as Failure
     from elastic_aio.outcome import JobState as JobState
@@ -142,8 +143,8 @@ else:
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": """
-                AttemptResult ExitStatus Failure JobState LaunchResult ResourceUsage WorkerError
-                WorkerResult
+                AttemptResult EndCause ExitStatus Failure JobState LaunchResult ResourceUsage
+                WorkerError WorkerResult
             """,
             "elastic_aio.rendezvous.event_reader": "JobEvents follow_job",
             "elastic_aio.report": "format_failure",

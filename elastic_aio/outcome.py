@@ -210,6 +210,17 @@ class JobState(StrEnum):
     STOPPED = "stopped"
 
 
+class EndCause(StrEnum):
+    """What ended a job on a node beside its workers, where a program may act on it."""
+
+    TOO_FEW_NODES = "too few nodes"
+    """The nodes did not come together within `join_timeout`."""
+    NO_STORE = "no store"
+    """The node could neither reach nor serve a store."""
+    RUN_HAD_ENDED = "run had ended"
+    """The node came after the end of its run."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
     """How the whole job ended, the same for every node.
@@ -217,7 +228,7 @@ class JobOutcome:
     `state` is the result, `why` the rule that led to it, `exit_code` what the launcher exits
     with, and `restarts` the number of restarts after failures.  `failures` are those that
     ended the job, on any node, the root cause first.  `is_rendezvous`: not the workers
-    failed, but the rendezvous of the nodes.
+    failed, but the rendezvous of the nodes.  `cause` is what else is known about the end.
     """
 
     state: JobState
@@ -226,6 +237,7 @@ class JobOutcome:
     restarts: int = 0
     failures: tuple[Failure, ...] = ()
     is_rendezvous: bool = False
+    cause: EndCause | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +262,8 @@ class LaunchResult:
     """What the function of each worker of this host returned, by global rank."""
     log_dir: str | None = None
     """Directory of this run's logs; None if there is none, or it was removed."""
+    cause: EndCause | None = None
+    """What ended the job beside its workers, if something did."""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

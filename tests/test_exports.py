@@ -24,6 +24,7 @@ PUBLIC = [
     "CoordinatorChanged",
     "Decide",
     "ElasticAioError",
+    "EndCause",
     "EngineSpec",
     "Event",
     "EventListener",

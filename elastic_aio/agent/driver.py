@@ -421,6 +421,7 @@ class Driver:
             attempts=tuple(attempts),
             return_values=values,
             log_dir=self._runtime.output.directory.path if has_logs else None,
+            cause=outcome.cause,
         )
 
     def _settle(self) -> None:

@@ -14,10 +14,8 @@ from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed,
 from elastic_aio.events import (
     AttemptFailed,
     Event,
+    JobFinished,
     JobStarted,
-    NodeStandby,
-    Restarting,
-    RoundForming,
     WorkerStarted,
     event_to_json,
 )
@@ -28,6 +26,7 @@ from elastic_aio.launcher import (
     use_pidfd_child_watcher,
 )
 from elastic_aio.logs.sink import LineWriter, Sink, open_sink
+from elastic_aio.outcome import EndCause
 from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.report import Level, describe, format_failure
@@ -123,10 +122,12 @@ async def _run(
             listeners = [on_event]
             if request.http is not None:
                 listeners.append(await stack.enter_async_context(_server(request.http, printer)))
-            await supervise(
+            result = await supervise(
                 request.spec, request.signals, received, listeners=listeners, adopt_orphans=True
             )
         code = 0
+        if result.cause is EndCause.RUN_HAD_ENDED:
+            printer.print(result.reason)  # nothing else shows that no worker has run
     except JobEnded as error:
         code = error.result.exit_code
         printer.print_result(error, request.spec)
@@ -183,7 +184,9 @@ class _EventPrinter:
             case AttemptFailed() if event.root.pid is None:
                 self._held.append(event)
                 return
-            case WorkerStarted() | Restarting() | RoundForming() | NodeStandby():
+            case JobFinished():
+                pass
+            case _ if isinstance(event, WorkerStarted) or describe(event)[0] >= self._level:
                 for held in self._held:
                     self._print_event(held)
                 self._held.clear()

@@ -26,9 +26,6 @@ CUT_OFF_GRACE = 0.1
 `elastic_aio.rendezvous.formation`.
 """
 
-RUN_HAS_ENDED = "the run has ended"
-"""How the reason begins of a node that came after the end of its run."""
-
 
 class NodeInfo(Struct, frozen=True):
     """One node: its host's `name`, the agent's `pid`, `nproc` workers and their `role`."""

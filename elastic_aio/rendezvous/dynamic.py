@@ -33,6 +33,7 @@ from elastic_aio.events import (
     RoundWaiting,
     WorkerStoreRefused,
 )
+from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.base import (
     AgentPort,
     EndJob,
@@ -205,7 +206,7 @@ class DynamicRendezvous(Rendezvous):
             try:
                 located = await self._locator.locate(is_first=is_first)
             except DiscoveryError as error:
-                self._perform(self._member.fail(str(error)))
+                self._perform(self._member.fail(str(error), EndCause.NO_STORE))
                 return
             endpoint, is_host = located.endpoint, located.is_host
             if not is_first:

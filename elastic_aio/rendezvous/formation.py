@@ -59,7 +59,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.events import RoundForming
-from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
@@ -354,4 +354,12 @@ def _give_up(state: CoordinatorState) -> None:
     if forming.refused:
         text += f"; refused: {'; '.join(forming.refused)}"
     text += f"; waited {state.settings.join_timeout:g} s (join_timeout)"
-    state.end_job(JobOutcome(JobState.FAILED, text, RENDEZVOUS_FAILED, is_rendezvous=True))
+    state.end_job(
+        JobOutcome(
+            JobState.FAILED,
+            text,
+            RENDEZVOUS_FAILED,
+            is_rendezvous=True,
+            cause=EndCause.TOO_FEW_NODES,
+        )
+    )

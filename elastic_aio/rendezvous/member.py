@@ -12,10 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.events import CoordinatorChanged, Event, NodeStandby, StandbyPromoted
-from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
-    RUN_HAS_ENDED,
     EndJob,
     Instruction,
     Report,
@@ -109,7 +108,8 @@ class Member:
             return []
         self.has_ended = True
         if self.status.placement is None:
-            outcome = dataclasses.replace(outcome, why=f"{RUN_HAS_ENDED}: {outcome.why}")
+            why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
+            outcome = dataclasses.replace(outcome, why=why, cause=cause)
         return [EndJob(outcome)]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
@@ -163,12 +163,14 @@ class Member:
                     self._update(members_done=count)
                 return []
 
-    def fail(self, why: str) -> list[MemberEffect]:
+    def fail(self, why: str, cause: EndCause | None = None) -> list[MemberEffect]:
         """End the job for this node alone: it cannot join the other nodes."""
         if self.has_ended:
             return []
         self.has_ended = True
-        outcome = JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
+        outcome = JobOutcome(
+            JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True, cause=cause
+        )
         return [EndJob(outcome)]
 
     def isolate(self, why: str) -> list[MemberEffect]:

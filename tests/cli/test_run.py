@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from elastic_aio import (
     AttemptResult,
+    EndCause,
     ExitStatus,
     Failure,
     JobFailed,
@@ -25,6 +27,7 @@ from elastic_aio import (
     JobState,
     LaunchResult,
     RendezvousFailed,
+    RendezvousStoreAwaited,
     RoundForming,
     WorkerError,
     __version__,
@@ -337,8 +340,9 @@ def test_loop_of_a_run(options: list[str], loop: str, monkeypatch: pytest.Monkey
     """`auto`, the default, is asyncio's loop."""
     loops = []
 
-    async def supervise(*_: object, **__: object) -> None:
+    async def supervise(*_: object, **__: object) -> LaunchResult:
         loops.append(type(asyncio.get_running_loop()).__module__)
+        return LaunchResult("r", JobState.SUCCEEDED, "", 0, 1.0)
 
     monkeypatch.setattr(cli_run, "supervise", supervise)
     assert main(["run", *options, "train.py"]) == 0
@@ -473,6 +477,42 @@ PROGRESS = (
     "aio-elastic: run r: 1 worker of x on near, one of 2 nodes, 0 restarts, no log files\n"
     "aio-elastic: waiting for nodes: 1 node present (near), minimum 2, maximum 2, 9 s left\n"
 )
+
+
+def test_a_node_that_comes_after_a_success(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so."""
+    why = "the run has ended: all workers have finished"
+
+    async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
+        for listen in listeners:
+            listen(STARTED)
+        result = LaunchResult("r", JobState.SUCCEEDED, why, 0, 1.0)
+        return dataclasses.replace(result, cause=EndCause.RUN_HAD_ENDED)
+
+    monkeypatch.setattr(cli_run, "supervise", supervise)
+    assert main(COMMAND) == 0
+    assert capfd.readouterr() == ("", f"aio-elastic: {why}\n")
+
+
+def test_the_start_is_the_first_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever event follows it."""
+    awaited = RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.0)
+
+    async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
+        for event in (STARTED, awaited, FORMING):
+            for listen in listeners:
+                listen(event)
+        return LaunchResult("r", JobState.SUCCEEDED, "", 0, 1.0)
+
+    monkeypatch.setattr(cli_run, "supervise", supervise)
+    assert main(COMMAND) == 0
+    waiting = "aio-elastic: waiting for the rendezvous store, 55 s left: a:1: connection refused\n"
+    first, second = PROGRESS.splitlines(keepends=True)
+    assert capfd.readouterr().err == first + waiting + second
 
 
 @pytest.mark.parametrize("failures", [(), (FAR,)])

@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from elastic_aio.compat.torch.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousHandlerRegistry,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
+from elastic_aio.compat.torch.rendezvous.outcomes import rendezvous_error
+from elastic_aio.outcome import EndCause, JobOutcome, JobState
 
 
 def parameters(**settings: Any) -> RendezvousParameters:
@@ -116,3 +122,21 @@ def test_rank_0_publishes_where_the_workers_meet() -> None:
 
 def test_rank_0_takes_a_free_port() -> None:
     assert RendezvousStoreInfo.build(0, DictStore(), "10.0.0.1").master_port > 0
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [
+        (None, RendezvousError),
+        (EndCause.TOO_FEW_NODES, RendezvousTimeoutError),
+        (EndCause.NO_STORE, RendezvousConnectionError),
+        (EndCause.RUN_HAD_ENDED, RendezvousClosedError),
+    ],
+)
+def test_the_cause_of_a_failure_chooses_the_error(
+    cause: EndCause | None, error: type[RendezvousError]
+) -> None:
+    """Its text does not matter: the name of a host may have any words."""
+    why = "the other nodes refused this one: node store waited 5 s (join_timeout)"
+    outcome = JobOutcome(JobState.FAILED, why, 75, is_rendezvous=True, cause=cause)
+    assert type(rendezvous_error(outcome)) is error

@@ -19,7 +19,7 @@ from elastic_aio.events import (
     RoundForming,
     StandbyPromoted,
 )
-from elastic_aio.outcome import JobState
+from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     EndJob,
@@ -149,6 +149,7 @@ def test_too_few_nodes_fail_after_the_join_timeout() -> None:
     outcome = harness.coordinator.outcome
     assert outcome is not None
     assert outcome.is_rendezvous
+    assert outcome.cause is EndCause.TOO_FEW_NODES
     assert outcome.exit_code == RENDEZVOUS_FAILED
     assert outcome.why == (
         "only 2 of 3 nodes came together (a, d); missing: b; refused: x: it was started with"
@@ -313,6 +314,20 @@ def test_a_recovered_round_waits_for_missing_members(
         assert harness.coordinator.deadline is not None
         harness.settle(harness.coordinator.deadline)
     assert harness.now == waits
+
+
+def test_members_of_one_host_have_their_pids_in_messages() -> None:
+    harness = CoordinatorHarness(RoundSettings(4, 4, last_call_timeout=0), "a")
+    for pid, member in enumerate(("b.1", "b.2"), start=1):
+        harness.join(member, node=NodeInfo("b", pid, 1, "default"))
+    harness.settle(1.0)
+    (*_, forming) = harness.events(RoundForming)
+    assert isinstance(forming, RoundForming)
+    assert forming.present == ("a", "b (pid 1)", "b (pid 2)")
+    harness.lose("b.1")
+    (lost,) = harness.events(NodeLost)
+    assert isinstance(lost, NodeLost)
+    assert lost.name == "b (pid 1)"
 
 
 def move(harness: CoordinatorHarness, name: str, other: CoordinatorHarness) -> None:

@@ -25,7 +25,7 @@ from elastic_aio.events import (
     StandbyPromoted,
     WorkerStoreRefused,
 )
-from elastic_aio.outcome import JobState
+from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import make_static
 from elastic_aio.rendezvous.event_reader import follow_job
@@ -169,7 +169,7 @@ async def test_a_lost_node_is_replaced(fault: str) -> None:
         assert lost.name == "b"
         why = (await b.wait_event(RendezvousStoreLost)).why
         assert ("no answer" if fault == "silent" else "closed") in why
-        assert (await b.wait_ended()).is_rendezvous, "it finds no store"
+        assert (await b.wait_ended()).cause is EndCause.NO_STORE
 
 
 async def test_failures_after_a_lost_node_cost_no_restart() -> None:
@@ -352,6 +352,7 @@ async def test_a_late_node_is_given_the_recorded_end() -> None:
             outcome = await late.wait_ended()
             assert (outcome.state, outcome.exit_code) == (JobState.FAILED, 7)
             assert outcome.why.startswith("the run has ended: ")
+            assert outcome.cause is EndCause.RUN_HAD_ENDED
             assert not late.started
         async with follow_job(server.endpoint, "run") as events:
             (missed, finished) = [event async for event in events]

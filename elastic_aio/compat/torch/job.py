@@ -27,14 +27,14 @@ from elastic_aio.compat.torch.multiprocessing.processes import numa_mode
 from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
-from elastic_aio.compat.torch.rendezvous.outcomes import error_of_reason
+from elastic_aio.compat.torch.rendezvous.outcomes import error_of_cause
 from elastic_aio.compat.torch.worker_group import WorkerSpec
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import Event
 from elastic_aio.http.server import StatusServer
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
-from elastic_aio.outcome import LaunchResult, signal_name
-from elastic_aio.rendezvous.base import RUN_HAS_ENDED, AgentPort, NodeInfo, Rendezvous
+from elastic_aio.outcome import EndCause, LaunchResult, signal_name
+from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
 from elastic_aio.report import describe
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import LaunchSpec
@@ -165,10 +165,10 @@ class AgentJob:
         except RendezvousFailed as error:
             if self._bridge is not None and self._bridge.error is not None:
                 raise self._bridge.error from None
-            raise error_of_reason(error.result.reason) from error
+            raise error_of_cause(error.result.cause, error.result.reason) from error
         except JobFailed as error:
             result = error.result
-        if not result.attempts and result.reason.startswith(RUN_HAS_ENDED):
+        if result.cause is EndCause.RUN_HAD_ENDED:
             raise RendezvousClosedError(result.reason)
         return result
 

@@ -8,10 +8,15 @@ from elastic_aio.compat.torch.rendezvous.api import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from elastic_aio.outcome import JobOutcome
-from elastic_aio.rendezvous.base import RUN_HAS_ENDED
+from elastic_aio.outcome import EndCause, JobOutcome
 
-__all__ = ["error_of_reason", "rendezvous_error"]
+__all__ = ["error_of_cause", "rendezvous_error"]
+
+_ERRORS = {
+    EndCause.TOO_FEW_NODES: RendezvousTimeoutError,
+    EndCause.NO_STORE: RendezvousConnectionError,
+    EndCause.RUN_HAD_ENDED: RendezvousClosedError,
+}
 
 
 def rendezvous_error(outcome: JobOutcome) -> RendezvousError:
@@ -20,14 +25,10 @@ def rendezvous_error(outcome: JobOutcome) -> RendezvousError:
     A job that has ended, however it did, has a closed rendezvous.
     """
     if outcome.is_rendezvous:
-        return error_of_reason(outcome.why)
+        return error_of_cause(outcome.cause, outcome.why)
     return RendezvousClosedError(f"the rendezvous is closed: {outcome.why}")
 
 
-def error_of_reason(why: str) -> RendezvousError:
-    """Return the exception for a rendezvous that failed because of `why`."""
-    if why.startswith(RUN_HAS_ENDED):
-        return RendezvousClosedError(why)
-    if why.endswith("(join_timeout)"):
-        return RendezvousTimeoutError(why)
-    return RendezvousConnectionError(why) if "store" in why else RendezvousError(why)
+def error_of_cause(cause: EndCause | None, why: str) -> RendezvousError:
+    """Return the exception for a rendezvous that `cause` has ended."""
+    return RendezvousError(why) if cause is None else _ERRORS[cause](why)
