@@ -408,9 +408,8 @@ class Driver:
             attempts = [*attempts[:-1], replace(last[0], failures=outcome.failures)]
         if not has_logs:
             attempts = [replace(attempt, log_dir=None) for attempt in attempts]
-        values = {}
-        if outcome.state is JobState.SUCCEEDED and attempts:
-            values = {worker.rank: worker.return_value for worker in attempts[-1].workers}
+        workers = attempts[-1].workers if outcome.state is JobState.SUCCEEDED and attempts else ()
+        values = {worker.rank: worker.return_value for worker in workers}
         return LaunchResult(
             run_id=self._runtime.run_id,
             state=outcome.state,
