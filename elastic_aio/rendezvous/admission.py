@@ -94,7 +94,7 @@ def find_rank_holders(state: CoordinatorState) -> None:
     holders: dict[int | None, MemberRecord] = {}
     for record in sorted(
         state.admitted(),
-        key=lambda one: (one.member not in placements, -one.status.round, one.arrival),
+        key=lambda one: (one.member not in placements, -one.status.round, one.joined_at),
     ):
         holder = holders.setdefault(record.status.preferred_rank, record)
         if holder is record:

@@ -125,7 +125,6 @@ class Coordinator:
         self._joined: list[MemberRecord] = []
         self._by_host: dict[str, list[MemberRecord]] = {}
         self._departed: list[tuple[MemberRecord, bool]] = []
-        self._count = 0
 
     def __repr__(self) -> str:
         state = self._state
@@ -176,7 +175,7 @@ class Coordinator:
     # ------------------------------------------------------------------- inputs
 
     def on_status(self, member: str, status: MemberStatus, now: float) -> None:
-        """Take the present status of a member; an older one is dropped.
+        """Take the present status of a member; an older one, or of another node, is dropped.
 
         `now` is when it arrived, in monotonic seconds.
         """
@@ -185,14 +184,14 @@ class Coordinator:
         if record is None:
             if status.is_leaving:
                 return
-            self._count += 1
-            record = state.members[member] = MemberRecord(member, self._count, status, now)
+            record = MemberRecord(member, status, now, status.node.name)
+            state.members[member] = record
             self._joined.append(record)
-            neighbors = self._by_host.setdefault(record.host, [])
+            neighbors = self._by_host.setdefault(status.node.name, [])
             neighbors.append(record)
             for one in neighbors if len(neighbors) > 1 else ():
-                one.is_host_shared = True
-        elif status.serial <= record.status.serial:
+                one.name = f"{one.status.node.name} (pid {one.status.node.pid})"
+        elif status.serial <= record.status.serial or status.node != record.status.node:
             return
         record.observe(status, now)
         state.outbox.observe(record)
@@ -206,10 +205,10 @@ class Coordinator:
         if record is None:
             return
         state.outbox.discard(member)
-        neighbors = self._by_host[record.host]
+        neighbors = self._by_host[record.status.node.name]
         neighbors.remove(record)
         if not neighbors:
-            del self._by_host[record.host]
+            del self._by_host[record.status.node.name]
         self._departed.append((record, is_lost))
         if member in state.round.placements and state.has_succeeded(record):
             state.round.succeeded_and_left.add(member)

@@ -256,9 +256,9 @@ def assign_group_ranks(ranks: Mapping[str, int], joiners: Sequence[Joiner]) -> t
     return tuple(next(rest) if member is None else member for member in by_rank)
 
 
-def _precedence(state: CoordinatorState, record: MemberRecord) -> tuple[bool, bool, int]:
+def _precedence(state: CoordinatorState, record: MemberRecord) -> tuple[bool, bool, float]:
     is_joiner = record.member not in state.round.placements
-    return (is_joiner, not record.status.is_host, record.arrival)
+    return (is_joiner, not record.status.is_host, record.joined_at)
 
 
 def _by_group_rank(state: CoordinatorState, chosen: list[MemberRecord]) -> list[MemberRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from msgspec import Struct
@@ -105,11 +105,11 @@ class MemberRecord:
     """What the coordinator knows about one member."""
 
     member: str
-    arrival: int
-    """Grows with each member that joins."""
     status: MemberStatus
     joined_at: float
     """When its first status arrived, in monotonic seconds."""
+    name: str
+    """How messages name it: by its host, with its pid if another member is there too."""
     sent: OrderBody | None = None
     """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)
@@ -126,8 +126,6 @@ class MemberRecord:
     """Term and serial of the last `StartRound` order."""
     admitted_at: float | None = None
     """When a running job took it in; None for a member of the first round."""
-    is_host_shared: bool = False
-    """Whether another member of the same host name has been present."""
     refused_because: str = ""
     """Why it may not take part now; empty if it may."""
     refused_at: float = 0.0
@@ -141,11 +139,6 @@ class MemberRecord:
     """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
     offset_at: float = 0.0
     """When that status arrived."""
-    host: str = field(init=False)
-    """The name of its host, by its first status."""
-
-    def __post_init__(self) -> None:
-        self.host = self.status.node.name
 
     def observe(self, status: MemberStatus, now: float) -> None:
         """Take a status that has arrived at `now`, in monotonic seconds."""
@@ -174,11 +167,6 @@ class MemberRecord:
     def is_probing(self) -> bool:
         """Whether its last order is to probe the other nodes, and no result has come."""
         return isinstance(self.sent, ProbePeers) and self.status.probed_round != self.sent.round
-
-    @property
-    def name(self) -> str:
-        """How messages name the member: by its host, with its pid if another one is there."""
-        return f"{self.host} (pid {self.status.node.pid})" if self.is_host_shared else self.host
 
 
 def clock_offsets(records: Iterable[MemberRecord], now: float) -> dict[str, float]:

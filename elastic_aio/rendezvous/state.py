@@ -125,7 +125,7 @@ class Visits:
 
     def observe_departure(self, record: MemberRecord, now: float) -> None:
         """Take the end of a member that had joined a running job."""
-        name = record.host
+        name = record.status.node.name
         if record.admitted_at is None:
             return
         count, _ = self._short.pop(name, (0, now))

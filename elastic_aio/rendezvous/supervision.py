@@ -163,12 +163,12 @@ def _probe_joiners(
 
 def _is_too_early(state: CoordinatorState, record: MemberRecord) -> bool:
     """Refuse a joiner for a while whose host has left soon after it had joined before."""
-    count, when = state.visits.admission(record.host)
+    count, when = state.visits.admission(record.status.node.name)
     if not state.deadlines.arm(when):
         return False
     if not record.refused_because:
         delay = when - state.deadlines.now
-        visits = f"{record.host} has left {count} times soon after it had joined"
+        visits = f"{record.status.node.name} has left {count} times soon after it had joined"
         state.refuse(record, f"{visits}, it is taken in after {delay:.3g} s")
     return True
 
