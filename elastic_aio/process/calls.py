@@ -233,7 +233,9 @@ def _pickle(value: object, pickler_type: Any = None) -> bytes:
     # with multiprocessing.
     if reduction := sys.modules.get("multiprocessing.reduction"):
         table = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
-        pickler.dispatch_table = ChainMap(reduction.ForkingPickler._extra_reducers, table)
+        reducers = ChainMap(reduction.ForkingPickler._extra_reducers, table)
+        # Of the class: cloudpickle's has one, which hides an attribute of the instance.
+        pickler = type("_Pickler", (pickler_type,), {"dispatch_table": reducers})(buffer, 5)
     pickler.dump(value)
     return buffer.getvalue()
 

@@ -17,4 +17,6 @@ else:
 # Calls refer to them by their full names: they must not import them again.
 for name in ("bootstrap", "interpreter"):
     sys.modules[f"elastic_aio.worker.{name}"] = sys.modules.pop(name)
+# A worker that starts others pickles this class.
+bootstrap.InheritedDescriptor.__module__ = "elastic_aio.worker.bootstrap"
 interpreter.finalize(bootstrap.main(sys.argv[1:4]))

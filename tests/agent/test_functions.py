@@ -391,6 +391,40 @@ def test_queues_events_and_locks_are_arguments(method: str, loop: str, tmp_path:
     until_sync(lambda: not leaked_processes())
 
 
+NESTED_SCRIPT = """
+import multiprocessing, sys
+from elastic_aio.sync import start_context
+from tests.support import functions
+
+def start(put, method):
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    processes = start_context(put, (queue,), 2, join=False, start_method=method)
+    print(sorted(queue.get() for _ in range(2)), flush=True)
+    processes.join()
+
+def start_plainly(index, method):
+    sys.modules["cloudpickle"] = None  # it cannot be imported
+    start(functions.put_index, method)
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    start(lambda index, queue: queue.put(index), method)
+    start_context(start_plainly, (method,), start_method=method)
+"""
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_queues_reach_closures_and_workers_of_workers(way: str, tmp_path: Path) -> None:
+    """cloudpickle passes their descriptors, and a worker does so without it."""
+    script = tmp_path / "script.py"
+    script.write_text(NESTED_SCRIPT)
+    ended = run_program([sys.executable, str(script), way])
+    assert ended.code == 0, ended.err
+    assert ended.out == "[0, 1]\n" * 2
+    until_sync(lambda: not leaked_processes())
+
+
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 async def test_objects_of_another_context_are_refused(way: Any) -> None:
     """Before anything starts, naming the argument."""
