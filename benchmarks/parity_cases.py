@@ -91,6 +91,8 @@ def _ends_with(ours: int, theirs: int = 1, reason: str = "D42") -> dict[str, Dif
 
 _STATIC = "--nnodes 2 --master-addr 127.0.0.1 --master-port {port} "
 _STATIC_NODES = ("--node-rank 0", "--node-rank 1")
+_IN_ORDER = ("listen", "start 1")
+"""Node 0 is there first: with elastic_aio the first to come has group rank 0."""
 _DYNAMIC = (
     "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id job"
     " --rdzv-conf last_call_timeout=1 "
@@ -334,12 +336,12 @@ CASES: Final = (
     Case("nodes dynamic", _DYNAMIC + "--nproc-per-node 2 {w} env", nodes=("", "")),
     Case("nodes dynamic, of unequal size", _DYNAMIC + "{w} env",
          nodes=("--nproc-per-node 1 --local-addr 127.0.0.1",
-                "--nproc-per-node 2 --local-addr 127.0.0.2")),
+                "--nproc-per-node 2 --local-addr 127.0.0.2"), steps=_IN_ORDER),
     Case("nodes dynamic, identical workers", _DYNAMIC + "--nproc-per-node 2 {w} env",
          nodes=("", ""), env={"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}),
     Case("nodes dynamic, two roles", _DYNAMIC + "{w} env",
          nodes=("--role a --local-addr 127.0.0.1",
-                "--role b --nproc-per-node 2 --local-addr 127.0.0.2")),
+                "--role b --nproc-per-node 2 --local-addr 127.0.0.2"), steps=_IN_ORDER),
     Case("nodes dynamic, a restart", _DYNAMIC + "--max-restarts 2 {w} meet 1:fail=1 nap=2 env",
          {"starts": Difference("D30", ours=[f"attempt {attempt}: rank {rank}"
                                             for attempt in (0, 1) for rank in (0, 1)]),
