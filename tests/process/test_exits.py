@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from elastic_aio.process.exits import PidfdWatch, has_ended
+from elastic_aio.process.exits import PidfdWatch, has_ended, open_child_pidfd
 
 pytestmark = pytest.mark.both_loops
 
@@ -84,6 +84,18 @@ async def test_a_process_that_is_no_child_can_be_watched() -> None:
         await ended.wait()
     shell.stdout.close()
     assert shell.wait() == 0
+
+
+def test_only_a_child_of_this_process_has_a_pidfd() -> None:
+    """The child may have been reaped, and another process may have its pid by now."""
+    child = waiting_child()
+    descriptor = open_child_pidfd(child.pid)
+    assert not has_ended(descriptor)
+    os.close(descriptor)
+    release(child)
+    assert child.wait() == 0
+    assert open_child_pidfd(child.pid) == -1
+    assert open_child_pidfd(os.getppid()) == -1
 
 
 def test_has_ended_does_not_reap() -> None:

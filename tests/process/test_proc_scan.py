@@ -400,6 +400,13 @@ def test_a_member_outlives_its_leader(family: Family) -> None:
     assert family.found({shell.pid: session}) == set()
 
 
+def test_a_leader_with_another_start_time_is_a_new_process(family: Family) -> None:
+    """Its number is that of a worker that has ended."""
+    shell = family.start("bash", "-c", "sleep 99 & echo $!; wait")
+    sleeper = family.pid_from(shell)
+    assert family.found({shell.pid: WorkerSession(shell.pid, family.since - 1)}) == {sleeper}
+
+
 def test_a_process_is_found_by_its_parent_only(family: Family) -> None:
     """`env -i setsid`: another session and no environment."""
     shell = family.start("bash", "-c", "env -i setsid sleep 99 & echo $!; wait")
