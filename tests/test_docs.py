@@ -88,7 +88,13 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
     def options_of(*command: str) -> set[str]:
         with contextlib.suppress(SystemExit):
             main([*command, "--help"])
-        return options_in(capsys.readouterr().out) - {"--help", "--rdzv_endpoint", "--rdzv_id"}
+        return options_in(capsys.readouterr().out) - {
+            "--help",
+            "--rdzv_backend",
+            "--rdzv_conf",
+            "--rdzv_endpoint",
+            "--rdzv_id",
+        }
 
     options = {
         "run": options_of("run"),

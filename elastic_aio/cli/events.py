@@ -3,6 +3,7 @@
 ::
 
     aio-elastic events --rdzv-endpoint HOST:PORT[,...] --rdzv-id ID
+                       [--rdzv-backend etcd] [--rdzv-conf KEY=VALUE,...]
                        [--token-file FILE] [--tls-ca FILE] [--json] [--after N] [--timeout SECONDS]
 """
 
@@ -23,6 +24,8 @@ from elastic_aio.cli.options import (
     parse_int,
     print_error,
 )
+from elastic_aio.cli.rdzv_conf import parse_conf
+from elastic_aio.cli.rendezvous_options import read_secrets
 from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
@@ -30,7 +33,7 @@ from elastic_aio.events import event_to_json
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.report import describe
-from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
+from elastic_aio.spec.rendezvous import ENGINES, ETCD_PORT, STATIC_PORT, RendezvousSpec
 
 
 def main_events(argv: Sequence[str]) -> int:
@@ -56,28 +59,13 @@ def main_events(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    default = RendezvousSpec()
     parser = OptionParser(
         prog="aio-elastic events",
         description="Print the events of a multi-node job from its beginning to its end:"
         " nodes that join and leave, rounds, failures, restarts.",
         epilog="Exit codes: 0 the job has finished, 1 no store answers, 2 invalid arguments.",
     )
-    parser.add_argument(
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        default=default.endpoint,
-        metavar="HOST:PORT[,...]",
-        help=f"endpoints of the job's store (default {default.endpoint}); for the backend"
-        f" 'static' MASTER_ADDR:MASTER_PORT of the job (its default port is {STATIC_PORT})",
-    )
-    parser.add_argument(
-        "--rdzv-id",
-        "--rdzv_id",
-        default="none",
-        metavar="ID",
-        help="id of the run (default 'none', as for a run)",
-    )
+    _add_rendezvous_options(parser)
     add_token_option(parser, "file with the store's token")
     add_client_tls_options(parser)
     parser.add_argument(
@@ -94,6 +82,39 @@ def _parser() -> OptionParser:
     return parser
 
 
+def _add_rendezvous_options(parser: OptionParser) -> None:
+    default = RendezvousSpec()
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST:PORT[,...]",
+        help=f"endpoints of the job's store (default {default.endpoint}); for the backend"
+        f" 'static' MASTER_ADDR:MASTER_PORT of the job (its default port is {STATIC_PORT});"
+        f" for 'etcd' those of etcd (default localhost:{ETCD_PORT})",
+    )
+    parser.add_argument(
+        "--rdzv-backend",
+        "--rdzv_backend",
+        default=default.backend,
+        metavar="NAME",
+        help=f"backend of the job (default {default.backend}); only 'etcd' makes a difference",
+    )
+    parser.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        default="",
+        metavar="KEY=VALUE,...",
+        help="with 'etcd': user, password_file and key_prefix, as for a run (default: none)",
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        "--rdzv_id",
+        default="none",
+        metavar="ID",
+        help="id of the run (default 'none', as for a run)",
+    )
+
+
 def _event_number(text: str) -> int:
     if text == "-1":
         return -1
@@ -103,11 +124,16 @@ def _event_number(text: str) -> int:
 
 
 async def _follow(arguments: argparse.Namespace) -> None:
+    backend = arguments.rdzv_backend
+    endpoint = f"localhost:{ETCD_PORT}" if backend in ENGINES else RendezvousSpec().endpoint
+    secrets = read_secrets(parse_conf(arguments.rdzv_conf, backend))
     reader = follow_job(
-        arguments.rdzv_endpoint,
+        arguments.rdzv_endpoint or endpoint,
         arguments.rdzv_id,
         token=arguments.token,
-        tls=tls_of(arguments, is_server=False),
+        tls=tls_of(arguments, is_server=False) or secrets.get("tls"),
+        backend=backend,
+        engine=secrets.get("engine"),
         after=arguments.after,
         timeout=arguments.timeout,
     )

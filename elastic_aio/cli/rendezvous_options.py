@@ -130,7 +130,7 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     settings = dict(conf.settings)
     if is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
-        settings |= _secrets(conf)
+        settings |= read_secrets(conf)
         if backend == "static":
             if nodes.minimum < nodes.maximum:
                 warnings.append(
@@ -162,8 +162,13 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     return RendezvousOptions(nodes, spec, address or None, port, tuple(warnings))
 
 
-def _secrets(conf: Conf) -> dict[str, Any]:
-    """Return the settings that are in files, or name files."""
+def read_secrets(conf: Conf) -> dict[str, Any]:
+    """Return the fields of `RendezvousSpec` for which files are read.
+
+    Raises:
+        UsageError: a file cannot be read.
+        SpecError: a setting is invalid.
+    """
     settings: dict[str, Any] = {}
     engine = dict(conf.engine)
     if conf.token_file is not None:

@@ -36,8 +36,10 @@ _RETRY: Final = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before another attempt at an engine that refuses this node."""
 
 
-def open_engine(spec: RendezvousSpec, run_id: str) -> EngineStore:
+def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -> EngineStore:
     """Return the store of a run on the engine that `spec` names, not yet open.
+
+    A reader does not prolong the retention of the run's keys.
 
     Raises:
         SpecError: a setting cannot be used.
@@ -49,7 +51,7 @@ def open_engine(spec: RendezvousSpec, run_id: str) -> EngineStore:
         password=spec.engine.password,
         tls=spec.tls,
         lost_after=spec.heartbeat_timeout - FENCE,
-        retention=spec.engine.retention,
+        retention=None if is_reader else spec.engine.retention,
         retained=run_id,
     )
 

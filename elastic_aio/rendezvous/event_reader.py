@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import msgspec
 
@@ -25,9 +26,16 @@ from elastic_aio.rendezvous.event_stream import (
     parse_seq,
 )
 from elastic_aio.spec.checks import check_number, checked_integer, checked_text
-from elastic_aio.spec.rendezvous import parse_endpoints
+from elastic_aio.spec.engine import EngineSpec
+from elastic_aio.spec.rendezvous import (
+    DEFAULT_PORT,
+    ENGINES,
+    ETCD_PORT,
+    RendezvousSpec,
+    parse_endpoints,
+)
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.store import Store, Watch, connect
+from elastic_aio.store import RemoteStore, Store, Watch, connect
 from elastic_aio.store.handshake import client_context
 
 _GAP_PATIENCE: Final = 2.0
@@ -43,6 +51,8 @@ def follow_job(
     *,
     token: str | None = None,
     tls: TlsSpec | None = None,
+    backend: str = "c10d",
+    engine: EngineSpec | None = None,
     after: int = -1,
     timeout: float = 30.0,
 ) -> JobEvents:
@@ -60,19 +70,48 @@ def follow_job(
         run_id: name of the run.
         token: the store's token, if it has one.
         tls: certificates, if the store speaks TLS, as for `connect`.
+        backend: that of the job, if it is on an engine: "etcd".
+        engine: user and keys there, as in `RendezvousSpec`.
         after: the `seq` of the last event that has been read already; -1 for none.
         timeout: seconds to search for a store, at the start and when it is lost.
 
     Raises:
         SpecError: an argument is unusable.
     """
-    endpoints = parse_endpoints("endpoint", endpoint)
+    is_on_engine = backend in ENGINES
+    endpoints = parse_endpoints("endpoint", endpoint, ETCD_PORT if is_on_engine else DEFAULT_PORT)
     if not checked_text("run_id", run_id):
         raise SpecError("run_id", run_id, "must not be empty")
     checked_integer("after", after, at_least=-1)
     check_number("timeout", timeout, above=0)
     client_context(tls)  # only checked: it is loaded again for each connection
-    return JobEvents(endpoints, run_id, after, timeout, token=token, tls=tls)
+    if is_on_engine:
+        spec = RendezvousSpec(
+            backend=backend,
+            endpoint=endpoint,
+            token=token,
+            tls=tls,
+            engine=engine or EngineSpec(),
+        )
+        spec.check_with(2)
+        from elastic_aio.discovery.engine import open_engine
+
+        @contextlib.asynccontextmanager
+        async def open_store(_: str, turn: float) -> AsyncIterator[Store]:
+            store = open_engine(spec, run_id, is_reader=True)
+            try:
+                await store.open(turn)
+                yield store
+            finally:
+                await store.aclose()
+
+        return JobEvents([",".join(endpoints)], run_id, after, timeout, open_store)
+
+    def connect_to(one: str, turn: float) -> RemoteStore:
+        # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
+        return connect(one, timeout=turn, reconnect_for=0, token=token, tls=tls)
+
+    return JobEvents(endpoints, run_id, after, timeout, connect_to)
 
 
 class JobEvents:
@@ -88,12 +127,17 @@ class JobEvents:
     """
 
     def __init__(
-        self, endpoints: Sequence[str], run_id: str, after: int, timeout: float, **access: Any
+        self,
+        endpoints: Sequence[str],
+        run_id: str,
+        after: int,
+        timeout: float,
+        open_store: Callable[[str, float], AbstractAsyncContextManager[Store]],
     ) -> None:
         """See `follow_job`."""
         self._endpoints = endpoints
         self._run_id = run_id
-        self._access = access  # the token and the certificates
+        self._open_store = open_store  # at an endpoint, within a time in seconds
         self._timeout = timeout
         self._identity: bytes | None = None
         self._job = ""
@@ -166,7 +210,7 @@ class JobEvents:
     async def _begin(self) -> None:
         """Connect to a store and take the events that it has."""
         source = await _Subscription.open(
-            self._endpoints, self._run_id, self._timeout, self._access
+            self._endpoints, self._run_id, self._timeout, self._open_store
         )
         self._source = source
         if source.record is None:
@@ -245,7 +289,11 @@ class _Subscription(msgspec.Struct):
 
     @classmethod
     async def open(
-        cls, endpoints: Sequence[str], run_id: str, timeout: float, access: Mapping[str, Any]
+        cls,
+        endpoints: Sequence[str],
+        run_id: str,
+        timeout: float,
+        open_store: Callable[[str, float], AbstractAsyncContextManager[Store]],
     ) -> _Subscription:
         """Connect to the first store that accepts the connection.
 
@@ -262,7 +310,7 @@ class _Subscription(msgspec.Struct):
                 left = max(0.0, end - loop.time())
                 turn = left if len(endpoints) == 1 else min(left, _TURN)
                 try:
-                    return await cls._open(endpoint, run_id, turn, access)
+                    return await cls._open(open_store(endpoint, turn), run_id)
                 except StoreRefused as error:
                     refusal = error
                 except (StoreTimeout, StoreLost) as error:
@@ -277,13 +325,9 @@ class _Subscription(msgspec.Struct):
                 raise StoreTimeout(f"{text}: {'; '.join(reasons.values())}")
 
     @classmethod
-    async def _open(
-        cls, endpoint: str, run_id: str, turn: float, access: Mapping[str, Any]
-    ) -> _Subscription:
+    async def _open(cls, opening: AbstractAsyncContextManager[Store], run_id: str) -> _Subscription:
         async with contextlib.AsyncExitStack() as stack:
-            # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
-            client = connect(endpoint, timeout=turn, reconnect_for=0, **access)
-            root: Store = await stack.enter_async_context(client)
+            root = await stack.enter_async_context(opening)
             beginning = await stack.enter_async_context(root.watch(f"{run_prefix(run_id)}/run"))
             record = await read_run(root, run_id)
             if record is None:

@@ -11,6 +11,7 @@ import pytest
 from elastic_aio import (
     CoordinatorChanged,
     JobFinished,
+    NodeJoined,
     NodeLost,
     RendezvousStoreAwaited,
     RendezvousStoreLost,
@@ -65,6 +66,9 @@ async def test_a_job_meets_at_etcd(tmp_path: Path) -> None:
             again = cluster.start()
             await cluster.workers(nodes[0], again, attempt=2, world_size=2)
             assert {one.code for one in await cluster.finish(nodes[0], again, attempt=2)} == {0}
+            events = cluster.follow_events(rdzv_backend="etcd")
+            await events.wait_for(lambda event: isinstance(event, JobFinished), "the end")
+            assert any(isinstance(event, NodeJoined) for event in events.entries)
         late = run_cli(
             "--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint", server.endpoint,
             "--rdzv-id=job", __file__,

@@ -85,6 +85,21 @@ async def test_a_node_that_cannot_reach_etcd_is_replaced_and_comes_back(
         assert (await b.wait_formed(2, after=1)).round == round == 2
 
 
+async def test_workers_stop_after_the_store_grace(
+    etcd_endpoint: str, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    """If one is set: then they never run beside those that replace them."""
+    async with ChaosProxy(int(etcd_endpoint.rpartition(":")[2])) as proxy:
+        a = FakeAgent("a", spec_of(proxy.endpoint, "1", store_grace=1.75))
+        async with present(a):
+            await a.wait_formed(1)
+            proxy.is_refusing = True
+            proxy.cut()
+            await a.wait_until(lambda: a.stopped)
+            assert a.stopped[-1].is_cut_off
+            assert "no store could be found for 1.75 s" in a.stopped[-1].why
+
+
 async def test_a_reset_connection_costs_nothing(
     etcd_endpoint: str, spec_of: Callable[..., LaunchSpec]
 ) -> None:
