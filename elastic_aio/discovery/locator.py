@@ -68,13 +68,15 @@ from elastic_aio.store import Dropped, RemoteStore, StoreServer
 from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import wire_key
 from elastic_aio.store.server import PAUSE_RESOLUTION
-from elastic_aio.store.sockets import Address
 
 _KEEPALIVE_TIMEOUT: Final = 60.0
 """Seconds without a TCP acknowledgement after which the server drops a client."""
 
-_OWN_TIMEOUT: Final = 1.0
-"""Seconds for this node's own server to answer it."""
+_TRANSLATED_TIMEOUT: Final = 1.0
+"""Seconds for this node's own server to answer it at an address that is not this host's: packets
+to it may be dropped.  The kernel drops none to an address of its own, so a late answer shows a
+busy host only.
+"""
 
 _OTHER_TIMEOUT: Final = 5.0
 """Seconds for another endpoint to answer while this node serves one."""
@@ -322,13 +324,15 @@ class StoreLocator:
         """
         port, host = server.port, monitor.endpoint.host
         addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
+        options = replace(self._options.for_host(host), only_of="")
         try:
-            handshake = await self._dial_briefly(host, addresses)
-        except StoreNotFound:
+            async with asyncio.timeout(_TRANSLATED_TIMEOUT if is_wildcard else None):
+                handshake = await dial_any(addresses, options)
+        except (StoreNotFound, TimeoutError):
             if not is_wildcard:
                 raise
             # Others reach it by a translated address, which may not work from this host.
-            handshake = await self._dial_briefly(host, loopback_addresses(port))
+            handshake = await dial_any(loopback_addresses(port), options)
         if handshake.store.instance != server.instance:
             await handshake.store.aclose()
             raise StoreNotFound("another store answers there", was_accepted=True)
@@ -352,14 +356,6 @@ class StoreLocator:
                 f"cannot serve the store at {monitor.endpoint.text}: port {port} is in use by "
                 f"{owner}, which this job cannot use: {error}"
             ) from None
-
-    async def _dial_briefly(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
-        options = replace(self._options.for_host(host), only_of="")
-        try:
-            async with asyncio.timeout(_OWN_TIMEOUT):
-                return await dial_any(addresses, options)
-        except TimeoutError:
-            raise StoreNotFound("it does not answer") from None
 
     # ------------------------------------------ while this process serves the store
 

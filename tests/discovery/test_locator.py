@@ -20,6 +20,7 @@ from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Dropped, StoreServer, connect
+from elastic_aio.store.sockets import Address
 from tests.discovery.conftest import RUN, MakeLocator, StartNode
 from tests.support.children import until
 from tests.support.leaks import open_descriptors
@@ -489,3 +490,23 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
         patch.setattr(socket, "socket", bound)
         with pytest.raises(monitor.StoreNotFound, match="refused"):
             await monitor._dial((socket.AF_INET, ("127.0.0.1", port)), StoreNetwork())
+
+
+@pytest.mark.slow
+async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late its server answers: no packet to an own address is lost."""
+    dial = StoreNetwork.dial
+
+    async def dial_late(self: StoreNetwork, address: Address) -> socket.socket:
+        await asyncio.sleep(1.2)  # longer than a node waits for a translated address
+        return await dial(self, address)
+
+    monkeypatch.setattr(StoreNetwork, "dial", dial_late)
+    monkeypatch.setattr(monitor, "_CONNECT_TIMEOUT", 30.0)
+    endpoint = f"127.0.0.1:{free_port()}"
+    locator = StoreLocator(RendezvousSpec(endpoint=endpoint, read_timeout=30.0), "run")
+    try:
+        located = await locator.locate(is_first=True)
+        assert located.is_host
+    finally:
+        await locator.aclose()
