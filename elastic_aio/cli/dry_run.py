@@ -17,7 +17,7 @@ from elastic_aio.agent.preflight import (
     worker_env,
 )
 from elastic_aio.agent.worker_store import MASTER_ADDR
-from elastic_aio.cli.options import print_error
+from elastic_aio.cli.options import UsageError, choose_loop, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.hardware.cpus import format_cpus
@@ -50,10 +50,15 @@ def main_dry_run(request: RunRequest) -> int:
     for warning in request.warnings:
         print_error("run", warning, 0)
     try:
+        choose_loop(request.loop)
+        if request.event_log_handler != "null":
+            from elastic_aio.cli.event_handlers import load_event_handler
+
+            load_event_handler(request.event_log_handler)
         check_runnable(spec)
         nproc = resolve_nproc(spec)
         cpus = worker_cpus(spec, nproc)
-    except SpecError as error:
+    except (SpecError, UsageError) as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     except SpawnError as error:
         return print_error("run", str(error), error.exit_code)

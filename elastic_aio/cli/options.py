@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ LOOPS: Final = ("auto", "asyncio", "uvloop")
 
 _UVLOOP_DESCRIPTORS: Final = 32
 """Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
+
+_OPTION_LIKE: Final = re.compile(r"-(?!\d+$|\d*\.\d+$)[^ ]+$")
 
 
 class UsageError(Exception):
@@ -105,8 +108,13 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
             if not rest:
                 raise UsageError(f"{words[-1]}: needs a value")
             # Joined, so that argparse accepts a value that begins with a dash.
-            joint = "=" if words[-1].startswith("--") else ""
-            words[-1] += joint + rest.pop(0)
+            joined = words[-1] + ("=" if words[-1].startswith("--") else "") + rest[0]
+            # Where argparse refuses it, so do we: with `--log-dir $UNSET --tee 3`, for example.
+            if _OPTION_LIKE.match(rest[0]):
+                problem = f"needs a value; if it is one, write {joined}"
+                raise invalid_value(words[-1], problem, rest[0])
+            words[-1] = joined
+            del rest[0]
     return words, rest
 
 

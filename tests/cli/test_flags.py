@@ -283,6 +283,10 @@ def test_a_dry_run_finds_what_a_run_would(tmp_path: Path, run_here: RunHere) -> 
     assert (ended.code, ended.out) == (127, "")
     ended = run_here("--dry-run", "--numa-binding=node", "--nproc-per-node=99", "--no-python", "x")
     assert (ended.code, ended.errors[0][:33]) == (2, "aio-elastic run: --numa-binding: ")
+    for option in ("--loop", "--event-log-handler"):
+        ended = run_here("--dry-run", f"{option}=none of these", "--no-python", "x")
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.errors[0].startswith(f"aio-elastic run: {option}: ")
 
 
 def test_torchruns_own_command(script: Path, run_here: RunHere) -> None:

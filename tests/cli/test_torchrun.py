@@ -213,8 +213,22 @@ def test_two_dashes_end_the_options() -> None:
     assert parse_run(["--role", "r", "--", "-x.py", "-y"], {}).spec.entrypoint == Script("-x.py")
 
 
-def test_a_value_may_begin_with_a_dash() -> None:
-    assert parse_run(["--role", "-m", "x"], {}).spec.role == "-m"
+@pytest.mark.parametrize(
+    "words", [["--role=-m"], ["--role", "-1"], ["--role", "-"], ["--role", "-a b"]]
+)
+def test_a_value_may_begin_with_a_dash(words: list[str]) -> None:
+    assert parse_run([*words, "x"], {}).spec.role == words[-1].removeprefix("--role=")
+
+
+@pytest.mark.parametrize(
+    ("option", "joint"), [("--log-dir", "="), ("--master-addr", "="), ("-r", "")]
+)
+def test_an_option_is_no_value_of_another(option: str, joint: str) -> None:
+    """The value is missing: an empty variable of a shell, for example."""
+    with pytest.raises(UsageError) as caught:
+        parse_run([option, "--max-restarts", "3", "x.py"], {})
+    problem = f"needs a value; if it is one, write {option}{joint}--max-restarts"
+    assert str(caught.value) == f"{option}: {problem} (got '--max-restarts')"
 
 
 def test_defaults() -> None:
