@@ -42,7 +42,8 @@ RUN_OPTIONS: Final = (
     ),
     Option(
         "local-ranks-filter",
-        "local ranks whose tee'd streams reach the console, as in '0,2' (default: all)",
+        "local ranks whose output reaches the console, as in '0,2' (default: all); without --tee"
+        " or --redirects, the output of the others is dropped",
         metavar="RANKS",
     ),
     Option(
@@ -162,7 +163,7 @@ RUN_EPILOG: Final = (
     " whole seconds, with defaults:"
     " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
     " read_timeout (60; both 900 with 'static'), timeout (900; 'static' only),"
-    " store_grace (heartbeat_timeout; no limit with 'etcd'), keep_workers (true),"
+    " store_grace (heartbeat_timeout less 0.25; no limit with 'etcd'), keep_workers (true),"
     " overlap (false), reuse (false), is_host (detected),"
     " token_file (path of a file with the store's token; no token), tls_cert,"
     " tls_key and tls_ca (PEM files; no TLS), tls_client_auth (true), tls_server_name (host of the"
