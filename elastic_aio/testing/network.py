@@ -111,9 +111,9 @@ class Network:
             OSError: the port is in use.
         """
         address = loop.host.address
+        if port and (address, port) in self.listeners:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         while not port or (address, port) in self.listeners:
-            if port:
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             port = self.random.randrange(*_PORTS)
         listener = self.listeners[address, port] = Listener(self, loop, port, peer_timeout)
         return listener
