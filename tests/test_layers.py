@@ -75,6 +75,7 @@ PURE = {
     "store.etcd_operations",
     "store.etcd_wire",
     "store.wire",
+    "store.key_index",
     "store.keyspace",
     "store.lease_table",
     "store.limits",

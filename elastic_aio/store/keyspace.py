@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from elastic_aio.store import wire
+from elastic_aio.store.key_index import KeyIndex
 from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
 from elastic_aio.store.limits import ENTRY, TARGET, KeyspaceLimits, Usage
 from elastic_aio.store.limits import OperationRefused as OperationRefused
@@ -55,6 +56,8 @@ class Keyspace:
         self._leased = self.leases.lease_of
         self.watches = WatchTable(limits.watches, limits.history, limits.history_size, self.usage)
         self._watched = self.watches.targets
+        # None until a prefix is watched: most stores need no index, which slows new keys.
+        self._index: KeyIndex | None = None
         # Functions of a key and an argument.
         handlers: dict[int, Callable[[bytes, Any], Any]] = {
             wire.SET: self.set,
@@ -103,6 +106,8 @@ class Keyspace:
             usage.refuse()
         usage.left -= more
         values[key] = value
+        if old is None and self._index is not None:
+            self._index.add(key)
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
 
@@ -201,7 +206,7 @@ class Keyspace:
         count = self._number(key) + 1
         value = b"%d" % count
         self.usage.take(self._growth(key, value))
-        self._values[key] = value
+        self._store(key, value)
         if count >= size:
             self._on_written(key, value)
             return 0
@@ -261,7 +266,9 @@ class Keyspace:
         if not snapshot.is_whole:
             return snapshot
         if is_prefix:
-            pairs = tuple(pair for pair in self._values.items() if pair[0].startswith(key))
+            if self._index is None:
+                self._index = KeyIndex(self._values)
+            pairs = tuple((one, self._values[one]) for one in self._index.below(key))
         else:
             pairs = ((key, self._values[key]),) if key in self._values else ()
         try:
@@ -303,9 +310,14 @@ class Keyspace:
 
     def _write(self, key: bytes, value: bytes) -> None:
         """Set a value whose growth has been accounted for."""
-        self._values[key] = value
+        self._store(key, value)
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
+
+    def _store(self, key: bytes, value: bytes) -> None:
+        if self._index is not None and key not in self._values:
+            self._index.add(key)
+        self._values[key] = value
 
     def _collect(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the values of keys that all have one."""
@@ -363,6 +375,8 @@ class Keyspace:
         if value is None:
             return 0
         self.usage.left += ENTRY + len(key) + len(value)
+        if self._index is not None:
+            self._index.remove(key)
         if self._leased:
             self.leases.unbind(key)
         if self._watched:

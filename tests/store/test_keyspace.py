@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -497,3 +497,48 @@ def test_a_watch_beyond_the_history_restarts() -> None:
         assert snapshot.pairs == ((b"k", b"03"),)
         assert keyspace.watch(again, 2, b"k", 99, is_prefix=False).is_whole
         assert not keyspace.watch(again, 3, b"k", 3, is_prefix=False).is_whole
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["set", "delete"]), st.text("/ab", max_size=5))),
+    st.text("/ab", max_size=3),
+)
+def test_the_index_finds_the_keys_below_a_prefix(
+    operations: list[tuple[str, str]], prefix: str
+) -> None:
+    keyspace, client = Keyspace(), RecordingClient()
+    keyspace.watch(client, 0, b"x", -1, is_prefix=True)
+    values: dict[bytes, bytes] = {}
+    for operation, name in operations:
+        key = name.encode()
+        if operation == "set":
+            keyspace.multi_set(b"", [(key, b"1")])
+            values[key] = b"1"
+        else:
+            keyspace.delete(key)
+            values.pop(key, None)
+    snapshot = keyspace.watch(client, 1, prefix.encode(), -1, is_prefix=True)
+    expected = {key: value for key, value in values.items() if key.startswith(prefix.encode())}
+    assert dict(snapshot.pairs) == expected
+    assert len(snapshot.pairs) == len(expected)
+
+
+class CountedKey(bytes):
+    """A key that counts the comparisons with a prefix."""
+
+    compared = 0
+
+    def startswith(self, *args: Any) -> bool:
+        CountedKey.compared += 1
+        return super().startswith(*args)
+
+
+def test_a_watch_of_a_prefix_looks_at_no_other_keys() -> None:
+    keyspace, client = Keyspace(), RecordingClient()
+    keyspace.watch(client, 0, b"/t/", -1, is_prefix=True)
+    for number in range(1000):
+        keyspace.set(CountedKey(b"/other/%d" % number), b"")
+    keyspace.set(b"/t/a", b"1")
+    CountedKey.compared = 0
+    assert keyspace.watch(client, 1, b"/t/", -1, is_prefix=True).pairs == ((b"/t/a", b"1"),)
+    assert CountedKey.compared == 0
