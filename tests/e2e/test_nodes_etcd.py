@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from elastic_aio import (
     WorkerStarted,
 )
 from tests.support.cli import run_cli
-from tests.support.cluster import AgentProcess, Cluster
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
 from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
 
 pytestmark = [
@@ -115,3 +117,22 @@ async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) 
             ended = await cluster.finish(*nodes, joining, attempt=1)
             assert {one.code for one in ended} == {0}
             assert not [event for node in nodes for event in node.events_of(NodeLost)]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_agents_stop_while_etcd_is_away(tmp_path: Path, fault: signal.Signals) -> None:
+    """Before and after they have noticed, and without waiting for it."""
+    with etcd(tmp_path / "etcd") as server:
+        async with job(tmp_path / "job", 2, server.endpoint, heartbeat_timeout=10) as cluster:
+            early, late = cluster.start(), cluster.start()
+            await cluster.workers(early, late)
+            server.send(fault)
+            early.send(signal.SIGTERM)
+            began = time.monotonic()
+            assert (await early.ended()).code == 143
+            assert time.monotonic() - began < AT_ONCE_S
+            await late.event(RendezvousStoreLost)
+            late.send(signal.SIGTERM)
+            began = time.monotonic()
+            assert (await late.ended()).code == 143
+            assert time.monotonic() - began < AT_ONCE_S

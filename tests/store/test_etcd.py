@@ -251,6 +251,9 @@ async def test_users(etcd: EtcdProcess, prefix: str) -> None:
         return EtcdStore(etcd.endpoint, key_prefix=key_prefix, **user)  # type: ignore[arg-type]
 
     async with client(prefix, user="job", password="s3cret") as store, store.watch("k") as watch:
+        async with store.lease(2) as lease:
+            await lease.set("mine", "1")
+        assert await store.peek("mine") is None
         await store.set("k", "1")
         assert (await anext(watch)).value == b"1"
         etcd.kill()
