@@ -139,7 +139,7 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _etcd_first(request: pytest.FixtureRequest) -> None:
     """Start it before the first test, whose leak check it would fail otherwise."""
     is_wanted = any(
-        "etcd_endpoint" in getattr(item, "fixturenames", ()) or "[etcd-" in item.name
+        "etcd_endpoint" in getattr(item, "fixturenames", ()) or "-etcd]" in item.name
         for item in request.session.items
     )
     if is_wanted and ETCD is not None:
