@@ -139,7 +139,7 @@ class RemoteStore(Store):
         self._check_unused()
         try:
             link = await open_link(self._options, sock)
-        except LinkLost as error:
+        except (OSError, LinkLost) as error:
             raise StoreLost(str(error)) from None
         self._begin(link)
 

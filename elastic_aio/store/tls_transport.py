@@ -176,6 +176,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         except ssl.SSLError as error:
             failure = error
         self._flush()  # the peer may have asked for new keys
+        if failure is not None:
+            self._has_failed = True  # OpenSSL takes no answer to what came before the alert
         if data := b"".join(received):
             self._user.data_received(data)
         if is_over:
@@ -213,14 +215,22 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     # The transport of the protocol.
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt and send; before the end of the handshake, keep."""
+        """Encrypt and send; before the end of the handshake, keep; after a failure, drop."""
         if not self._is_open:
             self._unsent.append(bytes(data))
             return
-        with memoryview(data) as view:
-            sent = 0
-            while sent < len(view):
-                sent += self._tls.write(view[sent:])
+        if self._has_failed or self._raw.is_closing():
+            return
+        try:
+            with memoryview(data) as view:
+                sent = 0
+                while sent < len(view):
+                    sent += self._tls.write(view[sent:])
+        except ssl.SSLError as error:
+            self._has_failed = True
+            # Later: the protocol is about to register what it has written.
+            asyncio.get_running_loop().call_soon(self._fail, error)
+            return
         self._flush()
 
     def close(self) -> None:

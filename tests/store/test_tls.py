@@ -12,7 +12,7 @@ import shutil
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.both_loops
 
 MIB = 1 << 20
 TOKEN = "token-of-this-test"
+FORGED = b"\x17\x03\x03\x00\x20" + bytes(32)
+"""A record that the peer has not encrypted."""
 
 
 @pytest.fixture(scope="session")
@@ -269,8 +271,42 @@ async def test_a_connection_may_arrive_byte_by_byte(node: TlsSpec) -> None:
 async def test_a_forged_record_ends_the_connection(node: TlsSpec) -> None:
     pair = Joined(node)
     await pair.deliver()
-    pair.server.data_received(b"\x17\x03\x03\x00\x20" + bytes(32))
+    pair.server.data_received(FORGED)
     assert pair.users[1].failure.startswith("failed in TLS: ")
+
+
+async def test_what_is_written_after_an_alert_is_dropped(node: TlsSpec) -> None:
+    """The handshake of a client is complete before the server asks for its certificate."""
+    pair = Joined(TlsSpec(ca=node.ca), server=node)
+    await pair.deliver()
+    assert pair.users[0].failure.startswith("the store requires a client certificate")
+    pair.client.write(b"late")
+    assert not pair.raw[0].sent
+
+
+async def test_an_answer_to_data_before_an_alert_is_dropped(node: TlsSpec) -> None:
+    """Data and alert arrive together: the alert is known before the data is delivered."""
+    pair = Joined(node)
+    await pair.deliver()
+    pair.users[1].on_data = lambda: pair.server.write(b"answer")
+    pair.client.write(b"request")
+    pair.client.data_received(FORGED)
+    pair.server.data_received(bytes(pair.raw[0].sent))
+    assert pair.users[1].received == [b"request"]
+    assert pair.users[1].failure.endswith("alert bad record mac")
+    assert not pair.raw[1].sent
+
+
+async def test_a_failure_to_encrypt_ends_the_connection(node: TlsSpec) -> None:
+    """Not within `write`: a protocol must not fail while it sends."""
+    pair = Joined(node)
+    await pair.deliver()
+    with contextlib.suppress(ssl.SSLError):
+        pair.client._tls.unwrap()
+    pair.client.write(b"late")
+    assert pair.users[0].failure == ""
+    await until(lambda: pair.users[0].failure)
+    assert pair.users[0].failure == "failed in TLS: protocol is shutdown"
 
 
 class _Raw(asyncio.Transport):
@@ -297,9 +333,11 @@ class _User(asyncio.Protocol):
     def __init__(self) -> None:
         self.received: list[bytes] = []
         self.failure = ""
+        self.on_data: Callable[[], object] = lambda: None
 
     def data_received(self, data: bytes) -> None:
         self.received.append(data)
+        self.on_data()
 
     def tls_failed(self, reason: str) -> None:
         self.failure = reason
@@ -308,13 +346,13 @@ class _User(asyncio.Protocol):
 class Joined:
     """A client and a server in memory."""
 
-    def __init__(self, tls: TlsSpec) -> None:
+    def __init__(self, tls: TlsSpec, server: TlsSpec | None = None) -> None:
         self.users = (_User(), _User())
         self.raw = (_Raw(), _Raw())
-        client = TlsContext(tls, is_server=False).current()
-        server = TlsContext(tls, is_server=True).current()
-        self.client = TlsTransport(self.users[0], client, "localhost")
-        self.server = TlsTransport(self.users[1], server)
+        client_context = TlsContext(tls, is_server=False).current()
+        server_context = TlsContext(server or tls, is_server=True).current()
+        self.client = TlsTransport(self.users[0], client_context, "localhost")
+        self.server = TlsTransport(self.users[1], server_context)
         self.server.connection_made(self.raw[1])
         self.client.connection_made(self.raw[0])
 
