@@ -264,6 +264,8 @@ class ProcessTree:
             The processes that could not be killed.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
+        if self._server is not None:
+            self._server.send_signal(signal.SIGCONT)  # a stopped one reaps no worker
         is_empty = False
         for position, step in enumerate(steps):
             is_last = step is steps[-1]

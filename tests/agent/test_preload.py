@@ -27,7 +27,7 @@ from elastic_aio import (
 from elastic_aio.agent import worker_group
 from elastic_aio.multiprocessing import start_processes
 from tests.support import functions
-from tests.support.children import noted, until, until_sync
+from tests.support.children import DEADLINE_S, noted, until, until_sync
 from tests.support.cli import running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
@@ -235,6 +235,18 @@ async def test_a_stop_waits_for_a_suspended_server_for_a_bounded_time(
         await agent.stop()
     assert len(servers) == 1
     assert not alive(servers[0])
+
+
+async def test_a_stop_continues_a_suspended_server(preloaded: Any) -> None:
+    """It reports the exits of the workers."""
+    async with Agent(preloaded("", functions.sleep, stop=LONG)) as agent:
+        async for event in agent.events():
+            if isinstance(event, WorkerStarted):
+                server = int(Path(f"/proc/{event.pid}/stat").read_text().split()[3])
+                os.kill(server, signal.SIGSTOP)
+                break
+        async with asyncio.timeout(DEADLINE_S):
+            await agent.stop()
 
 
 async def test_a_server_that_is_killed_costs_a_restart(preloaded: Any) -> None:
