@@ -138,7 +138,7 @@ class EngineLocator:
             index=0,
             is_host=False,
             local_address=store.local_address,
-            expires=True,
+            is_engine=True,
         )
 
     async def wait_superseded(self, located: LocatedStore) -> str:

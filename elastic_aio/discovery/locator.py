@@ -96,7 +96,7 @@ class LocatedStore(Struct, frozen=True):
         index: its position in the list.
         is_host: whether this process serves it.
         local_address: the address of this host on that connection.
-        expires: whether the keys of a job are removed some time after its end.
+        is_engine: whether no node serves it, and the keys of a job expire some time after its end.
     """
 
     store: RemoteStore | EngineStore
@@ -105,7 +105,7 @@ class LocatedStore(Struct, frozen=True):
     index: int
     is_host: bool
     local_address: str
-    expires: bool = False
+    is_engine: bool = False
 
 
 class LocatedRemoteStore(LocatedStore, frozen=True):

@@ -28,7 +28,8 @@ Two cases need care:
   does not conclude from a change that it is deposed, but reads the key again.
 
 The node that hosts the store has a head start of `HOST_HEAD_START`: orders and statuses
-then need no network on one side, and after a loss one node moves both.
+then need no network on one side, and after a loss one node moves both.  On an engine no
+node hosts the store, and all stand at once.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Election:
             StoreError: the store is lost, or the lease has ended.
         """
         present = records.present.get(_KEY)
-        if present is None and not self._located.is_host:
+        if present is None and not (self._located.is_host or self._located.is_engine):
             # The node that hosts the store has its head start.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOST_HEAD_START):

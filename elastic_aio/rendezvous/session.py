@@ -229,7 +229,7 @@ class StoreSession:
                     left.discard(change.key)
                 elif change.key in members:
                     left.add(change.key)
-        if is_leader and not (self._located.is_host or self._located.expires):
+        if is_leader and not (self._located.is_host or self._located.is_engine):
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)
 

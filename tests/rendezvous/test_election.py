@@ -41,14 +41,20 @@ class Candidate:
     """A member that stands for election while its block is open; records who leads."""
 
     def __init__(
-        self, name: str, store: MemoryStore, led: list[tuple[str, int]], *, is_host: bool = True
+        self,
+        name: str,
+        store: MemoryStore,
+        led: list[tuple[str, int]],
+        *,
+        is_host: bool = True,
+        is_engine: bool = False,
     ) -> None:
         self.name = name
         self.store = store
         self.led = led
         self.seen: list[int] = []
         self.member = Member(status(name, RoundSettings(1, 4)))
-        located = LocatedStore(cast("Any", store), b"one", "x:1", 0, is_host, "x")
+        located = LocatedStore(cast("Any", store), b"one", "x:1", 0, is_host, "x", is_engine)
         runner = cast("CoordinatorRunner", self)
         self.election = Election(
             store,
@@ -134,6 +140,16 @@ async def test_of_many_candidates_one_leads(led: list[tuple[str, int]]) -> None:
         assert [term for _, term in led] == [1, 2]
         assert led[1][0] != first.name
         assert all(one.seen[-1] == 2 for one in candidates if one is not first)
+
+
+async def test_on_an_engine_no_node_has_a_head_start(
+    led: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_aio.rendezvous.election.HOST_HEAD_START", 3600.0)
+    store = MemoryStore()
+    async with Candidate("a", store.another(), led, is_host=False, is_engine=True) as candidate:
+        async with asyncio.timeout(30):
+            await candidate.leads.wait()
 
 
 async def test_a_suspended_candidate_never_leads_in_an_old_term(
