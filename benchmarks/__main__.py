@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -60,8 +59,6 @@ _ROUNDS_QUICK = 3
 def main() -> int:
     """Run the benchmarks that the command line chooses."""
     begin_session()
-    # torch is installed with its bytecode files; this checkout must be allowed to have them too.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     arguments = _parser().parse_args()
     torch = find_torch(arguments.torch_python)
     if torch is None:
