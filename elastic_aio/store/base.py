@@ -108,7 +108,10 @@ class Store(abc.ABC):
         await self.call(wire.APPEND, self._key(key), wire_value(value))
 
     async def multi_get(self, keys: Iterable[str], *, timeout: float | None = None) -> list[bytes]:
-        """Return the values of `keys`; wait until all have one."""
+        """Return the values of `keys`; wait until all have one.
+
+        More than 2,048 keys are read in parts, between which other clients may write.
+        """
         names = wire_keys(keys, self._prefix)
         return list(await self._within(timeout, wire.GET_WHEN_SET, b"", names))
 

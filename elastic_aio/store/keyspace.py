@@ -137,6 +137,10 @@ class Keyspace:
     def multi_get(self, _: bytes, keys: Sequence[bytes]) -> list[bytes]:
         return self._checked_reply([self._values.get(key, b"") for key in keys])
 
+    def have_values(self, keys: Sequence[bytes]) -> bool:
+        """Return whether all keys have a value."""
+        return all(key in self._values for key in keys)
+
     def multi_set(self, _: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         # All or nothing; a key may be there twice.
         self.usage.take(sum(self._growth(key, value) for key, value in dict(pairs).items()))
@@ -332,11 +336,14 @@ class Keyspace:
     def _checked_reply(self, items: list[bytes]) -> list[bytes]:
         """Return the items of a reply; refuse what is too large before it is encoded."""
         if len(items) > 1:
-            size = sum(map(len, items)) + 8 * len(items)
-            if size > self._limits.reply:
-                limit = self._limits.reply
-                raise OperationRefused(f"the reply has {size} bytes: the limit is {limit} bytes")
+            self.check_reply(sum(map(len, items)) + 8 * len(items))
         return items
+
+    def check_reply(self, size: int) -> None:
+        """Refuse a reply with so many bytes."""
+        limit = self._limits.reply
+        if size > limit:
+            raise OperationRefused(f"the reply has {size} bytes: the limit is {limit} bytes")
 
     def _enqueue(self, key: bytes, item: bytes) -> deque[bytes]:
         """Account for an item; return the queue to put it into."""

@@ -112,6 +112,7 @@ class StoreServer:
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
+        self._handlers[wire.MULTI_GET] = None  # served by the connection, in parts
         self._dirty: list[ServerLink] = []
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import PENDING, Client
 from elastic_aio.store.limits import OperationRefused
-from elastic_aio.store.replies import ENCODER_OF, HelloReply, RawChange, tagged
+from elastic_aio.store.replies import ENCODER_OF, HelloReply, Pieces, RawChange, tagged
 from elastic_aio.store.server_link import FLUSH_SIZE, ConnectionServer, ServerLink
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
@@ -19,6 +19,10 @@ _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
 
 _STRANGER_BYTES: Final = 4096
 """Bytes that such a client may send in all."""
+
+
+_KEYS_AT_ONCE: Final = 2048
+"""Keys of one request that are read before other connections are served: a millisecond or two."""
 
 
 class Connection(ServerLink, Client):
@@ -61,7 +65,7 @@ class Connection(ServerLink, Client):
                 requests = self._read_handshake(data)
             else:
                 requests = self._reader.read(data)
-            if self._is_paused:
+            if self._is_paused or self._is_reading_keys:
                 # Received before reading was paused.
                 self._backlog.extend(requests)
             elif requests:
@@ -164,6 +168,10 @@ class Connection(ServerLink, Client):
                 elif op == wire.WAIT:
                     if wait(self, None, key, argument) is not PENDING:
                         out.append(b"\0")
+                elif op == wire.MULTI_GET:
+                    if not self._multi_get(argument):
+                        self._backlog.extend(requests)
+                        return
                 elif op == wire.HELLO:
                     self._reply_hello(argument)
                     self._serve_tagged(requests)
@@ -199,6 +207,9 @@ class Connection(ServerLink, Client):
                     size += self._append(tagged(tag, replies.DONE, ENCODER_OF[op](result)))
                 elif op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
                     size = FLUSH_SIZE
+                elif self._is_reading_keys:
+                    self._backlog.extend(requests)
+                    return
             if size >= FLUSH_SIZE:
                 size = 0
                 if not self.flush():
@@ -269,6 +280,9 @@ class Connection(ServerLink, Client):
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             self._watch(op, key, argument, tag)
             return PENDING
+        if op == wire.GET_WHEN_SET and len(argument) > _KEYS_AT_ONCE:
+            self._begin_reading(op, argument, tag)
+            return PENDING
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
@@ -313,6 +327,56 @@ class Connection(ServerLink, Client):
         reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
         self._append(ENCODER_OF[wire.HELLO](reply))
 
+    # Values of many keys.
+
+    def _multi_get(self, keys: Sequence[bytes]) -> bool:
+        """Reply with the values of a few keys and return True; otherwise begin to read them."""
+        if len(keys) > _KEYS_AT_ONCE:
+            self._begin_reading(wire.MULTI_GET, keys, None)
+            return False
+        values = self._server.keyspace.multi_get(b"", keys)
+        self._append(ENCODER_OF[wire.MULTI_GET](values))
+        return True
+
+    def _begin_reading(self, op: int, keys: Sequence[bytes], tag: int | None) -> None:
+        """Carry out a request for the values of many keys in parts; later requests wait."""
+        self._is_reading_keys = True
+        self._transport.pause_reading()
+        self._server.loop.call_soon(self._read_keys, op, keys, tag, 0, [])
+
+    def _read_keys(
+        self, op: int, keys: Sequence[bytes], tag: int | None, count: int, pieces: Pieces
+    ) -> None:
+        """Read the values that follow the first `count`, which `pieces` has; finally reply."""
+        if self.is_gone or self._transport.is_closing():
+            return
+        keyspace, part = self._server.keyspace, keys[count : count + _KEYS_AT_ONCE]
+        try:
+            if op == wire.GET_WHEN_SET and not keyspace.have_values(part):
+                # They are waited for as a whole.
+                pieces = _pieces(op, keyspace.get_when_set(self, tag, b"", keys))
+            else:
+                pieces += _pieces(op, keyspace.multi_get(b"", part))
+                size = sum(map(len, pieces))
+                keyspace.check_reply(size)
+                self._account_partial(size)
+                if count + len(part) < len(keys):
+                    following = count + len(part)
+                    self._server.loop.call_soon(self._read_keys, op, keys, tag, following, pieces)
+                    return
+        except OperationRefused as error:
+            if tag is None:
+                reason = f"sent a request that is refused: {error}"
+                self.drop(reason, is_graceful=True, is_refusal=True)
+                return
+            self._append(tagged(tag, replies.REFUSED, str(error).encode()))
+        else:
+            if pieces:
+                self._append(pieces if tag is None else tagged(tag, replies.DONE, pieces))
+        self._account_partial(0)
+        self._is_reading_keys = False
+        self._resume()
+
     # Hooks of the keyspace.
 
     def on_woken(self, tag: Any) -> None:
@@ -332,3 +396,11 @@ class Connection(ServerLink, Client):
 
     def on_lease_ended(self, tag: Any) -> None:
         self._push(tagged(tag, replies.NOTIFY, b""))
+
+
+def _pieces(op: int, values: Any) -> Pieces:
+    """Return the parts of a reply with values; none while they are waited for."""
+    if values is PENDING:
+        return []
+    encoded = ENCODER_OF[op](values)
+    return [encoded] if isinstance(encoded, bytes) else encoded

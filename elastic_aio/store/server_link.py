@@ -61,7 +61,7 @@ class ServerLink(asyncio.Protocol):
         self._backlog: list[Request] = []
         self.is_in_handshake = True
         """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
-        self._is_paused = self._is_held = False
+        self._is_paused = self._is_held = self._is_reading_keys = False
         self.is_gone = False
         self._batches_served = 0
         self._accounted = 0
@@ -90,7 +90,8 @@ class ServerLink(asyncio.Protocol):
         raise NotImplementedError
 
     def _is_blocked(self) -> bool:
-        return self._is_paused or self._is_held or self.is_gone or self._transport.is_closing()
+        is_waiting = self._is_paused or self._is_held or self._is_reading_keys
+        return is_waiting or self.is_gone or self._transport.is_closing()
 
     def _append(self, reply: bytes | Pieces) -> int:
         """Queue a reply, which is sent at the next flush; return its size."""

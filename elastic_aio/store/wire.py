@@ -103,6 +103,9 @@ TAGGED_OPCODES: Final = frozenset(SHAPE_OF) - {HELLO, CANCEL_WAIT}
 _PLAIN: Final = bytes(SHAPE_OF[op] if op in PLAIN_OPCODES else UNKNOWN for op in range(256))
 _TAGGED: Final = bytes(SHAPE_OF[op] if op in TAGGED_OPCODES else UNKNOWN for op in range(256))
 
+_ITEMS_AT_ONCE: Final = 4096
+"""Keys and values of one request that one call of `RequestReader.read` parses."""
+
 U32: Final = struct.Struct("<I")
 I64: Final = struct.Struct("<q")
 U64: Final = struct.Struct("<Q")
@@ -393,7 +396,12 @@ class RequestReader:
         """Read the remaining items of `pending`; return the position after the last."""
         limits, items = self.limits, pending.items
         is_pairs = pending.op == MULTI_SET
+        pause_at = len(items) + _ITEMS_AT_ONCE
         while len(items) < pending.item_count:
+            if len(items) == pause_at:
+                self._hold(data, position, 0)
+                self.has_more = True
+                return len(data)
             limit = limits.value if is_pairs and len(items) % 2 else limits.key
             need = _read_item(data, position, limit, items)
             if need:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.errors import HostError, SpecError, StoreLost
+from elastic_aio.errors import HostError, SpecError, StoreLost, StoreRefused
 from elastic_aio.store import Dropped, RemoteStore, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.server_connection import Connection
-from elastic_aio.store.wire import OPENING, WireLimits, encode
+from elastic_aio.store.wire import OPENING, RequestReader, WireLimits, encode
 
 pytestmark = pytest.mark.both_loops
 
@@ -394,3 +395,76 @@ def test_wrong_arguments_are_refused() -> None:
     for construct, field in refused:
         with pytest.raises(SpecError, match=rf"^{field}: must (be|have) "):
             construct()
+
+
+@pytest.fixture
+def read_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many values the server has read at once, time by time."""
+    counts: list[int] = []
+    multi_get = Keyspace.multi_get
+
+    def count(self: Keyspace, key: bytes, keys: Any) -> list[bytes]:
+        counts.append(len(keys))
+        return multi_get(self, key, keys)
+
+    monkeypatch.setattr(Keyspace, "multi_get", count)
+    return counts
+
+
+async def test_many_values_are_read_in_parts(
+    dropped: list[Dropped], read_at_once: list[int]
+) -> None:
+    """Other clients are served between; later requests of the same client wait."""
+    items = {f"k{number}": b"%d" % number for number in range(10_000)}
+    async with limited(dropped) as server, connect(server.endpoint) as store:
+        await store.multi_set(items)
+        values, pong = await asyncio.gather(store.multi_get(items), store.ping())
+        assert values == list(items.values())
+        assert pong > 0
+        async with connected(server) as peer:
+            keys = tuple(f"/{key}".encode() for key in items)
+            peer.send(encode(wire.MULTI_GET, b"", keys) + encode(wire.PING, b"", 7))
+            expected = b"".join(map(wire.sized, items.values())) + struct.pack("<I", 7)
+            assert await peer.receive(len(expected)) == expected
+    assert len(read_at_once) == 10
+    assert max(read_at_once) == 2048
+    assert dropped == []
+
+
+async def test_many_values_of_which_one_is_missing(dropped: list[Dropped]) -> None:
+    names = [f"k{number}" for number in range(5_000)]
+    async with limited(dropped) as server, connect(server.endpoint) as store:
+        await store.multi_set({name: name for name in names[:-1]})
+        waiting = asyncio.create_task(store.multi_get(names))
+        async with asyncio.timeout(30):
+            while not server.keyspace.waits.count:
+                await store.ping()
+        await store.set(names[-1], names[-1])
+        assert await waiting == [name.encode() for name in names]
+
+
+async def test_the_values_of_many_keys_are_limited(dropped: list[Dropped]) -> None:
+    keys = tuple(b"/k%d" % number for number in range(3_000))
+    limits = KeyspaceLimits(reply=100_000)
+    async with limited(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
+        await store.multi_set({key[1:].decode(): bytes(100) for key in keys})
+        with pytest.raises(StoreRefused, match="the limit is 100000 bytes"):
+            await store.multi_get([key[1:].decode() for key in keys])
+        await store.ping()
+        async with connected(server) as peer:
+            peer.send(encode(wire.MULTI_GET, b"", keys))
+            assert await peer.ended() == b""
+    assert "the limit is 100000 bytes" in dropped[0].reason
+
+
+def test_a_request_with_many_keys_is_parsed_in_parts() -> None:
+    reader = RequestReader(WireLimits())
+    keys = tuple(b"/%d" % number for number in range(10_000))
+    requests = reader.read(OPENING + encode(wire.CHECK, b"", keys) + encode(wire.PING, b"", 7))
+    parts = 1
+    while reader.has_more:
+        requests += reader.read(b"")
+        parts += 1
+    assert [request[0] for request in requests] == [wire.CHECK, wire.PING]
+    assert requests[0][2] == keys
+    assert parts == 3
