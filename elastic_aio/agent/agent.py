@@ -182,8 +182,13 @@ class Agent:
 
         Args:
             after: a cursor: the `seq` of the last event that was already seen.
+
+        Raises:
+            RuntimeError: the job has not been started, so the iteration might never end.
         """
-        return self._event_log.read(checked_integer("after", after, at_least=-1))
+        start = checked_integer("after", after, at_least=-1)
+        _ = self._started_driver
+        return self._event_log.read(start)
 
     async def wait(self) -> LaunchResult:
         """Wait for the end of the job and return its result.

@@ -57,6 +57,12 @@ async def test_several_readers_see_the_same() -> None:
     assert isinstance(after[-1], JobFinished)
 
 
+async def test_a_job_that_is_not_started_has_no_events() -> None:
+    """The iteration would never end."""
+    with pytest.raises(RuntimeError, match="the job has not been started: use `async with Agent"):
+        Agent(LaunchSpec(["true"])).events()
+
+
 async def test_a_cursor_continues() -> None:
     """A reader can go on after the number of the last event that it has seen."""
     async with Agent(LaunchSpec(["true"], nproc_per_node=2)) as agent:
