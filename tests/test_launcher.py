@@ -170,6 +170,7 @@ async def test_a_spec_that_does_not_fit_this_host() -> None:
         ({"signals": "SIGTERM"}, "signals: must be True, False or a SignalSpec (got 'SIGTERM')"),
         ({"listeners": print}, "listeners: must be a list"),
         ({"listeners": [3]}, "listeners: must be callables (got 3)"),
+        ({"listeners": [asyncio.sleep]}, "listeners: must not be coroutine functions, which"),
         ({"console": 1}, "console: must be a pair (got 1)"),
         ({"console": ("1", 2)}, "console: must be a whole number of at least 0 (got '1')"),
     ],

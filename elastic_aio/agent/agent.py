@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import time
@@ -90,6 +91,9 @@ class Agent:
         for listener in checked_items("listeners", listeners):
             if not callable(listener):
                 raise SpecError("listeners", listener, "must be callables")
+            if any(map(inspect.iscoroutinefunction, (listener, type(listener).__call__))):
+                problem = "must not be coroutine functions, which nothing would await"
+                raise SpecError("listeners", listener, problem)
         self.spec = spec
         self.run_id = spec.run_id or os.urandom(8).hex()
         self._host = hostname()

@@ -246,7 +246,7 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
     """Perform a call and write its result; raises nothing.
 
     Args:
-        prepare: returns the pair of function and arguments.
+        prepare: returns the pair of function and arguments.  A coroutine function is awaited.
         result: descriptor of the result's file.
         is_quiet: print no traceback of an Exception, and drop the value.
 
@@ -258,7 +258,7 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
     try:
         function, args = prepare()
         is_called = True
-        value = function(*args)
+        value = interpreter.await_result(function(*args))
     except BaseException as raised:  # noqa: BLE001  # it is recorded, and ends the worker
         error = raised
     else:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+from _collections_abc import Coroutine  # os has loaded it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,11 +96,23 @@ def print_error(text: str) -> None:
         pass  # stderr is closed
 
 
+def await_result(value: Any) -> Any:
+    """Return the result of a coroutine, which asyncio runs; return another value as it is."""
+    if not issubclass(type(value), Coroutine):
+        return value
+    import asyncio
+
+    return asyncio.run(value)
+
+
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames that lead to the user's code."""
+    own = {_OWN}
+    if asyncio := sys.modules.get("asyncio"):  # it runs coroutine functions
+        own.add(os.path.dirname(asyncio.__file__ or ""))
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        if os.path.dirname(path) != _OWN and path != "<frozen runpy>":
+        if os.path.dirname(path) not in own and path != "<frozen runpy>":
             break
         trace = trace.tb_next
     return trace

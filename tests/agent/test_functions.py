@@ -90,6 +90,8 @@ ENDS_WELL: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (functions.interrupt, (), None),
     (functions.give_cut_short, (), None),
     (functions.run_a_loop, (), "looped"),
+    (functions.give_later, ("later",), "later"),
+    (functools.partial(functions.give_later, "later"), (), "later"),
 ]
 
 
@@ -153,6 +155,8 @@ ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, boo
     ),
     (functions.leave_with_exiting, (), ExitStatus(1), "<str() failed>", False),
     (functions.raise_exiting, (), ExitStatus(1), "ExitsError: <str() failed>", True),
+    (functions.raise_later, (), ExitStatus(1), "ValueError: boom", True),
+    (functions.leave_later, (3,), ExitStatus(3), "", False),
 ]
 
 
@@ -181,6 +185,18 @@ async def test_ends_that_are_a_failure(
     assert len(files) == has_file
     if has_file:
         assert json.loads(files[0].read_text())["message"]["message"] == message
+
+
+async def test_a_coroutine_function_is_run_by_asyncio(method: Any) -> None:
+    """Of its traceback, the frames of asyncio that led to it are left out."""
+    result = await launch(spec_of(functions.give_later, method, "x", nproc_per_node=2))
+    assert dict(result.return_values) == {0: "x", 1: "x"}
+    error = await failed(spec_of(functions.raise_later, method))
+    recorded = error.failures[0].error
+    assert recorded is not None
+    first, frame, *_ = str(recorded.traceback).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert frame.endswith("in raise_later")
 
 
 @pytest.mark.parametrize("logs", [LogSpec(), OFF], ids=["kept", "off"])

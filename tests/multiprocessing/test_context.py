@@ -56,6 +56,12 @@ async def test_the_index_comes_first(method: Any, tmp_path: Path) -> None:
     ]
 
 
+async def test_a_coroutine_function_is_run(method: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    await start_context(functions.indexed_later, (directory, "x"), 2, start_method=method)
+    assert [(tmp_path / str(i)).read_text() for i in range(2)] == ["(0, ['x'])", "(1, ['x'])"]
+
+
 async def test_zero_processes() -> None:
     """nprocs=0 is done at once, joined or not."""
     assert await spawn(functions.indexed, nprocs=0) is None

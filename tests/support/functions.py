@@ -26,6 +26,26 @@ def give_rank() -> int:
     return rank()
 
 
+async def give_later(value: Any) -> Any:
+    await asyncio.sleep(0)
+    return value
+
+
+async def raise_later() -> NoReturn:
+    await asyncio.sleep(0)
+    raise ValueError("boom")
+
+
+async def leave_later(code: int) -> NoReturn:
+    await asyncio.sleep(0)
+    sys.exit(code)
+
+
+async def indexed_later(index: int, *args: Any) -> None:
+    await asyncio.sleep(0)
+    indexed(index, *args)
+
+
 def put_index(index: int, queue: Any) -> None:
     queue.put(index)
 
