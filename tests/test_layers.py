@@ -104,7 +104,6 @@ CONFINED = {
     "torch": {
         "compat.torch.rendezvous.handlers",
         "compat.torch.rendezvous.participation",
-        "compat.torch.rendezvous.registry",
     },
     "uvloop": {"cli.options"},
 }

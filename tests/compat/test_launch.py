@@ -161,6 +161,28 @@ def test_two_nodes(backend: str) -> None:
     }
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_two_nodes_at_etcd(backend: str, etcd_endpoint: str, tmp_path: Path) -> None:
+    """Without torch, and without a client of etcd."""
+
+    def node(_: int) -> dict[int, Any]:
+        job = config(
+            min_nodes=2,
+            max_nodes=2,
+            rdzv_backend=backend,
+            rdzv_endpoint=etcd_endpoint,
+            rdzv_configs={"etcd_prefix": str(tmp_path)},
+        )
+        return elastic_launch(job, functions.give_rank)()
+
+    with ThreadPoolExecutor(2) as pool:
+        values = list(pool.map(node, range(2)))
+    assert {rank: value for one in values for rank, value in one.items()} == {
+        rank: rank for rank in range(4)
+    }
+
+
 def test_too_few_nodes_are_a_timeout() -> None:
     alone = config(
         min_nodes=2,
@@ -247,10 +269,15 @@ def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
         ({"rdzv_backend": "pigeons"}, "rdzv_backend: 'pigeons' is not registered"),
         ({"rdzv_configs": {"read_timeout": "x"}}, "--rdzv-conf: read_timeout"),
         ({"rdzv_configs": {"is_host": "perhaps"}}, "is_host: must be true or false"),
-        ({"rdzv_backend": "static", "rdzv_endpoint": "h:1"}, "needs a rank"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend: 'etcd' is torch's default and needs an endpoint"),
+        ({"rdzv_configs": 3}, r"rdzv_configs: must be a dict \(got 3\)"),
+        ({"rdzv_configs": {"tls_cert": "/c"}}, r"tls\.key: is needed with tls\.cert"),
+        ({"logs_specs": "x"}, r"logs_specs: must be a LogsSpecs \(got 'x'\)"),
+        ({"nproc_per_node": "2"}, r"local_world_size: must be a whole number .* \(got '2'\)"),
+        ({"rdzv_backend": "static", "rdzv_endpoint": "h:1"}, 'needs a rank .*: {"rank": 0}'),
         ({"rdzv_backend": "static", "rdzv_configs": {"rank": 0}}, "rdzv_endpoint: must be HOST"),
         ({"min_nodes": 3}, "max_nodes: must be at least min_nodes"),
-        ({"nproc_per_node": 0}, "local_world_size: must be at least 1"),
+        ({"nproc_per_node": 0}, "local_world_size: must be a whole number of at"),
         ({"monitor_interval": 0}, "monitor_interval: must be above 0"),
         ({"max_restarts": -1}, "max_restarts"),
         ({"start_method": "thread"}, "start_method"),

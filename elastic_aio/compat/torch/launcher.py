@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,11 +85,15 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         """Fill in defaults; the caller's dict is not changed."""
+        if not isinstance(self.rdzv_configs, Mapping):
+            raise ValueError(f"rdzv_configs: must be a dict (got {self.rdzv_configs!r})")
         self.rdzv_configs = {"timeout": _STATIC_TIMEOUT, **self.rdzv_configs}
         if self.rdzv_timeout != -1:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
+        if not callable(getattr(self.logs_specs, "reify", None)):  # torch's own will do
+            raise ValueError(f"logs_specs: must be a LogsSpecs (got {self.logs_specs!r})")
         if self.shutdown_timeout is None:
             text = os.environ.get(_GRACE_VARIABLE) or str(int(DEFAULT_GRACE))
             self.shutdown_timeout = _whole_number(_GRACE_VARIABLE, text)

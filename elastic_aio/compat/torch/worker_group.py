@@ -66,8 +66,9 @@ class WorkerSpec:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.local_world_size <= 0:
-            raise ValueError(f"local_world_size: must be at least 1 (got {self.local_world_size})")
+        if not isinstance(self.local_world_size, int) or self.local_world_size <= 0:
+            problem = "must be a whole number of at least 1"
+            raise ValueError(f"local_world_size: {problem} (got {self.local_world_size!r})")
         if self.monitor_interval <= 0:
             raise ValueError(f"monitor_interval: must be above 0 (got {self.monitor_interval})")
         if self.fn:

@@ -1,4 +1,4 @@
-"""The backends "c10d" and "static" as torch's rendezvous handlers.
+"""The backends "c10d", "static" and "etcd" as torch's rendezvous handlers.
 
 Under our `LocalElasticAgent` a handler is only a description: the agent takes its `nodes`
 and `rendezvous`.  Anywhere else, under torch's own agent for example, `next_rendezvous`
@@ -74,7 +74,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(*args, **kwargs)
 
     def get_backend(self) -> str:
-        """Return "c10d" or "static"."""
+        """Return "c10d", "static" or "etcd"."""
         return self.rendezvous.backend
 
     @property
@@ -161,7 +161,8 @@ def create_static_handler(params: RendezvousParameters) -> DynamicRendezvousHand
     """
     config = dict(params.config)
     if (rank := config.pop("rank", None)) is None:
-        raise ValueError("rdzv_configs: needs a rank with the backend 'static'; set --node-rank")
+        problem = 'needs a rank with the backend "static": {"rank": 0}, or --node-rank'
+        raise ValueError(f"rdzv_configs: {problem}")
     endpoint = params.endpoint.strip()
     port = parse_host_port("rdzv_endpoint", endpoint)[1]
     nodes = NodeRange(params.max_nodes, params.max_nodes)
@@ -175,6 +176,26 @@ def create_static_handler(params: RendezvousParameters) -> DynamicRendezvousHand
     )
     is_alone = nodes.maximum == 1
     return StaticTCPRendezvous(params.run_id, nodes, spec, master_port=port if is_alone else None)
+
+
+def create_etcd_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a handler of the backends "etcd" and "etcd-v2".
+
+    Raises:
+        ValueError: a setting cannot be accepted.
+    """
+    endpoint = params.endpoint.strip()
+    if not endpoint:
+        problem = f'{params.backend!r} is torch\'s default and needs an endpoint; set "c10d"'
+        raise ValueError(f"rdzv_backend: {problem}")
+    config = {key: value for key, value in params.config.items() if key != "timeout"}
+    spec = RendezvousSpec(
+        backend=params.backend,
+        endpoint=endpoint,
+        local_addr=params.local_addr,
+        **_settings(config, "etcd"),
+    )
+    return DynamicRendezvousHandler(params.run_id, _nodes(params), spec)
 
 
 def create_handler(store: Any, backend: Any, params: RendezvousParameters) -> Any:
@@ -198,13 +219,11 @@ def _settings(config: dict[str, Any], backend: str) -> dict[str, Any]:
     """Return the fields of `RendezvousSpec` for torch's keys."""
     import logging
 
-    from elastic_aio.cli.options import read_token
+    from elastic_aio.cli.rendezvous_options import read_secrets
 
     try:
         conf = parse_conf(",".join(f"{key}={value}" for key, value in config.items()), backend)
-        settings = dict(conf.settings)
-        if conf.token_file is not None:
-            settings["token"] = read_token("rdzv_configs: token_file", conf.token_file)
+        settings = {**conf.settings, **read_secrets(conf)}
     except UsageError as error:
         raise ValueError(str(error)) from None
     for warning in conf.warnings:

@@ -1,8 +1,7 @@
 """torch.distributed.elastic.rendezvous.registry: handlers by the name of their backend.
 
-"c10d" and "static" are this library's own; "etcd" and "etcd-v2" are torch's, which need torch
-and an etcd client.  Plug-ins of torchrun (entry points `torchrun.handlers`) are loaded when a
-job names them.
+"c10d", "static" and "etcd" (or "etcd-v2") are this library's own.  Plug-ins of torchrun (entry
+points `torchrun.handlers`) are loaded when a job names them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from elastic_aio.compat.torch.rendezvous.api import (
 )
 from elastic_aio.compat.torch.rendezvous.handlers import (
     create_c10d_handler,
+    create_etcd_handler,
     create_static_handler,
 )
 
@@ -23,28 +23,13 @@ __all__ = ["get_rendezvous_handler", "rendezvous_handler_registry"]
 _ENTRY_POINTS = "torchrun.handlers"
 
 
-def _create_etcd_handler(params: RendezvousParameters) -> RendezvousHandler:
-    from torch.distributed.elastic.rendezvous import etcd_rendezvous
-
-    handler: RendezvousHandler = etcd_rendezvous.create_rdzv_handler(params)
-    return handler
-
-
-def _create_etcd_v2_handler(params: RendezvousParameters) -> RendezvousHandler:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous, etcd_rendezvous_backend
-
-    backend, store = etcd_rendezvous_backend.create_backend(params)
-    handler: RendezvousHandler = dynamic_rendezvous.create_handler(store, backend, params)
-    return handler
-
-
 rendezvous_handler_registry = RendezvousHandlerRegistry()
 """The handlers that `get_rendezvous_handler` and the launcher use."""
 
 rendezvous_handler_registry.register("c10d", create_c10d_handler)
 rendezvous_handler_registry.register("static", create_static_handler)
-rendezvous_handler_registry.register("etcd", _create_etcd_handler)
-rendezvous_handler_registry.register("etcd-v2", _create_etcd_v2_handler)
+rendezvous_handler_registry.register("etcd", create_etcd_handler)
+rendezvous_handler_registry.register("etcd-v2", create_etcd_handler)
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
