@@ -58,6 +58,18 @@ def test_workers_of_a_program_without_standard_streams(tmp_path: Path) -> None:
         assert [Path(log).name for log in logs] == ["stdout.log", "stderr.log"]
 
 
+def test_the_numbers_of_closed_streams_are_occupied() -> None:
+    """No later file of the job gets one of them."""
+    code = (
+        "import os, sys\n"
+        "from elastic_aio.process.streams import StandardStreams\n"
+        "streams = StandardStreams()\n"
+        "sys.exit(min(streams.null, os.open('/dev/null', os.O_RDONLY)) <= 2)\n"
+    )
+    closing = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
+    assert subprocess.run(closing, env=environment(), timeout=60).returncode == 0
+
+
 def test_open_streams_are_inherited() -> None:
     streams = StandardStreams()
     assert streams.null > 2
