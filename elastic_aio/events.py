@@ -1,8 +1,7 @@
 """Every event of a run, and its JSON form.
 
-An event is a frozen value.  Its JSON form is one object per line: `schema` is the version
-of the form, `event` the name of the type, and the rest are its fields.  Readers must
-ignore fields that they do not know.
+An event is a frozen value.  Its JSON form is one object per line: `schema` is its version, `event`
+the name of the type, and the rest are fields.  Readers must ignore fields that they do not know.
 """
 
 from __future__ import annotations
@@ -123,11 +122,12 @@ class StopRequested(Event, frozen=True, kw_only=True):
 
 
 class StopEscalated(Event, frozen=True, kw_only=True):
-    """The grace period expired; the next `signal` of the plan is sent."""
+    """The grace period expired, or `reason` cut it short; the plan's next `signal` is sent."""
 
     signal: int
     pids: tuple[int, ...]
     """The processes that remain; empty if `/proc` could not be read, and no worker remains."""
+    reason: str = ""
 
 
 class WorkerAbandoned(Event, frozen=True, kw_only=True):

@@ -38,14 +38,8 @@ def describe(event: Event) -> tuple[int, str]:
         case events.StopRequested():
             level = Level.INFO if event.signal is None else Level.WARNING
             return level, f"stopping the workers ({event.plan}): {event.reason}"
-        case events.StopEscalated(pids=()):
-            name = signal_name(event.signal)
-            return Level.WARNING, f"processes may not have stopped in time, sending {name}"
         case events.StopEscalated():
-            processes = counted(len(event.pids), "process", "processes")
-            pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
-            name = signal_name(event.signal)
-            return Level.WARNING, f"{processes} did not stop in time, sending {name} (pid {pids})"
+            return Level.WARNING, _stop_escalated(event)
         case events.WorkerAbandoned(pid=0):
             return Level.WARNING, f"processes may be left behind: {event.state}"
         case events.WorkerAbandoned():
@@ -141,6 +135,17 @@ def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.Outp
             lost = "output" if event.lost is None else counted(event.lost, "byte")
             text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
             return f"{text} ({event.path})"
+
+
+def _stop_escalated(event: events.StopEscalated) -> str:
+    name = signal_name(event.signal)
+    if not event.pids:
+        return f"{event.reason or 'processes may not have stopped in time'}, sending {name}"
+    processes = counted(len(event.pids), "process", "processes")
+    pids = ", ".join(map(str, event.pids[:8])) + (", ..." if len(event.pids) > 8 else "")
+    if event.reason:
+        return f"{event.reason}, sending {name} to {processes} (pid {pids})"
+    return f"{processes} did not stop in time, sending {name} (pid {pids})"
 
 
 def _job_started(event: events.JobStarted) -> str:

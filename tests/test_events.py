@@ -121,7 +121,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     ),
     Restarting: drawn(Restarting, why=texts, delay=floats, restarts=counts),
     StopRequested: drawn(StopRequested, reason=texts, plan=texts, signal=st.none() | counts),
-    StopEscalated: drawn(StopEscalated, signal=counts, pids=pids),
+    StopEscalated: drawn(StopEscalated, signal=counts, pids=pids, reason=texts),
     WorkerAbandoned: drawn(WorkerAbandoned, pid=counts, state=texts),
     SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
     GuardianLost: drawn(GuardianLost, why=texts),

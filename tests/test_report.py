@@ -319,6 +319,16 @@ EVENTS: list[tuple[Event, int, str]] = [
         "10 processes did not stop in time, sending SIGKILL (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
     ),
     (
+        StopEscalated(signal=9, pids=(5, 6), reason="a second SIGINT was received"),
+        Level.WARNING,
+        "a second SIGINT was received, sending SIGKILL to 2 processes (pid 5, 6)",
+    ),
+    (
+        StopEscalated(signal=9, pids=(), reason="a second SIGINT was received"),
+        Level.WARNING,
+        "a second SIGINT was received, sending SIGKILL",
+    ),
+    (
         StopEscalated(signal=9, pids=()),
         Level.WARNING,
         "processes may not have stopped in time, sending SIGKILL",

@@ -271,7 +271,7 @@ class Agent:
             forward: those to send to the workers.
             on_stop: called with the first signal that stops the job.
         """
-        is_stopping = False
+        first = 0
         async for number in received:
             if number == SIGTSTP:
                 suspend = partial(received.suspend_process, time.monotonic())
@@ -281,10 +281,11 @@ class Agent:
                     continue  # no descriptor is left to scan /proc with: the job goes on
             elif number in forward:
                 self.forward_signal(number)
-            elif is_stopping:
-                self.kill()
+            elif first:
+                second = "a second " if number == first else ""
+                self._started_driver.kill(f"{second}{signal_name(number)} was received")
             else:
-                is_stopping = True
+                first = number
                 on_stop(number)
                 self.stop(signal=number, reason=f"{signal_name(number)} was received")
 

@@ -180,9 +180,9 @@ class Driver:
         """End the job by its stop plan or by `plan`, which then starts with `signal`."""
         self._on_input(StopReceived(reason, signal, plan))
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         """Shorten every stop to SIGKILL, and end the job."""
-        self._runtime.tree.escalate_to_kill()
+        self._runtime.tree.escalate_to_kill(reason or "an immediate stop was requested")
         self.request_stop("an immediate stop was requested")
 
     def forward(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
@@ -317,7 +317,7 @@ class Driver:
         self._run(finish, self._kill_and_finish(finish))
 
     async def _kill_and_finish(self, finish: Finish) -> None:
-        self._runtime.tree.escalate_to_kill()
+        self._runtime.tree.escalate_to_kill(finish.outcome.why)
         if self.group is not None:
             await self.group.stop_processes(self._runtime.spec.stop)
         await self._finish(finish)

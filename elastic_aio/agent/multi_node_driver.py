@@ -116,9 +116,9 @@ class MultiNodeDriver(Driver):
 
     # -------------------------------------------------------------- requests
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
-        super().kill()
+        super().kill(reason)
         if self._leaving is not None and not self._leaving.done():
             why = "an immediate stop was requested"
             self._run(Leave(why), self._rendezvous.leave(why))

@@ -253,7 +253,8 @@ class LocalRuntime:
         return survivors
 
     def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
-        self.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids))
+        why = self.tree.kill_reason()
+        self.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids, reason=why))
 
     def _on_store_refused(self, peer: str, why: str) -> None:
         self.publish(WorkerStoreRefused(attempt=self.attempt, peer=peer, why=why))

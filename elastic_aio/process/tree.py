@@ -108,7 +108,7 @@ class ProcessTree:
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
-        self._must_kill: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
         live = len(self._running())
@@ -167,9 +167,13 @@ class ProcessTree:
             self._excluded = self._server = None
             await self._record_descendants()
 
-    def escalate_to_kill(self) -> None:
+    def escalate_to_kill(self, reason: str) -> None:
         """Skip to SIGKILL in the present stop and in all later ones."""
-        set_result_if_pending(self._must_kill, None)
+        set_result_if_pending(self._must_kill, reason)
+
+    def kill_reason(self) -> str:
+        """Return why stops skip to SIGKILL; empty if they do not."""
+        return str(self._must_kill.result()) if self._must_kill.done() else ""
 
     async def descendants(self, seconds: float = _BLIND_S) -> list[proc_scan.ProcEntry] | None:
         """Scan for all live processes of the job, leaders included.
@@ -272,8 +276,7 @@ class ProcessTree:
             if self._must_kill.done() and not is_last:
                 continue
             if position and (left := await self._remaining()):
-                pids = (survivor.pid for survivor in left if survivor.pid)
-                on_escalation(step.signal, tuple(pids))
+                on_escalation(step.signal, tuple(one.pid for one in left if one.pid))
             is_empty = await self._signal_until_gone(step, is_last)
             if is_empty:
                 break

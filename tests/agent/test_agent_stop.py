@@ -207,6 +207,29 @@ async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [("SIGTERM", "a second SIGTERM was received"), ("SIGINT", "SIGINT was received")],
+)
+async def test_a_second_signal_is_the_reason(tmp_path: Path, second: str, reason: str) -> None:
+    """It cuts the grace period short, which has not expired."""
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StopRequested):
+            os.kill(os.getpid(), signal.Signals[second])
+
+    spec = ignoring_spec(tmp_path).replace(stop=StopPlan.within(25))
+    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[on_event]))
+    await until(noted(tmp_path, 1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(JobStopped):
+        await task
+    (escalated,) = (event for event in events if isinstance(event, StopEscalated))
+    assert escalated.reason == reason
+
+
 async def test_kill_without_a_stop_before(tmp_path: Path) -> None:
     """An immediate stop is SIGKILL for all processes."""
     spec = ignoring_spec(tmp_path, nproc=2).replace(stop=StopPlan.within(25))

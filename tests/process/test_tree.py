@@ -233,7 +233,7 @@ async def test_escalate_to_kill_shortens_a_stop(bench: Bench) -> None:
     task = asyncio.create_task(bench.stop(StopPlan((*LONG.steps, StopStep(2, 1000.0)))))
     while not bench.tree.stop_signals(ignoring.pid):  # no event reports it
         await asyncio.sleep(0)
-    bench.tree.escalate_to_kill()
+    bench.tree.escalate_to_kill("a reason")
     assert await task == []
     assert status(ignoring) == ExitStatus(signal=9)
     assert bench.escalations == [(9, (ignoring.pid,))]
@@ -245,14 +245,14 @@ async def test_escalate_to_kill_between_two_steps(bench: Bench) -> None:
     bench.line()
     plan = StopPlan((StopStep(15, 0.05), StopStep(2, 1000.0)))
     async with asyncio.timeout(GUARD):
-        assert await bench.tree.stop(plan, lambda *_: bench.tree.escalate_to_kill()) == []
+        assert await bench.tree.stop(plan, lambda *_: bench.tree.escalate_to_kill("a reason")) == []
     assert status(ignoring) == ExitStatus(signal=9)
 
 
 async def test_escalate_to_kill_shortens_later_stops(bench: Bench) -> None:
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
     bench.line()
-    bench.tree.escalate_to_kill()
+    bench.tree.escalate_to_kill("a reason")
     assert await bench.stop(LONG) == []
     assert status(ignoring) == ExitStatus(signal=9)
 
@@ -361,7 +361,7 @@ async def test_a_worker_that_ended_by_itself_was_not_signalled(bench: Bench) -> 
     while not bench.tree.stop_signals(victim.pid):  # no event reports it
         await asyncio.sleep(0)
     assert not bench.tree.stop_signals(own.pid)
-    bench.tree.escalate_to_kill()
+    bench.tree.escalate_to_kill("a reason")
     assert await task == []
 
 
