@@ -42,9 +42,11 @@ class TlsSpec:
         for name in ("cert", "key", "ca"):
             path = getattr(self, name)
             set_fields(self, **{name: None if path is None else checked_path(f"tls.{name}", path)})
-        for name, other in (("cert", "key"), ("key", "cert")):
-            if getattr(self, name) is None and getattr(self, other) is not None:
-                raise SpecError(f"tls.{name}", None, f"is needed with tls.{other}")
+        # The problems name no field: it is an option or a key of --rdzv-conf for some callers.
+        if self.key is None and self.cert is not None:
+            raise SpecError("tls.key", None, "is needed with a certificate")
+        if self.cert is None and self.key is not None:
+            raise SpecError("tls.cert", None, "is needed with a private key")
         if self.client_auth is not None and not isinstance(self.client_auth, bool):
             raise SpecError("tls.client_auth", self.client_auth, "must be True, False or None")
         if self.client_auth and self.ca is None:
@@ -64,7 +66,7 @@ class TlsSpec:
     def check_server(self) -> None:
         """Raise `SpecError` if a server lacks something."""
         if self.cert is None:
-            raise SpecError("tls.cert", None, "is needed to serve a store, with tls.key")
+            raise SpecError("tls.cert", None, "is needed to serve a store, with its private key")
 
     def check_client(self) -> None:
         """Raise `SpecError` if a client lacks something."""

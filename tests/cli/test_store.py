@@ -192,7 +192,7 @@ def test_mistakes_in_certificates_are_one_line(
     """Before anything is bound or connected."""
     name = "store ping" if command else "store"
     tls = authority.issue()
-    missing = "--tls-key: is needed with tls.cert (got None)"
+    missing = "--tls-key: is needed with a certificate (got None)"
     no_file = "--tls-ca: must be a file that can be read: no such file or directory (got '/no')"
     both = [f"--tls-cert={tls.cert}", f"--tls-key={tls.key}"]
     for options, problem in (

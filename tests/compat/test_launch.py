@@ -271,7 +271,7 @@ def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
         ({"rdzv_configs": {"is_host": "perhaps"}}, "is_host: must be true or false"),
         ({"rdzv_backend": "etcd"}, "rdzv_backend: 'etcd' is torch's default and needs an endpoint"),
         ({"rdzv_configs": 3}, r"rdzv_configs: must be a dict \(got 3\)"),
-        ({"rdzv_configs": {"tls_cert": "/c"}}, r"tls\.key: is needed with tls\.cert"),
+        ({"rdzv_configs": {"tls_cert": "/c"}}, r"tls\.key: is needed with a certificate"),
         ({"logs_specs": "x"}, r"logs_specs: must be a LogsSpecs \(got 'x'\)"),
         ({"nproc_per_node": "2"}, r"local_world_size: must be a whole number .* \(got '2'\)"),
         ({"rdzv_backend": "static", "rdzv_endpoint": "h:1"}, 'needs a rank .*: {"rank": 0}'),

@@ -104,9 +104,12 @@ async def test_static_nodes_leave_their_store_to_themselves(
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("no key", "--rdzv-conf: tls_key: is needed with tls.cert (got None)"),
+        ("no key", "--rdzv-conf: tls_key: is needed with a certificate (got None)"),
         ("no ca", "--rdzv-conf: tls_ca: is needed to verify the store's certificate (got None)"),
-        ("no cert", "--rdzv-conf: tls_cert: is needed to serve a store, with tls.key (got None)"),
+        (
+            "no cert",
+            "--rdzv-conf: tls_cert: is needed to serve a store, with its private key (got None)",
+        ),
         ("missing", "--rdzv-conf: tls_cert: must be a file that can be read: no such file or"),
         ("other key", "--rdzv-conf: tls_key: must be the key of the certificate in"),
         ("passphrase", "--rdzv-conf: tls_key: must not be encrypted"),

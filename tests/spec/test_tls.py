@@ -34,8 +34,8 @@ def test_a_ca_means_that_clients_need_certificates(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cert": "/c"}, "tls.key: is needed with tls.cert (got None)"),
-        ({"key": "/k"}, "tls.cert: is needed with tls.key (got None)"),
+        ({"cert": "/c"}, "tls.key: is needed with a certificate (got None)"),
+        ({"key": "/k"}, "tls.cert: is needed with a private key (got None)"),
         ({"ca": ""}, "tls.ca: must be a path (got '')"),
         ({"ca": 3}, "tls.ca: must be a path (got 3)"),
         ({"ca": "/a", "client_auth": "no"}, "tls.client_auth: must be True, False or None"),
@@ -60,7 +60,7 @@ def test_the_name_of_the_server_is_the_host_unless_it_is_set() -> None:
     ("tls", "rendezvous", "message"),
     [
         (TlsSpec(cert="/c", key="/k"), {}, "tls.ca: is needed to verify the store's certificate"),
-        (TlsSpec(ca="/a"), {}, "tls.cert: is needed to serve a store, with tls.key"),
+        (TlsSpec(ca="/a"), {}, "tls.cert: is needed to serve a store, with its private key"),
         (TlsSpec(ca="/a"), {"is_host": False}, None),
         (TlsSpec(ca="/a"), {"backend": "static", "node_rank": 0}, "tls.cert: is needed to serve"),
         (TlsSpec(ca="/a"), {"backend": "static", "node_rank": 1}, None),
