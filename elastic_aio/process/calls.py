@@ -183,16 +183,16 @@ def _pickle_call(
             body = _pickle((function, args))
         if not _refers_to_main(body) or _main_script() is not None:
             return body
-        reason = "the main module of this session cannot be imported by a worker"
+        reason = f"the main module of this session cannot be imported by a worker; {_HINT}"
     except HostError:
         raise
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
-        reason = one_line(str(error)) or type(error).__name__
+        reason = _reason(error)
     _close_all(inherited)
     try:
         import cloudpickle
     except ImportError:
-        raise _unpicklable(function, args, f"{reason}; {_HINT}") from None
+        raise _unpicklable(function, args, reason) from None
     try:
         with _spawning(inherited):
             return _pickle((function, args), cloudpickle.Pickler)
@@ -210,11 +210,28 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], reason: st
             with _spawning(inherited):
                 _pickle(argument)
         except Exception as error:  # noqa: BLE001  # as above
-            problem = f"cannot be pickled: {(one_line(str(error)) or type(error).__name__)}"
-            return SpecError(f"args[{position}]", argument, problem)
+            return SpecError(f"args[{position}]", argument, f"cannot be pickled: {_reason(error)}")
         finally:
             _close_all(inherited)
     return SpecError("entrypoint", function, f"cannot be pickled: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    """Return why plain pickle fails, and whether cloudpickle, which is missing, would not."""
+    import pickle
+
+    reason = one_line(str(error)) or type(error).__name__
+    # Lambdas, local functions and classes; an open file or a lock is a TypeError.
+    is_by_name = isinstance(error, (AttributeError, pickle.PicklingError))
+    return f"{reason}; {_HINT}" if is_by_name and not _has_cloudpickle() else reason
+
+
+def _has_cloudpickle() -> bool:
+    try:
+        import cloudpickle  # noqa: F401  # whether it is there
+    except ImportError:
+        return False
+    return True
 
 
 def _close_all(descriptors: list[int]) -> None:

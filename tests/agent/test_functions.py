@@ -485,6 +485,20 @@ async def test_closures_travel_by_cloudpickle(way: Any) -> None:
     assert (number, closure()) == (42, 40)
 
 
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("helps", [False, True])
+async def test_cloudpickle_is_proposed_where_it_helps(
+    helps: bool, is_argument: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pickles a lambda, and no lock."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # it cannot be imported
+    given: Any = (lambda: None) if helps else threading.Lock()
+    function = functions.give if is_argument else functools.partial(functions.give, given)
+    with pytest.raises(SpecError, match="cannot be pickled: ") as caught:
+        await launch(spec_of(function, "spawn", *([given] if is_argument else [])))
+    assert ("install cloudpickle" in str(caught.value)) == helps
+
+
 class Point:
     """A value of the user's."""
 
