@@ -139,7 +139,7 @@ def test_a_health_server_runs_around_the_job() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"nproc": 0}, "local_world_size: must be at least 1"),
+        ({"nproc": 0}, "local_world_size: must be a whole number of at least 1"),
         ({"monitor_interval": 0}, "monitor_interval: must be above 0"),
         ({"entrypoint": None}, "entrypoint: must be"),
     ],
