@@ -16,6 +16,8 @@ from elastic_aio.text import format_value, one_line
 
 _LINE_MAX = 4096
 """PIPE_BUF: longer lines are not written whole."""
+_LINE_MIN = 50
+"""The four keys of a request with their punctuation; shorter lines are not decoded."""
 _TIMERS_MAX = 16_384
 _SCOPE_MAX = 1000
 _HIGHEST_PID = 1 << 22
@@ -54,7 +56,7 @@ class TimerTable:
     def __init__(self) -> None:
         """Begin without timers."""
         self.rejected = ""
-        """Why something in the pipe was left out; empty if nothing was."""
+        """Why something in the pipe was left out, the first time; empty if nothing was."""
         self._entries: dict[tuple[int, str], _Entry] = {}
         self._scopes: dict[int, set[str]] = {}
         self._heap: list[tuple[float, int, tuple[int, str]]] = []
@@ -80,16 +82,24 @@ class TimerTable:
             self._is_skipping = False
         self._rest = rest
         if len(rest) > _LINE_MAX:
-            self.rejected = f"a line of more than {_LINE_MAX} bytes"
+            self._reject(f"a line of more than {_LINE_MAX} bytes")
             self._rest, self._is_skipping = b"", True
 
+    def _reject(self, why: str, line: bytes | None = None) -> None:
+        """Note why something was left out; a flood of lines costs one text."""
+        if not self.rejected:
+            self.rejected = why if line is None else f"{why}: {format_value(line)}"
+
     def _read(self, line: bytes, now: float, wall: float) -> None:
+        if len(line) < _LINE_MIN:
+            self._reject("no timer request", line)
+            return
         try:
             request = json.loads(line)
             pid, scope = request["pid"], request["scope_id"]
             expiration, number = request["expiration_time"], request["signal"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            self.rejected = f"no timer request: {format_value(line)}"
+            self._reject("no timer request", line)
             return
         is_valid = (
             type(pid) is int
@@ -102,13 +112,13 @@ class TimerTable:
             and number <= _HIGHEST_SIGNAL
         )
         if not is_valid:
-            self.rejected = f"no timer request: {format_value(line)}"
+            self._reject("no timer request", line)
             return
         key = pid, scope[:_SCOPE_MAX]
         if expiration < 0:
             self._remove(key)
         elif len(self._entries) >= _TIMERS_MAX and key not in self._entries:
-            self.rejected = f"more than {_TIMERS_MAX} timers"
+            self._reject(f"more than {_TIMERS_MAX} timers")
         else:
             acquired = now - _lag(request.get("acquired"), wall)
             self._acquire(key, acquired, now + expiration - wall, number)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import stat
+import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Mapping
 
@@ -24,7 +27,8 @@ from elastic_aio.events import Event, TimerExpired, TimerRejected
 from elastic_aio.process import proc_scan
 from elastic_aio.process.tree import ProcessTree
 
-_CHUNK = 1 << 16
+_CHUNK = 4096
+"""How many bytes of the pipe are read in one turn of the event loop."""
 _EXPIRED_MAX = 256
 """How many timers expire in one turn of the event loop."""
 
@@ -54,6 +58,8 @@ class JobTimers:
         self._attempt = 0
         self._has_reported = False
         self._alarm: asyncio.TimerHandle | None = None
+        # Of the bytes that were in the pipe at a deadline, how many are not read yet.
+        self._ahead = 0
         self._below: list[ExpiredTimer] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -86,7 +92,9 @@ class JobTimers:
         self._attempt = attempt
         self._records = records
         if self._descriptor >= 0:
-            self._on_readable()  # what the former workers have left in the pipe
+            with contextlib.suppress(BlockingIOError):  # a worker may read from the pipe
+                os.read(self._descriptor, self._count_unread())  # of the former workers
+        self._ahead = 0
         self._table.clear()
 
     def close_pipe(self) -> None:
@@ -115,16 +123,24 @@ class JobTimers:
         if self._task is not None:
             await cancel_and_wait([self._task])
 
+    def _count_unread(self) -> int:
+        count = fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4))
+        return int.from_bytes(count, sys.byteorder)
+
     def _on_readable(self) -> None:
-        try:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
             data = os.read(self._descriptor, _CHUNK)
-        except BlockingIOError:
-            return
         self._table.feed(data, self._clock.now(), time.time())
         if self._table.rejected and not self._has_reported:
             self._has_reported = True
             self._publish(TimerRejected(attempt=self._attempt, why=self._table.rejected))
-        self._set_alarm()
+        if self._ahead == 0:
+            self._set_alarm()
+            return
+        self._ahead = max(0, self._ahead - len(data)) if data else 0
+        if self._ahead == 0:
+            self._expire()
 
     def _set_alarm(self) -> None:
         if self._alarm is not None:
@@ -135,7 +151,12 @@ class JobTimers:
             self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
 
     def _on_alarm(self) -> None:
-        self._on_readable()  # a release may be in the pipe since before the deadline
+        # A release may be in the pipe since before the deadline.
+        self._ahead = self._count_unread()
+        if self._ahead == 0:
+            self._expire()
+
+    def _expire(self) -> None:
         for timer in self._table.expire(self._clock.now(), _EXPIRED_MAX):
             record = self._record_of(timer.pid)
             if record is None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_aio.agent import timer_table
 from elastic_aio.agent.timer_table import TimerTable
 
 WALL = 1_700_000_000.0
@@ -148,6 +149,29 @@ def test_what_is_no_request_is_left_out(line: bytes) -> None:
     assert table.next_deadline is not None
 
 
+def test_a_flood_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text is made of all lines that are no request; short ones are not decoded."""
+    texts, decoded = [], []
+    decode = json.loads
+
+    def format_value(value: object) -> str:
+        texts.append(value)
+        return "text"
+
+    def loads(line: bytes) -> Any:
+        decoded.append(line)
+        return decode(line)
+
+    monkeypatch.setattr(timer_table, "format_value", format_value)
+    monkeypatch.setattr(json, "loads", loads)
+    table = table_of(b"\n" * 1000, b"{}\n" * 1000, b"x" * 60 + b"\n", request(signal=65))
+    assert (table.rejected, texts) == ("no timer request: text", [b""])
+    assert len(decoded) == 2
+    shortest = b'{"pid":7,"signal":9,"scope_id":"","expiration_time":9}\n'
+    table.feed(shortest, 100.0, 8.0)
+    assert table.next_deadline == 101.0
+
+
 def test_limits() -> None:
     """A long line costs no memory, and so do many timers and many releases."""
     table = table_of()
@@ -155,6 +179,8 @@ def test_limits() -> None:
         table.feed(b"x" * 4000, 0.0, WALL)
     table.feed(b"\n" + request(), 100.0, WALL)
     assert [timer.pid for timer in table.expire(200.0)] == [7]
+    assert table.rejected == "a line of more than 4096 bytes"
+    table = table_of()
     for pid in range(1, 20_000):
         table.feed(request(pid), 100.0, WALL)
     assert table.rejected == "more than 16384 timers"

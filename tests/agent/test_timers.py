@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import Agent, HostError, JobFailed, LaunchSpec, SpecError, launch
+from elastic_aio.agent.timer_table import TimerTable
 from elastic_aio.events import Event, TimerExpired, TimerRejected
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.worker import expires
@@ -199,6 +200,32 @@ async def test_many_timers_that_expire_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert error.root_cause is not None
     assert "timer 's' expired" in error.root_cause.message
     assert scans < 50
+
+
+@pytest.mark.both_loops
+async def test_a_release_behind_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the loop reads 4096 bytes, and a deadline waits for all that came before it."""
+    sizes = []
+    feed = TimerTable.feed
+
+    def feed_and_measure(table: TimerTable, data: bytes, now: float, wall: float) -> None:
+        sizes.append(len(data))
+        feed(table, data, now, wall)
+
+    monkeypatch.setattr(TimerTable, "feed", feed_and_measure)
+    code = (
+        "import fcntl, json, os, termios, time\n"
+        "def line(expiration): return json.dumps({'pid': os.getpid(), 'scope_id': 's',\n"
+        "    'expiration_time': expiration, 'signal': 9}).encode() + b'\\n'\n"
+        "pipe = os.open(os.environ['TORCHELASTIC_TIMER_FILE'], os.O_WRONLY)\n"
+        "os.write(pipe, line(time.time() - 1) + b'\\n' * 60_000 + line(-1))\n"
+        "while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))): time.sleep(0.01)\n"
+    )
+    events, error = await run_job(python(code))
+    assert error is None
+    assert not [event for event in events if isinstance(event, TimerExpired)]
+    assert sum(sizes) > 60_000
+    assert max(sizes) <= 4096
 
 
 async def test_an_idle_pipe_wakes_no_one() -> None:
