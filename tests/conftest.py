@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -46,6 +47,12 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+# A busy host may take any time for an example.
+hypothesis.settings.register_profile(
+    "any host", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any host")
 
 # libuv opens a pipe for signals with its first loop and keeps it.
 uvloop.new_event_loop().close()

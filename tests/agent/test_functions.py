@@ -527,7 +527,6 @@ VALUES = st.recursive(
 @pytest.mark.slow
 @settings(
     max_examples=int(os.environ.get("FUNCTION_EXAMPLES", "5")),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(values=st.lists(VALUES, max_size=4))

@@ -1047,5 +1047,5 @@ class Members(RuleBasedStateMachine):
                 assert finish.failures[: len(self.ending.failures)] == self.ending.failures
 
 
-Members.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Members.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 TestMembers = pytest.mark.slow(Members.TestCase)

@@ -807,5 +807,5 @@ class Jobs(RuleBasedStateMachine):
                 assert self.stop_asked
 
 
-Jobs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Jobs.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestJobs = pytest.mark.slow(Jobs.TestCase)

@@ -218,7 +218,7 @@ class KeyspaceModel(RuleBasedStateMachine):
         assert occupied(keyspace) == counted(keyspace)
 
 
-KeyspaceModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+KeyspaceModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestKeyspaceModel = pytest.mark.slow(KeyspaceModel.TestCase)
 
 
