@@ -21,11 +21,10 @@ from elastic_aio.outcome import (
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
-from elastic_aio.worker.errorfile import parse_error_file
+from elastic_aio.worker.errorfile import ERROR_FILE_MAX, parse_error_file
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16 * 1024
-_ERROR_FILE_MAX = 1024 * 1024  # a larger one would block the loop; ours have a tenth of that
 _MARGIN_S = 0.001
 _NO_RESULT = CallResult(0)
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
@@ -157,10 +156,10 @@ async def _read_error(path: str) -> WorkerError | None:
         status = os.stat(path)
         if not status.st_size:
             return None
-        if status.st_size > _ERROR_FILE_MAX:
+        if status.st_size > ERROR_FILE_MAX:
             message = f"its error file is too large ({status.st_size} bytes): {path}"
             return WorkerError(message, None, status.st_mtime, path)
-        content = await read_file(path, 0, _ERROR_FILE_MAX)
+        content = await read_file(path, 0, ERROR_FILE_MAX)
     except OSError:
         return None
     return parse_error_file(content, path, status.st_mtime)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 from elastic_aio._version import __version__
 
+_ALL_SIGNALS = signal.valid_signals()
+
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
@@ -46,13 +48,15 @@ def entry_launch() -> int:
 
 def _run_to_exit(main: Callable[[], int]) -> int:
     try:
+        # The mask is inherited: signals that the parent has blocked could not stop a job.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL_SIGNALS)
         code = main()
     except KeyboardInterrupt:
         # The modules were still being imported, or the sub-command handles no signals.
         code = 128 + signal.SIGINT
     # The exit code is settled.  The interpreter's shutdown restores default actions, so
     # a late signal would replace the code.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
     # The shutdown collects garbage several times; without this each collection traverses
     # all live objects (10 ms).
     gc.freeze()

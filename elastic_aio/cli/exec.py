@@ -29,7 +29,7 @@ def main_exec(argv: Sequence[str]) -> int:
         program = _parser().parse_args(argv).program
         if program[:1] == ["--"]:
             program = program[1:]
-        if not program:
+        if not program or not program[0]:
             raise UsageError("a program is required: aio-elastic exec program [arguments]")
     except UsageError as error:
         return print_error("exec", str(error), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -68,10 +69,14 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     subreaper.owns_process = owns_process
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
-            return run_coroutine(
+            code = run_coroutine(
                 lambda: _run(request, events, level, received, make_handler),
                 loop_factory=factory,
             )
+            if owns_process:
+                # The exit code is settled.  Outside, a signal would find the default actions.
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            return code
     except SpecError as error:
         _write_error_file(error)
         return print_error("run", as_option_error(error, request.variables), 2)

@@ -36,7 +36,7 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """
     try:
         return _resolve(host, port, socket.AI_NUMERICHOST)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         pass  # not a literal address
     try:
         # A daemon: a resolver that does not answer would delay the exit for half a minute.

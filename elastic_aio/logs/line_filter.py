@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 
 
@@ -35,12 +37,19 @@ class LineFilter:
         matching = [line for line in lines if any(text in line for text in self._texts)]
         copied = b"".join(prefix + line + b"\n" for line in matching)
         try:
-            # One write with O_APPEND: the blocks of several workers are not mixed.
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                os.write(file, copied)
-            finally:
-                os.close(file)
+            self._append(copied)
         except OSError as error:
             on_error, self._on_error = self._on_error, None
             on_error(error)
+
+    def _append(self, content: bytes) -> None:
+        # One write with O_APPEND: the blocks of several workers are not mixed.  O_NONBLOCK: a
+        # worker may have put a named pipe there, whose opening would wait for a reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(self._path, flags, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", self._path)
+            os.write(file, content)
+        finally:
+            os.close(file)

@@ -183,7 +183,7 @@ def parse_host_port(
         raise SpecError(name, value, f"must be {forms}")
     port = default_port if port_text is None else parse_port(port_text, at_least=at_least)
     if port is None:
-        raise SpecError(name, value, "must have a port from 1 to 65535")
+        raise SpecError(name, value, f"must have a port from {at_least} to 65535")
     return host, port
 
 
@@ -206,4 +206,7 @@ def checked_host(name: str, value: object) -> str:
 
 
 def is_host_name(host: str) -> bool:
-    return bool(host) and host.isprintable() and not set(host) & set(" ,/@")
+    """Return whether a text can be a name or an address: its labels have RFC 1035's sizes."""
+    labels = host.removesuffix(".").split(".")
+    has_sizes = len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
+    return has_sizes and host.isprintable() and not set(host) & set(" ,/@")

@@ -11,13 +11,20 @@ both here; torch reads these files, and its files are read here.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 
 from elastic_aio.outcome import Failure, WorkerError
 from elastic_aio.text import abridge
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
+
+ERROR_FILE_MAX = 1024 * 1024
+"""Bytes; a larger one would block the loop, and ours have a tenth of that."""
+
+_SHOWN = 2000  # bytes of an overwritten file
 
 
 def is_temporary(name: str) -> bool:
@@ -134,25 +141,31 @@ def pass_on_error_file(root: Failure, path: str) -> str | None:
     assert root.error is not None, "the caller checks that there is an error"
     content = render_error_file(root.error)
     try:
-        with open(root.error.path, "rb") as file:
-            own = file.read()
+        own = _read_start(root.error.path, ERROR_FILE_MAX)
         read = parse_error_file(own, root.error.path, root.error.timestamp)
         # On another host, this path may be another file.
         if read is not None and read.message == root.error.message:
             content = own
     except OSError:
         pass  # on another host, or removed
-    former = _read_start(path)
+    try:
+        former = _read_start(path, _SHOWN).decode("utf-8", "replace")
+    except OSError:
+        former = ""  # most likely there is none
     _write(path, with_exit_code(content, root.status.returncode or 0))
-    if former is None:
+    if not former:
         return None
     return f"{path} exists already and is overwritten; it held: {former}"
 
 
-def _read_start(path: str) -> str | None:
-    """Return the first part of a file; None if there is none, or if it is empty."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(2000).decode("utf-8", "replace") or None
-    except OSError:
-        return None
+def _read_start(path: str, size: int) -> bytes:
+    """Return the first bytes of a regular file.
+
+    Raises:
+        OSError: it is no such file, or it cannot be read.
+    """
+    # O_NONBLOCK: the opening of a named pipe would wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return file.read(size)

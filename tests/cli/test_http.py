@@ -84,7 +84,7 @@ def test_what_is_parsed() -> None:
     ("argv", "env", "message"),
     [
         (["--http=9000"], {}, "--http: must be HOST:PORT or [IPV6]:PORT (got '9000')"),
-        (["--http=a:-1"], {}, "--http: must have a port from 1 to 65535 (got 'a:-1')"),
+        (["--http=a:-1"], {}, "--http: must have a port from 0 to 65535 (got 'a:-1')"),
         ([], {VARIABLE: "x"}, f"{VARIABLE}: must be a port from 1 to 65535 (got 'x')"),
     ],
 )

@@ -197,6 +197,7 @@ def test_another_python_without_this_package_is_left_alone(tmp_path: Path) -> No
         (["sh", "-c", "exit 3"], 3, "run in elastic_aio"),
         (["--", "true"], 0, "jobs of torch's launcher in true run in elastic_aio"),
         ([], 2, "a program is required"),
+        ([""], 2, "a program is required"),
         (["/nonexistent"], 127, "cannot run /nonexistent: no such file or directory"),
         (["/etc/passwd"], 126, "cannot run /etc/passwd: permission denied"),
     ],

@@ -22,7 +22,7 @@ from tests.support.children import (
     noting,
     until_sync,
 )
-from tests.support.cli import CLI, REPOSITORY, running, running_cli
+from tests.support.cli import CLI, REPOSITORY, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -248,3 +248,37 @@ def test_workers_have_their_own_sessions(tmp_path: Path) -> None:
         assert os.getsid(job.pid) == os.getsid(0)
         job.send(signal.SIGTERM)
         job.wait()
+
+
+def block_stops() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_that_the_parent_has_blocked_stops_the_job(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """The mask of signals is inherited."""
+    with running_cli("--shutdown-timeout", 0.2, "--no-python", *SIGNAL_LOGGER,
+                     env=notes(tmp_path), preexec_fn=block_stops) as job:  # fmt: skip
+        until_sync(noted(tmp_path, 1))
+        job.send(number)
+        assert job.ended().code == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_end_changes_no_exit_code(number: signal.Signals) -> None:
+    """It arrives when the handlers have been restored."""
+    code = f"""
+import os, sys
+from elastic_aio import cli
+main = cli.main
+def main_and_signal():
+    code = main()
+    os.kill(os.getpid(), {int(number)})
+    return code
+cli.main = main_and_signal
+sys.exit(cli.entry())
+"""
+    ended = run_program([sys.executable, "-c", code, "run", "--no-python", "true"])
+    assert (ended.code, "Traceback" in ended.err) == (0, False)

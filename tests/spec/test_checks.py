@@ -115,13 +115,18 @@ def test_an_enum_member_becomes_a_plain_number() -> None:
     assert type(number) is int
 
 
-@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "::1", "fe80::1%eth0", "a_b.c"])
+@pytest.mark.parametrize(
+    "host", ["node0", "10.0.0.1", "::1", "fe80::1%eth0", "a_b.c", "a.b.", "x" * 63]
+)
 def test_hosts(host: str) -> None:
     """Names, IPv4 and IPv6 addresses."""
     assert checked_host("x", host) == host
 
 
-@pytest.mark.parametrize("host", ["", "a:1", "[::1]", "a b", "a,b", "user@a", "http://a", 5])
+@pytest.mark.parametrize(
+    "host",
+    ["", "a:1", "[::1]", "a b", "a,b", "user@a", "http://a", "a..b", ".", "x" * 64, "x." * 130, 5],
+)
 def test_other_texts_are_not_hosts(host: object) -> None:
     with pytest.raises(SpecError, match=r"^x: must be "):
         checked_host("x", host)
@@ -146,6 +151,8 @@ def test_a_default_port() -> None:
     assert parse_host_port("x", "a", default_port=7) == ("a", 7)
     assert parse_host_port("x", "[::1]", default_port=7) == ("::1", 7)
     assert parse_host_port("x", "a:0", at_least=0) == ("a", 0)
+    with pytest.raises(SpecError, match="must have a port from 0 to 65535"):
+        parse_host_port("x", "a:65536", at_least=0)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +162,7 @@ def test_a_default_port() -> None:
         ("::1:80", "must be HOST:PORT or [IPV6]:PORT (got '::1:80')"),
         ("[a]:80", "must be HOST:PORT or [IPV6]:PORT (got '[a]:80')"),
         ("a:0", "must have a port from 1 to 65535 (got 'a:0')"),
+        ("a..b:1", "must be HOST:PORT or [IPV6]:PORT (got 'a..b:1')"),
         ("a:\u0661", "must have a port from 1 to 65535 (got 'a:\u0661')"),
         (7, "must be text without NUL (got 7)"),
     ],

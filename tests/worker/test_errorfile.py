@@ -515,3 +515,12 @@ def test_an_error_file_is_passed_on_whole(tmp_path: Path) -> None:
     assert json.loads(own.read_text())["message"]["message"] == "m"
     with pytest.raises(OSError, match="nowhere"):
         pass_on_error_file(failure_with(path), "/nowhere/error.json")
+
+
+def test_pipes_in_place_of_error_files_block_nothing(tmp_path: Path) -> None:
+    """The worker's own is rendered again; that of the launcher is replaced."""
+    path, own = tmp_path / "theirs.json", tmp_path / "own.json"
+    os.mkfifo(path)
+    os.mkfifo(own)
+    assert pass_on_error_file(failure_with(path), str(own)) is None
+    assert json.loads(own.read_text())["message"]["message"] == "m"
