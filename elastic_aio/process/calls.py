@@ -36,7 +36,7 @@ from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
 from elastic_aio.process.base import reason_of
 from elastic_aio.text import one_line
-from elastic_aio.worker import bootstrap, interpreter
+from elastic_aio.worker import bootstrap, interpreter, plain_value
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
 # From this size on, files are closed in a thread: about a millisecond.
@@ -165,7 +165,7 @@ def make_payload(
 def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return module, name and arguments of a call that needs no pickle; else None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or not bootstrap.is_plain(args):
+    if not isinstance(module, str) or not isinstance(name, str) or not plain_value.is_plain(args):
         return None
     if module in ("__main__", "__mp_main__"):
         return None
@@ -366,10 +366,13 @@ def _read_and_close(descriptor: int) -> CallResult:
 
 def _read(descriptor: int) -> CallResult:
     try:
-        kind, content = bootstrap.read_result(descriptor)
+        return _call_result(*bootstrap.read_result(descriptor))
     except BaseException as error:  # noqa: BLE001  # unpickling runs code of the user's
         reason = one_line(bootstrap.describe_error(error)[: interpreter.MESSAGE_MAX])
         return CallResult(bootstrap.VALUE, problem=f"its value cannot be unpickled here: {reason}")
+
+
+def _call_result(kind: int, content: Any) -> CallResult:
     if kind == bootstrap.VALUE:
         return CallResult(kind, value=content)
     if kind in (bootstrap.RAISED, bootstrap.RAISED_BASE):

@@ -11,8 +11,7 @@ short by a kill is not mistaken for a complete one.
 Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time`
 are loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
 part of pickle costs a fifth of an interpreter's start, so it is not used for a function of
-a module with plain arguments, nor for a plain value: marshal keeps exactly the types that
-`is_plain` accepts (it would turn other types with a buffer into bytes).  The parent imports
+a module with plain arguments, nor for a plain value (`plain_value`).  The parent imports
 this module for the two formats, which have writer and reader here.
 """
 
@@ -31,9 +30,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 if TYPE_CHECKING or __name__ != "bootstrap":
-    from elastic_aio.worker import interpreter
+    from elastic_aio.worker import interpreter, plain_value
 else:  # the package itself need not be importable
     import interpreter
+    import plain_value
 
 MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
 
@@ -78,18 +78,6 @@ class InheritedDescriptor:
 # ------------------------------------------------------------------- the two formats
 
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def is_plain(value: object, depth: int = 4) -> bool:
-    """Return whether marshal keeps a value unchanged: scalars, small tuples and lists."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        items: Any = value
-        return depth > 0 and len(items) < 100 and all(is_plain(item, depth - 1) for item in items)
-    return kind in _SCALARS and (kind not in (bytes, str) or len(value) < 4096)  # type: ignore[arg-type]  # these have a length
-
-
 def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
     """Return the parts of a call's file.
 
@@ -125,14 +113,14 @@ def _find(module: str, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _write_result(descriptor: int, kind: int, content: Any) -> None:
-    if plain := is_plain(content):
-        end = _HEADER + os.pwrite(descriptor, marshal.dumps(content, 4), _HEADER)
+    if plain := plain_value.dump(content):
+        end = _HEADER + os.pwrite(descriptor, plain, _HEADER)
     else:
         with open(descriptor, "wb", buffering=1 << 16, closefd=False) as file:
             file.seek(_HEADER)
             _dump(content, file)
             end = file.tell()
-    header = bytes([kind, plain]).ljust(8, b"\0") + (end - _HEADER).to_bytes(8, "little")
+    header = bytes([kind, bool(plain)]).ljust(8, b"\0") + (end - _HEADER).to_bytes(8, "little")
     os.pwrite(descriptor, header, 0)
 
 
@@ -140,13 +128,14 @@ def read_result(descriptor: int) -> tuple[int, Any]:
     """Return the kind of a result and its content; `NOTHING` if it was cut short.
 
     Raises:
-        BaseException: any error of unpickling the value.
+        BaseException: any error of unpickling the value, or the worker has damaged it.
     """
     kind, plain, length = read_header(descriptor)
     if kind == NOTHING:
         return NOTHING, None
     if plain:
-        return kind, marshal.loads(os.pread(descriptor, length, _HEADER))
+        size = min(length, plain_value.SIZE_MAX + 1)
+        return kind, plain_value.load(os.pread(descriptor, size, _HEADER))
     return kind, _pickle_module().Unpickler(_Content(descriptor, length)).load()
 
 

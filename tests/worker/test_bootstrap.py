@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,24 +60,6 @@ class Number(int):
     """A subclass of int, which is not plain."""
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Number(1),
-        bytearray(b"x"),
-        memoryview(b"x"),
-        {1: 2},
-        {1},
-        [[[[[[1]]]]]],
-        b"x" * 5000,
-        [1] * 200,
-    ],
-)
-def test_other_values_are_not_plain(value: object) -> None:
-    """marshal would change the type, or the value is large."""
-    assert not bootstrap.is_plain(value)
-
-
 def test_a_result_cut_short_is_nothing(result: int) -> None:
     """An empty file, one without a header, and one shorter than its header says."""
     assert bootstrap.read_result(result) == (bootstrap.NOTHING, None)
@@ -95,6 +78,51 @@ async def test_a_damaged_value_is_a_problem(result: int) -> None:
     damaged = await read_call_result(result)
     assert damaged.value is None
     assert damaged.problem.startswith("its value cannot be unpickled here: ")
+
+
+@pytest.mark.parametrize("kind", [bootstrap.RAISED, bootstrap.EXITED])
+async def test_a_result_of_another_form_is_a_problem(result: int, kind: int) -> None:
+    """Its reader never fails."""
+    assert perform(result, lambda: 7) == 0
+    os.pwrite(result, bytes([kind]), 0)
+    assert "cannot be unpickled here: TypeError: " in (await read_call_result(result)).problem
+
+
+async def test_only_small_values_are_read_in_the_event_loop(
+    result: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads a long nested list; a false length is refused before any byte is read."""
+    threads = []
+    read_result = bootstrap.read_result
+
+    def read(descriptor: int) -> tuple[int, Any]:
+        threads.append(threading.current_thread())
+        return read_result(descriptor)
+
+    monkeypatch.setattr(bootstrap, "read_result", read)
+    for value in ([list(range(99))] * 9, [list(range(99))] * 99, [["y" * 4000] * 9] * 9):
+        assert perform(result, lambda value=value: value) == 0
+        assert (await read_call_result(result)).value == value
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+    monkeypatch.undo()
+
+    sizes = []
+    pread = os.pread
+
+    def pread_and_measure(descriptor: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", pread_and_measure)
+    os.ftruncate(result, (1 << 22) + 16)
+    os.pwrite(
+        result, bytes([bootstrap.VALUE, 1]).ljust(8, b"\0") + (1 << 22).to_bytes(8, "little"), 0
+    )
+    damaged = await read_call_result(result)
+    assert (
+        damaged.problem == "its value cannot be unpickled here: ValueError: its bytes are damaged"
+    )
+    assert max(sizes) <= 1 << 17
 
 
 def test_a_worker_imports_few_modules() -> None:
