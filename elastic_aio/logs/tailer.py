@@ -117,6 +117,16 @@ class LogTailer:
         await self._show(rest)
 
     @property
+    def offset(self) -> int:
+        """The number of bytes of the file that are read."""
+        return self._splitter.offset
+
+    @property
+    def held(self) -> int:
+        """The number of bytes that are read of an unfinished line."""
+        return self._splitter.offset - self._splitter.needed
+
+    @property
     def unshown(self) -> int | None:
         """The number of bytes in the file that are not read yet; None if it is unknown."""
         return self._file.unread(self._splitter.offset)

@@ -21,9 +21,12 @@ from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
+from elastic_aio.text import counted
 
 # Seconds until a file that could not be read is read again, if it does not grow earlier.
 _RETRY_S = 0.5
+# Seconds for which `drain` reads lines to their end while the console gets nothing.
+_READ_MAX_S = 30.0
 
 
 class Tee:
@@ -134,23 +137,32 @@ class Tee:
     async def drain(self, timeout: float) -> dict[Sink, int]:
         """Wait until all complete files are shown; return the sinks that block, with bytes.
 
-        The wait ends after `timeout` seconds without progress of any sink.  The bytes are
-        those in the files that a sink has not taken.  Of files that cannot be read their
-        `on_lost` is called.
+        The wait ends after `timeout` seconds in which no sink takes anything and no file is
+        read; after 30 seconds if long lines are only read, to find their ends.  The bytes are
+        those in the files that a sink has not taken.  Of files that cannot be read, or not to
+        the end of a line, their `on_lost` is called.
         """
         done = when_all_done(tailer.finished for tailer in self._ending())
-        while not done.done():
-            before = [sink.written for sink in self._pumps]
+        is_read: set[LogTailer] = set()
+        left = _READ_MAX_S
+        while not done.done() and left > 0:
+            written = [sink.written for sink in self._pumps]
+            offsets = {tailer: tailer.offset for tailer in self._ending()}
             await asyncio.wait([done], timeout=timeout)
-            if not done.done() and [sink.written for sink in self._pumps] == before:
-                break
+            if [sink.written for sink in self._pumps] != written:
+                continue
+            is_read = {tailer for tailer, offset in offsets.items() if tailer.offset != offset}
+            left = left - timeout if is_read else 0.0
         blocked: dict[Sink, int] = {}
         for tailer in self._ending():
-            if tailer.error is None:
-                blocked[tailer.sink] = blocked.get(tailer.sink, 0) + (tailer.unshown or 0)
-            else:
+            if tailer.error is not None:
                 reason = (tailer.error.strerror or str(tailer.error)).lower()
                 tailer.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
+            elif tailer in is_read:
+                reason = f"a line of more than {counted(tailer.held, 'byte')} is still being read"
+                tailer.on_lost(reason, tailer.held + (tailer.unshown or 0))
+            else:
+                blocked[tailer.sink] = blocked.get(tailer.sink, 0) + (tailer.unshown or 0)
         return blocked
 
     async def aclose(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -167,6 +168,30 @@ async def test_drain_ends_if_the_console_is_blocked(bench: Bench) -> None:
     ((sink, unshown),) = (await bench.tee.drain(0.05)).items()
     assert sink is bench.console.sink
     assert 400_101 - (256 << 10) < unshown < 400_101
+
+
+async def test_a_line_that_is_long_to_read(bench: Bench) -> None:
+    """The console gets nothing until its end is found; it is shown, and so is what follows."""
+    file, token = bench.follow("a")
+    os.truncate(file, 1 << 26)
+    os.write(file, b"\rshown\nnext\n")
+    bench.tee.finish([token])
+    # Each wait ends after a chunk or a few.
+    assert await bench.tee.drain(0.0001) == {}
+    assert await bench.console.lines(2) == [b"P:shown", b"P:next"]
+    assert bench.unshown == []
+
+
+async def test_a_line_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait ends, and the reason is not the console."""
+    monkeypatch.setattr(tee, "_READ_MAX_S", 0.05)
+    file, token = bench.follow("a")
+    os.truncate(file, 1 << 42)
+    bench.tee.finish([token])
+    assert await bench.tee.drain(0.01) == {}
+    ((reason, unshown),) = bench.unshown
+    assert re.fullmatch(r"a line of more than \d+ bytes is still being read", reason)
+    assert unshown == 1 << 42
 
 
 async def test_a_console_that_was_blocked_gets_all_lines(bench: Bench) -> None:
