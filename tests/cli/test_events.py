@@ -113,7 +113,7 @@ async def test_a_closed_pipe_ends_it_quietly() -> None:
     ("arguments", "code", "problem"),
     [
         (["--bogus"], 2, "unrecognized arguments: --bogus"),
-        (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 1 to 65535"),
+        (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
         (["--rdzv-id", ""], 2, "--rdzv-id: must not be empty"),
         (["--after", "x"], 2, "--after: must be the number of an event (got 'x'"),
         (["--after=-2"], 2, "--after: must be the number of an event (got '-2'"),

@@ -375,7 +375,7 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     ([], {"PET_RDZV_CONF": "join_timeout=x"}, ["run: PET_RDZV_CONF: join_timeout: must be"]),
     (["--nnodes=2"], {"SLURM_PROCID": "x"}, ["run: SLURM_PROCID: must be", "(got 'x')"]),
     (["--preload", "a", "--start-method", "spawn"], {}, ["needs --start-method forkserver (got"]),
-    (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 1 to 65535 (got 'h:99999')"]),
+    (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 0 to 65535 (got 'h:99999')"]),
     (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
     (
         ["--virtual-local-rank"],

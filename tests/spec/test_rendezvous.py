@@ -50,7 +50,7 @@ def test_endpoints_are_normalised(backend: str, endpoint: str, endpoints: list[s
 WHERE = "rendezvous.endpoint: must be HOST:PORT, [IPV6]:PORT or HOST"
 
 
-PORT = "rendezvous.endpoint: must have a port from 1 to 65535"
+PORT = "rendezvous.endpoint: must have a port from 0 to 65535"
 
 
 ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without a port"
