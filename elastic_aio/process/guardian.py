@@ -22,6 +22,7 @@ import os
 import signal
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -39,10 +40,12 @@ _START_S = 30.0
 _KILL_S = 10.0
 # Seconds that a guardian needs to see that nothing is left.
 _MARGIN_S = 1.0
-# Seconds between two restarts: none before the first, then doubled up to the maximum; a
-# guardian that has run for the maximum starts the series anew.
+# Seconds until a start that has failed is repeated: then doubled up to the maximum.
 _DELAY_S = 1.0
 _DELAY_MAX_S = 60.0
+# Restarts within _WINDOW_S: a guardian that is always killed must not take a processor.
+_RESTARTS_MAX = 5
+_WINDOW_S = 1.0
 
 
 class Guardian:
@@ -171,31 +174,31 @@ class Guardian:
             asyncio.get_running_loop().remove_reader(anchor)
 
     async def _keep(self, process: _Process) -> None:
-        """Restart each guardian that ends, with growing delays."""
-        delay = 0.0
+        """Restart each guardian that ends, at once: until then the job has none."""
+        restarts: deque[float] = deque(maxlen=_RESTARTS_MAX)
         while True:
-            began = time.monotonic()
             await asyncio.wait([process.child.exited])
-            if time.monotonic() - began >= _DELAY_MAX_S:
-                delay = 0.0
-            process, delay = await self._restart(delay)
+            if len(restarts) == _RESTARTS_MAX:
+                # No event reports that the guardian is not killed any more.
+                await asyncio.sleep(max(0.0, restarts[0] + _WINDOW_S - time.monotonic()))
+            restarts.append(time.monotonic())
+            process = await self._restart()
             self._on_restarted(process.child.pid)
 
-    async def _restart(self, delay: float) -> tuple[_Process, float]:
-        """Return a guardian that works, and the delay before the next restart."""
-        is_reported = False
+    async def _restart(self) -> _Process:
+        """Return a guardian that works; try again with growing delays."""
+        delay = 0.0
         while True:
-            await asyncio.sleep(delay)  # no event reports that the cause has gone
-            delay = min(max(delay * 2, _DELAY_S), _DELAY_MAX_S)
             try:
                 self._process = _Process(self._spawn())
                 await self._process.wait_ready()
             except HostError as error:
-                if not is_reported:
+                if delay == 0.0:
                     self._on_lost(str(error))
-                is_reported = True
             else:
-                return self._process, delay
+                return self._process
+            delay = min(max(delay * 2, _DELAY_S), _DELAY_MAX_S)
+            await asyncio.sleep(delay)  # no event reports that the cause has gone
 
 
 class _LoopAnchor:
