@@ -216,6 +216,8 @@ def parse_seconds(
     # A comparison with NaN is false, so NaN is refused too.
     if not 0 <= seconds < limit or (is_positive and not seconds):
         bound = "above 0" if is_positive else "of at least 0"
+        if limit <= seconds < float("inf"):
+            bound = f"below {limit:.0f}"
         raise invalid_value(option, f"must be a number of seconds {bound}", text)
     return seconds
 

@@ -300,7 +300,7 @@ def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     option = "--shutdown-timeout"
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
         option = _GRACE_VARIABLE
-    return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value))
+    return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value, limit=1e9))
 
 
 def uninterruptible_timeout_from(env: Mapping[str, str]) -> float | None:

@@ -2,7 +2,8 @@
 
 It shares the event loop with the job, so every request costs little: a bounded head, one
 short answer from memory, and a time limit.  Of too many connections the oldest is closed:
-a client that sends its request at once is always served, however many slow ones there are.
+slow clients do not keep out one that sends its request at once.  A burst of connections does:
+of those that arrive together, only the last are served.
 """
 
 from __future__ import annotations

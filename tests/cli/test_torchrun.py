@@ -355,6 +355,7 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--shutdown-timeout", "-1"], {}, ["--shutdown-timeout", "'-1'", "at least 0"]),
     (["--shutdown-timeout", "x"], {}, ["--shutdown-timeout", "'x'", "at least 0"]),
     (["--shutdown-timeout", "nan"], {}, ["--shutdown-timeout", "'nan'", "at least 0"]),
+    (["--shutdown-timeout", "1e308"], {}, ["--shutdown-timeout", "'1e308'", "below"]),
     (["--shutdown-timeout", "inf"], {}, ["--shutdown-timeout", "'inf'", "at least 0"]),
     (
         [],
