@@ -120,30 +120,43 @@ def end_job(
 ) -> bool:
     """Signal all descendants of the workers, and after `grace` seconds kill what is left.
 
-    Ends 10 seconds after that at the latest; returns whether nothing is left.
+    Ends 10 seconds after the first SIGKILL at the latest; returns whether nothing is left.
+    The times are taken around each scan: on a busy host one takes longer than any of them.
     """
     cache = proc_scan.ScanCache()
     signalled: set[tuple[int, int]] = set()
-    began = quiet_since = time.monotonic()
-    while (now := time.monotonic()) - quiet_since < _QUIET_S and now - began < grace + _LIMIT_S:
-        is_grace = now - began < grace
+    quiet_since = time.monotonic()
+    grace_until = killing_until = None
+    while True:
+        now = time.monotonic()
+        # The first scan is one of the grace, however late it comes.
+        is_grace = grace > 0 and (grace_until is None or now < grace_until)
+        if not is_grace and killing_until is None:
+            killing_until = now + _LIMIT_S
         try:
             descendants = find_descendants(marker, since, sessions, cache)
         except OSError:
-            quiet_since = now  # no descriptor for a moment: scan again
+            descendants = None  # no descriptor for a moment: scan again
+        for process in descendants or ():
+            if not is_grace:
+                proc_scan.signal_process(process, signal.SIGKILL)
+            elif process.identity not in signalled:
+                signalled.add(process.identity)
+                proc_scan.signal_process(process, number)
+                # A stopped process acts on a signal only after this one.
+                proc_scan.signal_process(process, signal.SIGCONT)
+        scanned = time.monotonic()
+        if grace_until is None:
+            grace_until = scanned + grace
+        if descendants == []:
+            if now - quiet_since >= _QUIET_S:
+                return True
+        elif killing_until is not None and now >= killing_until:
+            return False
         else:
-            if descendants:
-                quiet_since = now
-            for process in descendants:
-                if not is_grace:
-                    proc_scan.signal_process(process, signal.SIGKILL)
-                elif process.identity not in signalled:
-                    signalled.add(process.identity)
-                    proc_scan.signal_process(process, number)
-                    # A stopped process acts on a signal only after this one.
-                    proc_scan.signal_process(process, signal.SIGCONT)
-        time.sleep(min(_GRACE_SCAN_S, max(began + grace - now, 0)) if is_grace else _SCAN_S)
-    return now - quiet_since >= _QUIET_S
+            quiet_since = scanned
+        left = max(grace_until - scanned, 0)
+        time.sleep(min(_GRACE_SCAN_S, left) if is_grace else _SCAN_S)
 
 
 def find_descendants(

@@ -442,6 +442,40 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
+SLOW_SCANS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import _signal, guardian_main, proc_scan
+class Clock:
+    now = 0.0
+    def monotonic(self):
+        self.now += float(sys.argv[2])
+        return self.now
+    def sleep(self, seconds):
+        self.now += seconds
+alive, sent = [proc_scan.ProcEntry(7, 1, 7, 0)], []
+def scan(*_):
+    guardian_main.time.now += float(sys.argv[3])
+    return list(alive)
+def send(process, number):
+    sent.append(number)
+    if number == _signal.SIGKILL:
+        alive.clear()
+guardian_main.time, guardian_main.find_descendants = Clock(), scan
+proc_scan.signal_process = send
+is_ended = guardian_main.end_job(b"", 0, {}, _signal.SIGTERM, 0.5)
+sys.exit(not is_ended or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
+"""
+
+
+@pytest.mark.parametrize(("reading", "scan"), [(0, 0), (0, 0.3), (0.3, 0), (12, 0), (0, 12)])
+def test_a_slow_host_does_not_end_the_guardian_too_early(reading: float, scan: float) -> None:
+    """A scan, or the time between two lines, takes longer than what the guardian waits for."""
+    main = ROOT / "elastic_aio" / "process"
+    command = [sys.executable, "-I", "-S", "-c", SLOW_SCANS, str(main), str(reading), str(scan)]
+    subprocess.run(command, check=True, timeout=60)
+
+
 # A launcher whose worker is a file on which another process has a lease.
 LAUNCHER = """
 import sys
