@@ -20,7 +20,6 @@ from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
 
-# One second is guaranteed; the rest is for a host that is busy with other tests.
 # A second is guaranteed; a busy host may stop for several.
 GUARANTEED_S = 10.0
 
