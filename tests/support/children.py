@@ -70,9 +70,13 @@ for name in "HUP", "INT", "QUIT", "TERM", "USR1", "USR2":
 notes, rank = os.environ["NOTES"], os.environ["RANK"]
 with open(f"{notes}/.{rank}", "w") as file:
     file.write(str(os.getpid()))
+# Not `signal.pause`: a signal just before it would be handled only with the next one.
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
 os.rename(f"{notes}/.{rank}", f"{notes}/{rank}")
 while True:
-    signal.pause()
+    os.read(reader, 1)
 """
 )
 # Ends with code 0 on a stop signal, and writes its rank to `$NOTES/stopped`.
