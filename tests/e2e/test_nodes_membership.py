@@ -134,7 +134,8 @@ async def test_too_few_are_left(tmp_path: Path) -> None:
         await host.event(RoundForming, since=since, joined=1, minimum=2)
         assert (await host.note("signal")).text == "SIGTERM"
         assert not any(alive(worker.pid) for worker in before)
-        waiting = f"1 node present ({socket.gethostname()}), minimum 2, maximum 2, missing"
+        name = f"{socket.gethostname()} (pid {host.pid})"
+        waiting = f"1 node present ({name}), minimum 2, maximum 2, missing"
         assert waiting in host.err
         instead = cluster.start("instead")
         workers = await cluster.workers(host, instead, attempt=1)

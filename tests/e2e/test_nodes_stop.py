@@ -203,7 +203,8 @@ async def test_the_exit_barrier_has_a_timeout(tmp_path: Path) -> None:
         other.order((await other.workers())[0], "exit 0")
         await other.event(WorkerExited)
         assert (await other.ended(1 + AT_ONCE_S)).code == 0
-        assert (await host.event(NodeLeft)).name == socket.gethostname()
+        name = (await host.event(NodeLeft)).name
+        assert name == f"{socket.gethostname()} (pid {other.pid})"
         assert alive((await host.workers())[0].pid)
         assert (await cluster.finish(host))[0].code == 0
         assert len(host.events_of(RoundFormed)) == 1

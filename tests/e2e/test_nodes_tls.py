@@ -12,6 +12,7 @@ import pytest
 from elastic_aio import (
     JobFinished,
     RendezvousStoreRecovered,
+    RoundFormed,
     RoundForming,
     StoreRefused,
     TlsSpec,
@@ -64,6 +65,8 @@ async def test_nodes_meet_over_tls_only(authority: Authority, tmp_path: Path) ->
                 [*COMMAND, "store", "ping", endpoint, *_words(options_of(tls))], seconds=60
             )
             assert (ping.code, ping.err) == (0, "")
+            # Its store ends with the job.
+            await events.wait_for(lambda event: isinstance(event, RoundFormed), "the round")
             ended = await cluster.finish(first, second)
         assert {one.code for one in ended} == {0}
         await events.wait_for(lambda event: isinstance(event, JobFinished), "the end of the job")
