@@ -25,7 +25,11 @@ if saved:
     accelerator.load_state(str(saved[-1].parent))
 rank, attempt = accelerator.process_index, os.environ["TORCHELASTIC_RESTART_COUNT"]
 launcher = "elastic_aio" if "ELASTIC_AIO_ATTEMPT" in os.environ else "torchrun"
-print(f"rank {rank} of {accelerator.num_processes}: from epoch {first} by {launcher}", flush=True)
+print(
+    f"rank {rank} of {accelerator.num_processes}: from epoch {first} by {launcher}\n",
+    end="",
+    flush=True,
+)
 for epoch in range(first, EPOCHS):
     if (rank, attempt, epoch) == (1, "0", 2):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,5 +42,5 @@ for epoch in range(first, EPOCHS):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (directory / "done").touch()
-print(f"rank {rank}: finished", flush=True)
+print(f"rank {rank}: finished\n", end="", flush=True)
 accelerator.end_training()

@@ -9,5 +9,5 @@ accelerator = Accelerator(cpu=True)
 rank, size = accelerator.process_index, accelerator.num_processes
 total = accelerator.reduce(torch.tensor([rank + 1]), "sum").item()
 launcher = "elastic_aio" if "ELASTIC_AIO_ATTEMPT" in os.environ else "another launcher"
-print(f"rank {rank} of {size}: {total} by {launcher}", flush=True)
+print(f"rank {rank} of {size}: {total} by {launcher}\n", end="", flush=True)
 accelerator.end_training()

@@ -46,7 +46,7 @@ def train(directory: Path | None, crash_at: int | None) -> torch.Tensor:
         if directory:
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             checkpoint.save(parts, checkpoint_id=directory / str(step + 1))
-    print(f"rank {distributed.get_rank()}: steps {first} to {STEPS}", flush=True)
+    print(f"rank {distributed.get_rank()}: steps {first} to {STEPS}\n", end="", flush=True)
     return model[0].weight.full_tensor()
 
 

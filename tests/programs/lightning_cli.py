@@ -29,7 +29,7 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]  # it has no 
         launcher = "elastic_aio" if "ELASTIC_AIO_ATTEMPT" in os.environ else "another launcher"
         size = self.trainer.world_size
         text = f"{self.layer.in_features} features by {launcher}"
-        print(f"rank {self.global_rank} of {size}: {text}", flush=True)
+        print(f"rank {self.global_rank} of {size}: {text}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

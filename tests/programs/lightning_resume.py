@@ -26,7 +26,10 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]  # it has no 
         return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
     def on_train_epoch_start(self) -> None:
-        print(f"rank {self.global_rank} of {self.trainer.world_size}: epoch {self.current_epoch}")
+        print(
+            f"rank {self.global_rank} of {self.trainer.world_size}: epoch {self.current_epoch}\n",
+            end="",
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -46,4 +49,8 @@ trainer = lightning.Trainer(
     callbacks=[ModelCheckpoint(sys.argv[1], save_last=True)],
 )
 trainer.fit(Regression(), loader, ckpt_path="last")
-print(f"rank {trainer.global_rank}: finished after {trainer.current_epoch} epochs", flush=True)
+print(
+    f"rank {trainer.global_rank}: finished after {trainer.current_epoch} epochs\n",
+    end="",
+    flush=True,
+)

@@ -24,4 +24,4 @@ del remote  # its owner waits for it to be released
 rpc.shutdown()
 if attempt == 0 and rank == world - 1:
     raise SystemExit("fails once, so that RPC forms again")
-print(f"rank {rank}: attempt {attempt}, {len(sums)} answers", flush=True)
+print(f"rank {rank}: attempt {attempt}, {len(sums)} answers\n", end="", flush=True)
