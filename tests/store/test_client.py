@@ -252,7 +252,7 @@ async def test_a_suspended_holder_is_detected(server: StoreServer, store: Remote
         async with asyncio.timeout(10):
             change = await anext(watch)
         assert change.kind is ChangeKind.EXPIRED
-        assert time.monotonic() - begin > 0.3
+        assert 0.3 < time.monotonic() - begin < 10
         os.kill(process.pid, signal.SIGCONT)
         # Its lease ends, which it reports by its exit code.
         async with asyncio.timeout(10):

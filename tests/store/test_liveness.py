@@ -79,7 +79,7 @@ async def test_a_suspended_server_is_detected(server: StoreServer) -> None:
             with pytest.raises(StoreLost, match=r"no answer for 0.7 s; then: no store at"):
                 await anext(watch)
             # The time counts from the last reply, which may be a ping interval old.
-            assert time.monotonic() - begin > 0.3
+            assert 0.3 < time.monotonic() - begin < 10
         assert "no answer for 0.7 s" in await store.wait_lost()
 
 
