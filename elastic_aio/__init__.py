@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from elastic_aio.errors import StoreLost as StoreLost
     from elastic_aio.errors import StoreRefused as StoreRefused
     from elastic_aio.errors import StoreTimeout as StoreTimeout
+    from elastic_aio.event_json import event_from_json as event_from_json
+    from elastic_aio.event_json import event_to_json as event_to_json
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
-    from elastic_aio.events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
     from elastic_aio.events import GuardianLost as GuardianLost
@@ -54,22 +55,9 @@ if TYPE_CHECKING:
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
     from elastic_aio.events import LogDiskFull as LogDiskFull
-    from elastic_aio.events import MembershipChanged as MembershipChanged
-    from elastic_aio.events import NodeJoined as NodeJoined
-    from elastic_aio.events import NodeLeft as NodeLeft
-    from elastic_aio.events import NodeLost as NodeLost
-    from elastic_aio.events import NodeRefused as NodeRefused
-    from elastic_aio.events import NodeStandby as NodeStandby
     from elastic_aio.events import OutputLost as OutputLost
-    from elastic_aio.events import RendezvousStoreAwaited as RendezvousStoreAwaited
-    from elastic_aio.events import RendezvousStoreLost as RendezvousStoreLost
-    from elastic_aio.events import RendezvousStoreRecovered as RendezvousStoreRecovered
     from elastic_aio.events import Restarting as Restarting
-    from elastic_aio.events import RoundFormed as RoundFormed
-    from elastic_aio.events import RoundForming as RoundForming
-    from elastic_aio.events import RoundWaiting as RoundWaiting
     from elastic_aio.events import SignalForwarded as SignalForwarded
-    from elastic_aio.events import StandbyPromoted as StandbyPromoted
     from elastic_aio.events import StopEscalated as StopEscalated
     from elastic_aio.events import StopRequested as StopRequested
     from elastic_aio.events import TimerExpired as TimerExpired
@@ -78,11 +66,23 @@ if TYPE_CHECKING:
     from elastic_aio.events import WorkerExited as WorkerExited
     from elastic_aio.events import WorkerStarted as WorkerStarted
     from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
-    from elastic_aio.events import event_from_json as event_from_json
-    from elastic_aio.events import event_to_json as event_to_json
     from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
+    from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
+    from elastic_aio.node_events import MembershipChanged as MembershipChanged
+    from elastic_aio.node_events import NodeJoined as NodeJoined
+    from elastic_aio.node_events import NodeLeft as NodeLeft
+    from elastic_aio.node_events import NodeLost as NodeLost
+    from elastic_aio.node_events import NodeRefused as NodeRefused
+    from elastic_aio.node_events import NodeStandby as NodeStandby
+    from elastic_aio.node_events import RendezvousStoreAwaited as RendezvousStoreAwaited
+    from elastic_aio.node_events import RendezvousStoreLost as RendezvousStoreLost
+    from elastic_aio.node_events import RendezvousStoreRecovered as RendezvousStoreRecovered
+    from elastic_aio.node_events import RoundFormed as RoundFormed
+    from elastic_aio.node_events import RoundForming as RoundForming
+    from elastic_aio.node_events import RoundWaiting as RoundWaiting
+    from elastic_aio.node_events import StandbyPromoted as StandbyPromoted
     from elastic_aio.outcome import AttemptResult as AttemptResult
     from elastic_aio.outcome import EndCause as EndCause
     from elastic_aio.outcome import ExitStatus as ExitStatus
@@ -131,17 +131,22 @@ else:
                 RendezvousFailed SpawnError SpecError StoreClosed StoreError StoreLost
                 StoreRefused StoreTimeout
             """,
+            "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.events": """
-                AttemptFailed ConsoleLost CoordinatorChanged Event EventsMissed GuardianLost
-                GuardianRestarted JobFinished JobStarted LogDiskFull MembershipChanged NodeJoined
-                NodeLeft NodeLost NodeRefused NodeStandby OutputLost RendezvousStoreAwaited
-                RendezvousStoreLost RendezvousStoreRecovered Restarting RoundFormed RoundForming
-                RoundWaiting SignalForwarded StandbyPromoted StopEscalated StopRequested
-                TimerExpired TimerRejected WorkerAbandoned WorkerExited WorkerStarted
-                WorkerStoreRefused event_from_json event_to_json
+                AttemptFailed ConsoleLost Event EventsMissed GuardianLost
+                GuardianRestarted JobFinished JobStarted LogDiskFull OutputLost
+                Restarting SignalForwarded StopEscalated StopRequested TimerExpired
+                TimerRejected WorkerAbandoned WorkerExited WorkerStarted
+                WorkerStoreRefused
             """,
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
+            "elastic_aio.node_events": """
+                CoordinatorChanged MembershipChanged NodeJoined NodeLeft NodeLost
+                NodeRefused NodeStandby RendezvousStoreAwaited RendezvousStoreLost
+                RendezvousStoreRecovered RoundFormed RoundForming RoundWaiting
+                StandbyPromoted
+            """,
             "elastic_aio.outcome": """
                 AttemptResult EndCause ExitStatus Failure JobState LaunchResult ResourceUsage
                 WorkerError WorkerResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elastic_aio import events
+from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
 from elastic_aio.text import counted
@@ -76,41 +76,41 @@ def _store_refused(event: events.WorkerStoreRefused) -> str:
 def _describe_rendezvous(event: Event) -> tuple[int, str]:
     """Describe the events of nodes, rounds, the coordinator and the rendezvous store."""
     match event:
-        case events.RoundForming():
+        case node_events.RoundForming():
             return Level.WARNING, _round_forming(event)
-        case events.RoundWaiting():
+        case node_events.RoundWaiting():
             left = "" if event.time_left is None else f", {event.time_left:.0f} s left"
             times = f"waited {event.waited:.0f} s{left}"
             return Level.WARNING, f"{event.phase}: {event.what} ({times})"
-        case events.RoundFormed():
+        case node_events.RoundFormed():
             return Level.INFO, _round_formed(event)
-        case events.MembershipChanged():
+        case node_events.MembershipChanged():
             change = f"attempt {event.attempt} has {counted(event.nodes, 'node')}"
             return Level.WARNING, f"membership changed, {change}: {event.why}"
-        case events.NodeJoined():
+        case node_events.NodeJoined():
             workers = counted(event.nproc, "worker")
             text = f"node {event.name} joined with {workers} ({event.address})"
             level = Level.WARNING if event.differs else Level.INFO
             return level, "; ".join([text, *event.differs])
-        case events.NodeLeft():
+        case node_events.NodeLeft():
             return Level.INFO, f"node {event.name} left: {event.why}"
-        case events.NodeLost():
+        case node_events.NodeLost():
             return Level.WARNING, f"node {event.name} is lost: {event.why}"
-        case events.NodeRefused():
+        case node_events.NodeRefused():
             return Level.WARNING, f"node {event.name} was refused: {event.why}"
-        case events.NodeStandby():
+        case node_events.NodeStandby():
             why = event.why or f"the job has its maximum of {event.maximum} nodes"
             return Level.WARNING, f"on standby: {why}"
-        case events.StandbyPromoted():
+        case node_events.StandbyPromoted():
             return Level.INFO, f"promoted from standby to group rank {event.group_rank}"
-        case events.CoordinatorChanged():
+        case node_events.CoordinatorChanged():
             return Level.INFO, f"node {event.name} is the coordinator (term {event.term})"
-        case events.RendezvousStoreAwaited():
+        case node_events.RendezvousStoreAwaited():
             left = "" if event.time_left is None else f", {max(event.time_left, 0):.0f} s left"
             return Level.WARNING, f"waiting for the rendezvous store{left}: {event.why}"
-        case events.RendezvousStoreLost():
+        case node_events.RendezvousStoreLost():
             return Level.WARNING, f"rendezvous store at {event.endpoint} lost: {event.why}"
-        case events.RendezvousStoreRecovered():
+        case node_events.RendezvousStoreRecovered():
             server = ", served by this node" if event.is_host else ""
             return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
@@ -166,7 +166,7 @@ def _attempt_failed(event: events.AttemptFailed) -> str:
     return f"attempt {event.attempt} failed{elsewhere}: {root.summary}"
 
 
-def _round_formed(event: events.RoundFormed) -> str:
+def _round_formed(event: node_events.RoundFormed) -> str:
     nodes = counted(event.group_world_size, "node")
     if event.group_rank >= 0:  # else the event is about all nodes
         nodes = f"group rank {event.group_rank} of {event.group_world_size}"
@@ -175,7 +175,7 @@ def _round_formed(event: events.RoundFormed) -> str:
     return f"round {event.round}: {nodes}, {workers} in all, master at {master}"
 
 
-def _round_forming(event: events.RoundForming) -> str:
+def _round_forming(event: node_events.RoundForming) -> str:
     text = f"waiting for nodes: {counted(event.joined, 'node')} present"
     if event.present:
         ellipsis = ", ..." if len(event.present) < event.joined else ""

@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from elastic_aio import events
+from elastic_aio import events, node_events
 from elastic_aio.outcome import Failure, JobState
 
 
@@ -62,9 +62,9 @@ class _Job:
             case events.Restarting():
                 self.restarts = event.restarts
                 self.joining_since = event.time + event.delay
-            case events.MembershipChanged():
+            case node_events.MembershipChanged():
                 self.joining_since = event.time
-            case events.RoundFormed():
+            case node_events.RoundFormed():
                 self.group_rank = event.group_rank
                 self.group_world_size = event.group_world_size
                 self.world_size = event.world_size

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_aio
+from elastic_aio.event_json import SCHEMA, event_from_json, event_to_json
 from elastic_aio.events import (
-    SCHEMA,
     AttemptFailed,
     ConsoleLost,
-    CoordinatorChanged,
     Event,
     EventsMissed,
     GuardianLost,
@@ -23,22 +22,9 @@ from elastic_aio.events import (
     JobFinished,
     JobStarted,
     LogDiskFull,
-    MembershipChanged,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    NodeRefused,
-    NodeStandby,
     OutputLost,
-    RendezvousStoreAwaited,
-    RendezvousStoreLost,
-    RendezvousStoreRecovered,
     Restarting,
-    RoundFormed,
-    RoundForming,
-    RoundWaiting,
     SignalForwarded,
-    StandbyPromoted,
     StopEscalated,
     StopRequested,
     TimerExpired,
@@ -47,8 +33,22 @@ from elastic_aio.events import (
     WorkerExited,
     WorkerStarted,
     WorkerStoreRefused,
-    event_from_json,
-    event_to_json,
+)
+from elastic_aio.node_events import (
+    CoordinatorChanged,
+    MembershipChanged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    NodeStandby,
+    RendezvousStoreAwaited,
+    RendezvousStoreLost,
+    RendezvousStoreRecovered,
+    RoundFormed,
+    RoundForming,
+    RoundWaiting,
+    StandbyPromoted,
 )
 from elastic_aio.outcome import ExitStatus, Failure, JobState, ResourceUsage, WorkerError
 

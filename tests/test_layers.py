@@ -16,7 +16,18 @@ import elastic_aio
 PACKAGE = Path(elastic_aio.__file__).parent
 
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "outcome", "ranks", "spec", "events", "lazy", "text"},
+    {
+        "_version",
+        "errors",
+        "outcome",
+        "ranks",
+        "spec",
+        "events",
+        "node_events",
+        "event_json",
+        "lazy",
+        "text",
+    },
     {"aio", "hardware", "worker"},
     {"channel", "signals"},
     {"process", "logs", "store"},
@@ -33,6 +44,8 @@ VALUES = LAYERS[0]
 PURE = {
     "errors",
     "events",
+    "node_events",
+    "event_json",
     "outcome",
     "ranks",
     "lazy",

@@ -19,7 +19,8 @@ import sys
 import time
 from contextlib import suppress
 
-from elastic_aio.events import CoordinatorChanged, Event
+from elastic_aio.events import Event
+from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.outcome import Failure
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (

@@ -29,7 +29,7 @@ from elastic_aio.cli.rendezvous_options import read_secrets
 from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
-from elastic_aio.events import event_to_json
+from elastic_aio.event_json import event_to_json
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.report import describe

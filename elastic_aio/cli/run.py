@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed, SpecError
-from elastic_aio.events import (
-    AttemptFailed,
-    Event,
-    JobFinished,
-    JobStarted,
-    WorkerStarted,
-    event_to_json,
-)
+from elastic_aio.event_json import event_to_json
+from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, WorkerStarted
 from elastic_aio.launcher import (
     receive_signals,
     run_coroutine,

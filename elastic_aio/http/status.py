@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from elastic_aio import events
+from elastic_aio import events, node_events
 
 PHASES: Final = (
     "starting",
@@ -54,7 +54,7 @@ class JobStatus:
         """The root cause of the latest failed attempt."""
         self.workers: dict[int, WorkerStatus] = {}
         self._job: events.JobStarted | None = None
-        self._round: events.RoundFormed | None = None
+        self._round: node_events.RoundFormed | None = None
         self._running_since = 0.0
         self._ran_before = 0.0
         self._ended_at: float | None = None
@@ -65,11 +65,11 @@ class JobStatus:
             case events.JobStarted():
                 self._job = event
             # While workers run, other nodes may form the next round.
-            case events.RoundForming() if not self.is_ready:
+            case node_events.RoundForming() if not self.is_ready:
                 self._enter("forming", event)
-            case events.NodeStandby() if not self.is_ready:
+            case node_events.NodeStandby() if not self.is_ready:
                 self._enter("standby", event, event.why)
-            case events.RoundFormed():
+            case node_events.RoundFormed():
                 self._round = event
                 self.membership_changes = event.changes
                 self._enter("starting", event)
@@ -85,7 +85,7 @@ class JobStatus:
             case events.Restarting():
                 self.restarts = event.restarts
                 self._enter("restarting", event, event.why)
-            case events.MembershipChanged():
+            case node_events.MembershipChanged():
                 self._enter("restarting", event, event.why)
             case events.JobFinished():
                 self.restarts = event.restarts

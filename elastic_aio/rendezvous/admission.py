@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from elastic_aio.events import NodeJoined
+from elastic_aio.node_events import NodeJoined
 from elastic_aio.rendezvous.base import StopRound
 from elastic_aio.rendezvous.members import MemberRecord
 from elastic_aio.rendezvous.messages import PROTOCOL, Reject, StandBy

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from elastic_aio.events import Event, MembershipChanged, Restarting, RoundFormed
+from elastic_aio.events import Event, Restarting
+from elastic_aio.node_events import MembershipChanged, RoundFormed
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.spec.restart import RestartAction

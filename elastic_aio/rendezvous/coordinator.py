@@ -88,7 +88,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from elastic_aio.events import NodeLeft, NodeLost
+from elastic_aio.node_events import NodeLeft, NodeLost
 from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous.admission import admit, find_rank_holders, wait_for_ranks
 from elastic_aio.rendezvous.base import StopRound

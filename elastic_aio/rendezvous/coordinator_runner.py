@@ -11,14 +11,8 @@ from msgspec.structs import replace
 from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import write_end
 from elastic_aio.errors import StoreError
-from elastic_aio.events import (
-    Event,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    NodeRefused,
-    RoundWaiting,
-)
+from elastic_aio.events import Event
+from elastic_aio.node_events import NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import Coordinator

@@ -25,13 +25,12 @@ from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, StoreError
-from elastic_aio.events import (
-    Event,
+from elastic_aio.events import Event, WorkerStoreRefused
+from elastic_aio.node_events import (
     RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
     RoundWaiting,
-    WorkerStoreRefused,
 )
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.base import (

@@ -22,7 +22,8 @@ import msgspec
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreError, StoreLost
-from elastic_aio.events import Event, event_from_json, event_to_json
+from elastic_aio.event_json import event_from_json, event_to_json
+from elastic_aio.events import Event
 from elastic_aio.store import Store
 from elastic_aio.text import truncate
 

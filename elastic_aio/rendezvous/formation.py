@@ -58,7 +58,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.events import RoundForming
+from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (

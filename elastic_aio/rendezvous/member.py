@@ -11,7 +11,8 @@ import dataclasses
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.events import CoordinatorChanged, Event, NodeStandby, StandbyPromoted
+from elastic_aio.events import Event
+from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
 from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,

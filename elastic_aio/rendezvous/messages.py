@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from elastic_aio.events import RoundForming
+from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,

@@ -21,7 +21,7 @@ from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_
 from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_prefix, run_store
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.errors import StoreError, StoreLost
-from elastic_aio.events import RoundWaiting
+from elastic_aio.node_events import RoundWaiting
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election, first_result
 from elastic_aio.rendezvous.member import Member, MemberEffect

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_aio.events import JobFinished, NodeRefused, RoundForming, RoundWaiting
+from elastic_aio.events import JobFinished
+from elastic_aio.node_events import NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings

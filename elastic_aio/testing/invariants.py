@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elastic_aio.events import Event, RoundForming
+from elastic_aio.events import Event
+from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
 from elastic_aio.rendezvous.dynamic import order_timeout

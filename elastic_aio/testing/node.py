@@ -19,7 +19,8 @@ from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
-from elastic_aio.events import Event, NodeStandby, RoundFormed
+from elastic_aio.events import Event
+from elastic_aio.node_events import NodeStandby, RoundFormed
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.tree import Survivor

@@ -37,7 +37,8 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
-from elastic_aio.events import AttemptFailed, MembershipChanged, Restarting, RoundFormed
+from elastic_aio.events import AttemptFailed, Restarting
+from elastic_aio.node_events import MembershipChanged, RoundFormed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (

@@ -35,7 +35,7 @@ from elastic_aio import (
 )
 from elastic_aio.cli import main
 from elastic_aio.cli import run as cli_run
-from elastic_aio.events import SCHEMA
+from elastic_aio.event_json import SCHEMA
 from tests.support.children import noting, shell, until_sync
 from tests.support.cli import (
     CLI,

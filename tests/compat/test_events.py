@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import JobFailed, LaunchSpec, events, run
+from elastic_aio import JobFailed, LaunchSpec, events, node_events, run
 from elastic_aio.compat.torch import events as module
 from elastic_aio.compat.torch.events import (
     Event,
@@ -145,7 +145,7 @@ START = events.JobStarted(
     node="h",
     rdzv_backend="c10d",
 )
-ROUND = events.RoundFormed(
+ROUND = node_events.RoundFormed(
     round=0,
     group_rank=1,
     group_world_size=2,

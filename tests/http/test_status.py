@@ -14,11 +14,7 @@ from elastic_aio.events import (
     Event,
     JobFinished,
     JobStarted,
-    MembershipChanged,
-    NodeStandby,
     Restarting,
-    RoundFormed,
-    RoundForming,
     StopRequested,
     WorkerExited,
     WorkerStarted,
@@ -26,6 +22,7 @@ from elastic_aio.events import (
 from elastic_aio.http.openmetrics import format_metrics
 from elastic_aio.http.responses import HEAD_MAX, response
 from elastic_aio.http.status import PHASES, JobStatus
+from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, JobState
 
 FORMING = RoundForming(round=0, joined=1, minimum=2, maximum=3)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.events import (
-    AttemptFailed,
-    JobFinished,
+from elastic_aio.events import AttemptFailed, JobFinished, Restarting
+from elastic_aio.node_events import (
     MembershipChanged,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeRefused,
     NodeStandby,
-    Restarting,
     RoundFormed,
     RoundForming,
     StandbyPromoted,

@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from elastic_aio.events import (
+from elastic_aio.events import EventsMissed, JobFinished, WorkerStoreRefused
+from elastic_aio.node_events import (
     CoordinatorChanged,
-    EventsMissed,
-    JobFinished,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -23,7 +22,6 @@ from elastic_aio.events import (
     RendezvousStoreRecovered,
     RoundForming,
     StandbyPromoted,
-    WorkerStoreRefused,
 )
 from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_aio.errors import StoreLost
-from elastic_aio.events import (
+from elastic_aio.events import Event
+from elastic_aio.node_events import (
     CoordinatorChanged,
-    Event,
     NodeLost,
     RendezvousStoreRecovered,
     RoundWaiting,

@@ -9,11 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from elastic_aio.events import (
-    NodeLost,
-    RendezvousStoreLost,
-    RendezvousStoreRecovered,
-)
+from elastic_aio.node_events import NodeLost, RendezvousStoreLost, RendezvousStoreRecovered
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
 from tests.rendezvous import test_dynamic

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from elastic_aio.events import Event, NodeLeft
+from elastic_aio.events import Event
+from elastic_aio.node_events import NodeLeft
 from elastic_aio.outcome import JobState
 from elastic_aio.store import StoreServer
 from tests.support.chaos import ChaosProxy

@@ -12,7 +12,7 @@ import pytest
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreRefused
-from elastic_aio.events import CoordinatorChanged
+from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.member import Member, MemberEffect

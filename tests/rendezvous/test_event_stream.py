@@ -13,7 +13,8 @@ import pytest
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
 from elastic_aio.discovery.keys import enter_run, run_store, write_end
 from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
-from elastic_aio.events import AttemptFailed, event_from_json, event_to_json
+from elastic_aio.event_json import event_from_json, event_to_json
+from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
 from elastic_aio.rendezvous import event_reader
 from elastic_aio.rendezvous.event_reader import JobEvents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.events import CoordinatorChanged, NodeStandby, RoundForming, StandbyPromoted
+from elastic_aio.node_events import CoordinatorChanged, NodeStandby, RoundForming, StandbyPromoted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (

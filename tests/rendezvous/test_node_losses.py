@@ -6,7 +6,7 @@ from signal import SIGTERM
 
 import pytest
 
-from elastic_aio.events import NodeRefused, RoundFormed
+from elastic_aio.node_events import NodeRefused, RoundFormed
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings

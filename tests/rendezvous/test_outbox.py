@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_aio.events import NodeLost, RoundFormed, RoundWaiting
+from elastic_aio.node_events import NodeLost, RoundFormed, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import EndJob, RoundStopped, StartRound, StopRound
 from elastic_aio.rendezvous.members import RoundSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_aio.events import RoundFormed
+from elastic_aio.node_events import RoundFormed
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy

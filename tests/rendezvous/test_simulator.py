@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
-from elastic_aio.events import Event, NodeJoined, NodeLost, RoundWaiting
+from elastic_aio.events import Event
+from elastic_aio.node_events import NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec

@@ -8,7 +8,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from elastic_aio.events import CoordinatorChanged, Event
+from elastic_aio.events import Event
+from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,

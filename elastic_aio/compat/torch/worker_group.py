@@ -10,14 +10,8 @@ from enum import Enum
 from typing import Any
 
 from elastic_aio.compat.torch.errors import ProcessFailure
-from elastic_aio.events import (
-    AttemptFailed,
-    Event,
-    JobFinished,
-    RoundFormed,
-    StopRequested,
-    WorkerStarted,
-)
+from elastic_aio.events import AttemptFailed, Event, JobFinished, StopRequested, WorkerStarted
+from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import JobState
 
 __all__ = ["RunResult", "Worker", "WorkerGroup", "WorkerSpec", "WorkerState"]

@@ -1,0 +1,56 @@
+"""The JSON form of events: one object per line.
+
+`schema` is the version of the form, `event` the name of the type; the rest are the fields.
+Readers must ignore fields that they do not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import msgspec
+
+from elastic_aio import events, node_events
+from elastic_aio.events import Event
+from elastic_aio.text import jsonable
+
+SCHEMA = 1
+"""Version of the JSON form; incremented when a field changes its meaning."""
+
+_encoder = msgspec.json.Encoder()
+
+
+def event_to_json(event: Event) -> bytes:
+    """Return an event as one JSON object, without a newline."""
+    try:
+        body = _encoder.encode(event)
+    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
+        body = _encoder.encode(jsonable(msgspec.to_builtins(event)))
+    return b'{"schema":%d,' % SCHEMA + body[1:]
+
+
+def event_from_json(line: bytes | str) -> Event:
+    """Read what `event_to_json` wrote.
+
+    Raises:
+        ValueError: the line is not an event, or its schema is newer than `SCHEMA`.
+    """
+    head: Any = msgspec.json.decode(line, type=_Head)
+    if head.schema > SCHEMA:
+        raise ValueError(f"events of schema {head.schema} are newer than this reader ({SCHEMA})")
+    decoded: Event = _decoder().decode(line)
+    return decoded
+
+
+class _Head(msgspec.Struct):
+    schema: int
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[Any]:
+    # Built on first use: a launcher only encodes, and the union takes milliseconds to build.
+    ours = events.__name__, node_events.__name__
+    kinds = [kind for kind in Event.__subclasses__() if kind.__module__ in ours]
+    return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
