@@ -16,9 +16,9 @@ import hypothesis
 import pytest
 import uvloop
 
+from tests.support import etcd, redis
 from tests.support.certificates import Authority, can_make_certificates
 from tests.support.clock import VirtualClockLoop
-from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess
 from tests.support.leaks import Resources, begin_session
 from tests.support.netns import why_impossible
 
@@ -136,18 +136,29 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The endpoint of an etcd that the tests share; each has a key prefix of its own."""
-    if ETCD is None:
-        pytest.skip(WHY_NOT)
-    with EtcdProcess(tmp_path_factory.mktemp("etcd")) as server:
+    if etcd.ETCD is None:
+        pytest.skip(etcd.WHY_NOT)
+    with etcd.EtcdProcess(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.endpoint
+
+
+@pytest.fixture(scope="session")
+def redis_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same for a Redis."""
+    if redis.REDIS is None:
+        pytest.skip(redis.WHY_NOT)
+    with redis.RedisProcess(tmp_path_factory.mktemp("redis"), appends=False) as server:
         yield server.endpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _etcd_first(request: pytest.FixtureRequest) -> None:
-    """Start it before the first test, whose leak check it would fail otherwise."""
-    is_wanted = any(
-        "etcd_endpoint" in getattr(item, "fixturenames", ()) or "-etcd]" in item.name
-        for item in request.session.items
-    )
-    if is_wanted and ETCD is not None:
-        request.getfixturevalue("etcd_endpoint")
+def _engines_first(request: pytest.FixtureRequest) -> None:
+    """Start them before the first test, whose leak check they would fail otherwise."""
+    for name, command in (("etcd", etcd.ETCD), ("redis", redis.REDIS)):
+        is_wanted = any(
+            f"{name}_endpoint" in getattr(item, "fixturenames", ())
+            or item.name.endswith(f"{name}]")
+            for item in request.session.items
+        )
+        if is_wanted and command is not None:
+            request.getfixturevalue(f"{name}_endpoint")

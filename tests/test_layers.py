@@ -87,6 +87,7 @@ PURE = {
     "testing.virtual_time",
     "store.etcd_operations",
     "store.etcd_wire",
+    "store.redis_script",
     "store.wire",
     "store.key_index",
     "store.keyspace",
@@ -113,6 +114,7 @@ CONFINED = {
     "anyio": {"aio"},
     "cloudpickle": {"process.calls"},
     "pynvml": {"hardware.nvml"},
+    "redis": {"store.redis_connection"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
         "compat.torch.rendezvous.handlers",

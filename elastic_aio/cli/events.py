@@ -33,7 +33,14 @@ from elastic_aio.event_json import event_to_json
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.report import describe
-from elastic_aio.spec.rendezvous import ENGINES, ETCD_PORT, STATIC_PORT, RendezvousSpec
+from elastic_aio.spec.rendezvous import (
+    ENGINES,
+    ETCD_PORT,
+    REDIS_PORT,
+    STATIC_PORT,
+    RendezvousSpec,
+    engine_port,
+)
 
 
 def main_events(argv: Sequence[str]) -> int:
@@ -90,21 +97,24 @@ def _add_rendezvous_options(parser: OptionParser) -> None:
         metavar="HOST:PORT[,...]",
         help=f"endpoints of the job's store (default {default.endpoint}); for the backend"
         f" 'static' MASTER_ADDR:MASTER_PORT of the job (its default port is {STATIC_PORT});"
-        f" for 'etcd' those of etcd (default localhost:{ETCD_PORT})",
+        f" for 'etcd' and 'redis' those of the engine (default localhost:{ETCD_PORT} and"
+        f" localhost:{REDIS_PORT})",
     )
     parser.add_argument(
         "--rdzv-backend",
         "--rdzv_backend",
         default=default.backend,
         metavar="NAME",
-        help=f"backend of the job (default {default.backend}); only 'etcd' makes a difference",
+        help=f"backend of the job (default {default.backend}); only 'etcd' and 'redis' make a"
+        " difference",
     )
     parser.add_argument(
         "--rdzv-conf",
         "--rdzv_conf",
         default="",
         metavar="KEY=VALUE,...",
-        help="with 'etcd': user, password_file and key_prefix, as for a run (default: none)",
+        help="with 'etcd' and 'redis': user, password_file, key_prefix and sentinel, as for a run"
+        " (default: none)",
     )
     parser.add_argument(
         "--rdzv-id",
@@ -125,7 +135,9 @@ def _event_number(text: str) -> int:
 
 async def _follow(arguments: argparse.Namespace) -> None:
     backend = arguments.rdzv_backend
-    endpoint = f"localhost:{ETCD_PORT}" if backend in ENGINES else RendezvousSpec().endpoint
+    endpoint = (
+        f"localhost:{engine_port(backend)}" if backend in ENGINES else RendezvousSpec().endpoint
+    )
     secrets = read_secrets(parse_conf(arguments.rdzv_conf, backend))
     reader = follow_job(
         arguments.rdzv_endpoint or endpoint,

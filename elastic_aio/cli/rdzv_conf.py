@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from elastic_aio.cli.options import UsageError, invalid_value, parse_number
 from elastic_aio.cli.tls_options import parse_switch
-from elastic_aio.spec.rendezvous import ENGINES
+from elastic_aio.spec.rendezvous import ENGINES, ETCD
 
 TIMES: Final = {
     "join_timeout": 1,
@@ -31,7 +31,7 @@ TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_na
 """Keys of `TlsSpec`."""
 
 ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
-"""Keys of `EngineSpec`, and the file with the password."""
+"""Keys of `EngineSpec`, and the file with the password; "sentinel" is for Redis only."""
 
 _RETENTION_MIN: Final = 60
 
@@ -78,7 +78,7 @@ class Conf(Struct, frozen=True):
         tls: fields of `TlsSpec`; empty without TLS.
         engine: fields of `EngineSpec`.
         token_file: path of the token's file, which has not been read.
-        password_file: the same for the password of etcd's user.
+        password_file: the same for the password of the engine's user.
         pairs: all keys and values as text.
         warnings: lines to print at the start.
     """
@@ -93,7 +93,7 @@ class Conf(Struct, frozen=True):
 
 
 def parse_conf(text: str, backend: str) -> Conf:
-    """Parse `--rdzv-conf` for the backend "c10d", "static", "etcd" or a plug-in's.
+    """Parse `--rdzv-conf` for the backend "c10d", "static", "etcd", "redis" or a plug-in's.
 
     Raises:
         UsageError: one line that names the key, the range and the value.
@@ -120,8 +120,11 @@ def parse_conf(text: str, backend: str) -> Conf:
     tls: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     if backend in ENGINES:
-        tls, engine = _engine_tls(pairs), _engine(pairs)
-        known = {*_KNOWN, *_TORCHS_TLS, *ENGINE, "protocol", "etcd_prefix"}
+        is_etcd = backend in ETCD
+        own = {*_TORCHS_TLS, "protocol", "etcd_prefix"} if is_etcd else {"sentinel"}
+        known = {*_KNOWN, *ENGINE, *own}
+        used = {key: value for key, value in pairs.items() if key in known}
+        tls, engine = _engine_tls(used) if is_etcd else _tls(used), _engine(used)
         warnings += _unknown(pairs, known)
     elif backend in ("c10d", "tcp", "static"):
         tls = _tls(pairs)
@@ -143,7 +146,9 @@ def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
 
 
 def _engine(pairs: Mapping[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {key: pairs[key] for key in ("user", "key_prefix") if key in pairs}
+    fields: dict[str, Any] = {
+        key: pairs[key] for key in ("user", "key_prefix", "sentinel") if key in pairs
+    }
     if "etcd_prefix" in pairs:
         fields.setdefault("key_prefix", pairs["etcd_prefix"])
     if "retention" in pairs:

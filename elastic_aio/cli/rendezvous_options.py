@@ -23,8 +23,10 @@ from elastic_aio.spec.rendezvous import (
     DEFAULT_PORT,
     ENGINES,
     ETCD_PORT,
+    REDIS_PORT,
     STATIC_PORT,
     RendezvousSpec,
+    engine_port,
 )
 from elastic_aio.spec.tls import TlsSpec
 
@@ -39,15 +41,15 @@ RENDEZVOUS_OPTIONS: Final = (
     ),
     Option(
         "rdzv-backend",
-        "rendezvous of several nodes: 'c10d', 'static', 'etcd' or a plug-in (default 'static' as in"
-        " torchrun; 'c10d' in Python)",
+        "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
+        " 'static' as in torchrun; 'c10d' in Python)",
         metavar="NAME",
     ),
     Option(
         "rdzv-endpoint",
         f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
-        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}); several, separated by"
-        " commas, are tried in order",
+        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}, with 'redis'"
+        f" localhost:{REDIS_PORT}); several, separated by commas, are tried in order",
         metavar="HOST:PORT",
     ),
     Option(
@@ -220,7 +222,7 @@ def _endpoint(values: Values, port: int | None, backend: str) -> str:
     if values["rdzv_endpoint"]:
         return values["rdzv_endpoint"]
     if backend in ENGINES:
-        return f"localhost:{ETCD_PORT}"
+        return f"localhost:{engine_port(backend)}"
     if backend != "static":
         return RendezvousSpec().endpoint
     return format_host_port(host, port or STATIC_PORT)

@@ -163,9 +163,10 @@ RUN_EPILOG: Final = (
     " whole seconds, with defaults:"
     " join_timeout (600), last_call_timeout (30), close_timeout (30), heartbeat_timeout (5),"
     " read_timeout (60; both 900 with 'static'), timeout (900; 'static' only),"
-    " store_grace (heartbeat_timeout less 0.25; no limit with 'etcd'), keep_workers (true),"
-    " overlap (false), reuse (false), is_host (detected),"
+    " store_grace (heartbeat_timeout less 0.25; no limit with 'etcd' and 'redis'),"
+    " keep_workers (true), overlap (false), reuse (false), is_host (detected),"
     " token_file (path of a file with the store's token; no token), tls_cert,"
     " tls_key and tls_ca (PEM files; no TLS), tls_client_auth (true), tls_server_name (host of the"
-    " endpoint); with 'etcd': user, password_file, key_prefix (/rendezvous), retention (86400)."
+    " endpoint); with 'etcd' and 'redis': user, password_file, key_prefix (/rendezvous),"
+    " retention (86400); with 'redis': sentinel (name of the master that the endpoints know)."
 )

@@ -11,17 +11,16 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from elastic_aio.aio import random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
 from elastic_aio.errors import StoreError, StoreRefused
-from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.rendezvous import REDIS, RendezvousSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.etcd import EtcdStore
 
 INSTANCE: Final = "instance"
 """A key of the run: what it has been given tells an engine from one that has lost its data."""
@@ -42,18 +41,26 @@ def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -
     A reader does not prolong the retention of the run's keys.
 
     Raises:
-        SpecError: a setting cannot be used.
+        SpecError: a setting cannot be used, or a package is missing.
     """
-    return EtcdStore(
-        ",".join(spec.endpoints),
-        key_prefix=spec.engine.key_prefix,
-        user=spec.engine.user,
-        password=spec.engine.password,
-        tls=spec.tls,
-        lost_after=spec.heartbeat_timeout - FENCE,
-        retention=None if is_reader else spec.engine.retention,
-        retained=run_id,
-    )
+    settings: dict[str, Any] = {
+        "key_prefix": spec.engine.key_prefix,
+        "user": spec.engine.user,
+        "password": spec.engine.password,
+        "tls": spec.tls,
+        "lost_after": spec.heartbeat_timeout - FENCE,
+        "retention": None if is_reader else spec.engine.retention,
+        "retained": run_id,
+    }
+    endpoints = ",".join(spec.endpoints)
+    # Each is imported when it is chosen: Redis needs a package.
+    if spec.backend in REDIS:
+        from elastic_aio.store.redis import RedisStore
+
+        return RedisStore(endpoints, sentinel=spec.engine.sentinel, **settings)
+    from elastic_aio.store.etcd import EtcdStore
+
+    return EtcdStore(endpoints, **settings)
 
 
 class EngineLocator:
@@ -81,6 +88,7 @@ class EngineLocator:
         self._run_id = run_id
         self._on_wait = on_wait
         self._store: EngineStore | None = None
+        self._former: EngineStore | None = None
         open_engine(spec, run_id)  # only checked
 
     def __repr__(self) -> str:
@@ -105,6 +113,9 @@ class EngineLocator:
         for attempt in itertools.count():
             await self.aclose()
             self._store = open_engine(self._spec, self._run_id)
+            if self._former is not None:
+                self._store.continue_from(self._former)
+            self._former = self._store
             left = end - loop.time()
             try:
                 return await self._open(self._store, min(notice, left))
@@ -133,7 +144,7 @@ class EngineLocator:
         instance = await store.compare_set(key, b"", random_bytes(8).hex())
         return LocatedStore(
             store,
-            instance,
+            instance + store.incarnation,
             store.endpoint,
             index=0,
             is_host=False,

@@ -25,8 +25,10 @@ _BUILT_IN: Final = {
     "c10d": "DynamicRendezvous",
     "etcd": "DynamicRendezvous",
     "etcd-v2": "DynamicRendezvous",
+    "redis": "DynamicRendezvous",
     "static": "make_static",
     "tcp": "DynamicRendezvous",
+    "valkey": "DynamicRendezvous",
 }
 """Names in `elastic_aio.rendezvous.dynamic`, which is imported on first use."""
 

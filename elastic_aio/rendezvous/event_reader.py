@@ -30,8 +30,8 @@ from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.rendezvous import (
     DEFAULT_PORT,
     ENGINES,
-    ETCD_PORT,
     RendezvousSpec,
+    engine_port,
     parse_endpoints,
 )
 from elastic_aio.spec.tls import TlsSpec
@@ -70,7 +70,7 @@ def follow_job(
         run_id: name of the run.
         token: the store's token, if it has one.
         tls: certificates, if the store speaks TLS, as for `connect`.
-        backend: that of the job, if it is on an engine: "etcd".
+        backend: that of the job, if it is on an engine: "etcd" or "redis".
         engine: user and keys there, as in `RendezvousSpec`.
         after: the `seq` of the last event that has been read already; -1 for none.
         timeout: seconds to search for a store, at the start and when it is lost.
@@ -79,7 +79,9 @@ def follow_job(
         SpecError: an argument is unusable.
     """
     is_on_engine = backend in ENGINES
-    endpoints = parse_endpoints("endpoint", endpoint, ETCD_PORT if is_on_engine else DEFAULT_PORT)
+    endpoints = parse_endpoints(
+        "endpoint", endpoint, engine_port(backend) if is_on_engine else DEFAULT_PORT
+    )
     if not checked_text("run_id", run_id):
         raise SpecError("run_id", run_id, "must not be empty")
     checked_integer("after", after, at_least=-1)

@@ -25,13 +25,15 @@ class EngineSpec:
     # Not in the repr: a spec may be logged.
     password: str | None = field(default=None, repr=False)
     """The user's password."""
+    sentinel: str | None = None
+    """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""
     key_prefix: str = "/rendezvous"
     """Precedes the keys of all jobs: two clusters that share an engine need different ones."""
     retention: float = 86400.0
     """Seconds after which the keys of a job are removed that has ended, or lost all nodes."""
 
     def __post_init__(self) -> None:
-        for name in ("user", "password"):
+        for name in ("user", "password", "sentinel"):
             if getattr(self, name) is not None:
                 checked_text(f"engine.{name}", getattr(self, name))
         if self.password is not None and not self.user:

@@ -34,7 +34,16 @@ ETCD_PORT: Final = 2379
 ETCD: Final = ("etcd", "etcd-v2")
 """Names of the backend of etcd; torch has both."""
 
-ENGINES: Final = ETCD
+REDIS_PORT: Final = 6379
+"""The same for Redis."""
+
+SENTINEL_PORT: Final = 26379
+"""The same for the sentinels of Redis."""
+
+REDIS: Final = ("redis", "valkey")
+"""Names of the backend of Redis and Valkey."""
+
+ENGINES: Final = (*ETCD, *REDIS)
 """Backends whose store is served by an engine and not by a node."""
 
 _HEARTBEAT_MIN: Final = 2.0
@@ -58,13 +67,14 @@ class RendezvousSpec:
     "static": each node is configured with its rank.  Other names are plug-ins of the entry
     point group `elastic_aio.rendezvous`.
     "etcd" (or "etcd-v2"): as "c10d", at a store on etcd v3; `endpoint` names its members.
+    "redis" (or "valkey"): the same on Redis or Valkey, with the package redis.
     """
     endpoint: str = f"localhost:{DEFAULT_PORT}"
     """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
 
-    The default port is 29400, 29500 for "static", 2379 for "etcd".  Several endpoints,
-    separated by commas, are tried in their order, at the start and when the store is lost;
-    those of etcd in any order.
+    The default port is 29400, 29500 for "static", 2379 for "etcd", 6379 for "redis", 26379 for
+    its sentinels.  Several endpoints, separated by commas, are tried in their order, at the
+    start and when the store is lost; those of etcd in any order.
     """
     is_host: bool | None = None
     """Whether this node serves the store.
@@ -97,7 +107,7 @@ class RendezvousSpec:
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
 
-    None is `heartbeat_timeout` less 0.25 s, and without a limit on etcd.  The time counts
+    None is `heartbeat_timeout` less 0.25 s, and without a limit on an engine.  The time counts
     from the last reply of the store, as the other nodes count from the last sign of this one:
     with a longer one, its workers may run beside those of the round that replaces it.
     """
@@ -128,7 +138,7 @@ class RendezvousSpec:
     The store of the workers is not affected: torch's clients do not speak TLS.
     """
     engine: EngineSpec = EngineSpec()
-    """User and keys, with the backend "etcd"."""
+    """User and keys, with the backends "etcd" and "redis"."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
 
@@ -197,6 +207,9 @@ class RendezvousSpec:
         if self.token is not None:
             problem = f"is not for the backend {self.backend!r}: use engine.user and password"
             raise SpecError("rendezvous.token", "...", problem)
+        if self.engine.sentinel is not None and self.backend not in REDIS:
+            problem = f"is not for the backend {self.backend!r}"
+            raise SpecError("rendezvous.engine.sentinel", self.engine.sentinel, problem)
         if self.tls is not None:
             self.tls.check_client()
 
@@ -204,7 +217,14 @@ class RendezvousSpec:
     def _default_port(self) -> int:
         if self.backend == "static":
             return STATIC_PORT
-        return ETCD_PORT if self.is_on_engine else DEFAULT_PORT
+        if self.backend in REDIS:
+            return REDIS_PORT if self.engine.sentinel is None else SENTINEL_PORT
+        return engine_port(self.backend) if self.is_on_engine else DEFAULT_PORT
+
+
+def engine_port(backend: str) -> int:
+    """Return the default port of an engine."""
+    return REDIS_PORT if backend in REDIS else ETCD_PORT
 
 
 def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:

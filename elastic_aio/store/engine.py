@@ -10,7 +10,7 @@ from elastic_aio.store.base import Store
 
 
 class EngineStore(Store):
-    """A store on an engine of several servers, such as etcd.
+    """A store on an engine of several servers, such as etcd or Redis.
 
     While no server answers, requests are repeated, at one server after the other.  After
     `lost_after` seconds without an answer the store is lost for good.
@@ -45,6 +45,14 @@ class EngineStore(Store):
     @abc.abstractmethod
     def last_received_at(self) -> float:
         """When a server last answered, in the loop's seconds; 0: never."""
+
+    @property
+    def incarnation(self) -> bytes:
+        """Differs after each loss of data that keys alone do not show; empty if they do."""
+        return b""
+
+    def continue_from(self, former: EngineStore) -> None:  # noqa: B027: most need nothing
+        """Take over what a former store of this client knows of the changes; before `open`."""
 
     @property
     @abc.abstractmethod

@@ -69,6 +69,17 @@ def test_keys_of_etcd(text: str, engine: dict[str, Any], tls: dict[str, Any], ba
     RendezvousSpec(backend=backend, engine=EngineSpec(**conf.engine))
 
 
+@pytest.mark.parametrize("backend", ["redis", "valkey"])
+def test_keys_of_redis(backend: str) -> None:
+    conf = parse_conf("user=me,password_file=/p,sentinel=m,retention=60,tls_ca=/ca", backend)
+    assert conf.engine == {"user": "me", "sentinel": "m", "retention": 60}
+    assert (conf.tls, conf.password_file, conf.warnings) == ({"ca": "/ca"}, "/p", ())
+    (warning,) = parse_conf("etcd_prefix=/a", backend).warnings
+    assert "'etcd_prefix' is unknown" in warning
+    conf = parse_conf("sentinel=m", "etcd")
+    assert (conf.engine, len(conf.warnings)) == ({}, 1)
+
+
 @pytest.mark.parametrize("yes", ["1", "true", "True", "t", "yes", "Y"])
 @pytest.mark.parametrize("no", ["0", "false", "F", "no", "n"])
 def test_words_for_yes_and_no(yes: str, no: str) -> None:

@@ -296,7 +296,11 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--monitor-interval", "0"], {}, ["--monitor-interval", "'0'", "above 0"]),
     (["--monitor-interval", "soon"], {}, ["--monitor-interval", "'soon'", "above 0"]),
     (["--monitor-interval", "nan"], {}, ["--monitor-interval", "'nan'", "above 0"]),
-    (["--rdzv-backend", "foo"], {}, ["--rdzv-backend", "'foo'", "etcd-v2, static, tcp"]),
+    (
+        ["--rdzv-backend", "foo"],
+        {},
+        ["--rdzv-backend", "'foo'", "etcd-v2, redis, static, tcp, valkey"],
+    ),
     (
         ["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-conf=is_host=1"],
         {},

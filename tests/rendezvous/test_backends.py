@@ -101,7 +101,8 @@ def test_a_plug_in_gets_all_arguments() -> None:
         ("missing", "the plug-in cannot be loaded: ModuleNotFoundError: No module named"),
         (
             "post",
-            "must be one of c10d, etcd, etcd-v2, gone, mail, missing, nothing, refuse, static, tcp",
+            "must be one of c10d, etcd, etcd-v2, gone, mail, missing, nothing, redis, refuse,"
+            " static, tcp, valkey",
         ),
     ],
 )

@@ -33,6 +33,8 @@ def test_the_defaults() -> None:
         ("static", "node0:29400", ["node0:29400"]),
         ("etcd", "node0,node1:1", ["node0:2379", "node1:1"]),
         ("etcd-v2", "[::1]", ["[::1]:2379"]),
+        ("redis", "node0,node1:1", ["node0:6379", "node1:1"]),
+        ("valkey", "[::1]", ["[::1]:6379"]),
         ("mail", "10.0.0.1:080", ["10.0.0.1:80"]),
         ("c10d", "[::1]", ["[::1]:29400"]),
         ("c10d", "[fe80::1%eth0]:7", ["[fe80::1%eth0]:7"]),
@@ -215,12 +217,22 @@ def test_an_invalid_engine_is_one_line(settings: dict[str, Any], message: str) -
     assert "secret" not in repr(EngineSpec(user="a", password="secret"))
 
 
+def test_the_port_of_sentinels() -> None:
+    spec = RendezvousSpec(backend="redis", endpoint="a,b:1", engine=EngineSpec(sentinel="m"))
+    assert spec.endpoints == ("a:26379", "b:1")
+    spec.check_with(2)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"is_host": True}, "rendezvous.is_host: must be None: no node serves the store"),
         ({"token": "x" * 16}, "rendezvous.token: is not for the backend 'etcd'"),
         ({"tls": TlsSpec(cert="c", key="k")}, "tls.ca: is needed to verify"),
+        (
+            {"engine": EngineSpec(sentinel="m")},
+            "rendezvous.engine.sentinel: is not for the backend 'etcd' (got 'm')",
+        ),
     ],
 )
 def test_settings_that_an_engine_does_not_have(settings: dict[str, Any], message: str) -> None:

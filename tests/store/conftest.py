@@ -15,6 +15,7 @@ import pytest
 
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
 from elastic_aio.store.etcd import EtcdStore
+from elastic_aio.store.redis import RedisStore
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -85,6 +86,7 @@ _KINDS = [
     pytest.param("libuv", marks=pytest.mark.torch),
     pytest.param("legacy", marks=pytest.mark.torch),
     pytest.param("etcd", marks=pytest.mark.engine),
+    pytest.param("redis", marks=pytest.mark.engine),
 ]
 
 
@@ -103,10 +105,11 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             other = await stack.enter_async_context(memory.another())
             yield Pair(memory, other, True, True, True)
             return
-        if kind == "etcd":
-            endpoint, prefix = request.getfixturevalue("etcd_endpoint"), f"/{uuid.uuid4().hex}"
-            etcds = [EtcdStore(endpoint, key_prefix=prefix, wait_timeout=20) for _ in range(2)]
-            opened = [await stack.enter_async_context(store) for store in etcds]
+        if kind in ("etcd", "redis"):
+            make: type[EtcdStore | RedisStore] = EtcdStore if kind == "etcd" else RedisStore
+            endpoint, prefix = request.getfixturevalue(f"{kind}_endpoint"), f"/{uuid.uuid4().hex}"
+            engines = [make(endpoint, key_prefix=prefix, wait_timeout=20) for _ in range(2)]
+            opened = [await stack.enter_async_context(store) for store in engines]
             yield Pair(opened[0], opened[1], True, True, True)
             return
         tls = request.getfixturevalue("authority").issue() if kind.endswith("tls") else None

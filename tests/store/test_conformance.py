@@ -1,4 +1,4 @@
-"""One suite for all stores: in memory, `StoreServer` over TCP, and torch's two servers."""
+"""One suite for all stores: in memory, `StoreServer` over TCP, torch's two servers, and engines."""
 
 from __future__ import annotations
 

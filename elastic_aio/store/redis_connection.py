@@ -1,0 +1,203 @@
+"""A connection to one server of Redis, and what its errors mean.
+
+This is the only module that imports the package redis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import ssl
+from typing import Any, Final
+
+from elastic_aio.errors import SpecError, StoreRefused
+from elastic_aio.store.sockets import enable_keepalive
+from elastic_aio.text import one_line
+
+try:
+    from redis import exceptions
+    from redis.asyncio import Connection
+    from redis.exceptions import NoPermissionError as NoPermissionError
+    from redis.exceptions import RedisError as RedisError
+    from redis.exceptions import ResponseError as ResponseError
+except ImportError:
+    problem = "needs the package redis: pip install 'elastic_aio[redis]'"
+    raise SpecError("rendezvous.backend", "redis", problem) from None
+
+_REASON_MAX: Final = 300
+_VERSION_MIN: Final = 5
+
+_NOT_DONE: Final = (
+    ("READONLY", "a read-only replica"),
+    ("LOADING", "Redis is loading its data"),
+    ("MASTERDOWN", "a replica without its master"),
+    ("CLUSTERDOWN", "the Redis Cluster is down"),
+    ("TRYAGAIN", "the keys are being moved in the Redis Cluster"),
+    ("BUSY ", "Redis is busy with another script"),
+    ("NOREPLICAS", "Redis has too few replicas for a write (min-replicas-to-write)"),
+)
+"""Codes of errors of a request that has not been carried out, and may be later."""
+
+_REFUSED: Final = (
+    ("NOAUTH", "Redis asks for a user and a password"),
+    ("WRONGPASS", "Redis does not accept the user or the password"),
+    ("NOPERM", "the Redis user has no permission for the keys, channels or commands"),
+    ("OOM", "the memory of Redis is full (maxmemory)"),
+    ("MISCONF", "Redis cannot save its data and refuses changes"),
+    ("MOVED", "the keys are at another server of the Redis Cluster"),
+    ("CROSSSLOT", "the server is a proxy or Redis Cluster that splits the keys"),
+)
+
+
+class NotDone(Exception):
+    """The server has not carried out the request, and another one may; the message says why."""
+
+
+class RedisConnection(Connection):
+    """A connection; `run_id` is that of the server process."""
+
+    def __init__(
+        self, host: str, port: int, context: ssl.SSLContext | None, name: str | None, **options: Any
+    ) -> None:
+        """Configure it; nothing is connected yet."""
+        # Without timeouts of its own: the callers have theirs.
+        super().__init__(
+            host=host,
+            port=port,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            **options,
+        )
+        self._context = context
+        self._server_name = name
+        self.run_id = b""
+
+    def _connection_arguments(self) -> dict[str, Any]:
+        tls = {"ssl": self._context, "server_hostname": self._server_name or self.host}
+        return {"host": self.host, "port": self.port, **(tls if self._context else {})}
+
+    async def ask(self, *command: Any) -> Any:
+        """Send a command and return its reply.
+
+        Cancellation: leaves the connection unusable.
+        """
+        await self.send_command(*command)
+        return await self.read_response()
+
+    def write(self, *command: Any) -> None:
+        """Send a command whose reply is one of the messages."""
+        if self._writer is not None:
+            self._writer.writelines(self.pack_command(*command))
+
+    async def next_message(self) -> Any:
+        """Return the next message of a subscription, however late it comes."""
+        return await self.read_response(timeout=math.inf)
+
+    @property
+    def local_address(self) -> str:
+        """The address of this host."""
+        return str(self._writer.get_extra_info("sockname")[0]) if self._writer else ""
+
+    def tune(self, peer_timeout: float) -> None:
+        """Make the kernel end the connection `peer_timeout` seconds after its peer's host."""
+        if self._writer is not None:
+            enable_keepalive(self._writer.get_extra_info("socket"), peer_timeout)
+
+    def abort(self) -> None:
+        """Close it at once; a pending request fails."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+def is_script_unknown(error: Exception) -> bool:
+    """Return whether Redis does not know a script by its hash."""
+    return isinstance(error, exceptions.NoScriptError)
+
+
+async def close_connection(connection: RedisConnection) -> None:
+    """Close a connection at once."""
+    connection.abort()
+    with contextlib.suppress(OSError, exceptions.RedisError):
+        await connection.disconnect(nowait=True)
+
+
+def check_server(connection: RedisConnection, info: bytes) -> None:
+    """Keep the run id of a server.
+
+    Raises:
+        NotDone: it is a replica, or has not loaded its data yet.
+        StoreRefused: its version cannot be used.
+    """
+    lines = (line.partition(b":") for line in info.split(b"\r\n"))
+    fields = {name: value for name, _, value in lines}
+    if fields.get(b"loading") == b"1":
+        raise NotDone("Redis is loading its data")
+    if fields.get(b"role") == b"slave":
+        raise NotDone("a read-only replica")
+    version = fields.get(b"redis_version", b"0").decode()
+    if int(version.partition(".")[0]) < _VERSION_MIN:
+        raise StoreRefused(f"Redis {version}: {_VERSION_MIN} or later is needed")
+    connection.run_id = fields.get(b"run_id", b"")
+
+
+_CODES: Final = (
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.MovedError, "MOVED"),
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.NoPermissionError, "NOPERM"),
+)
+"""Exceptions of the package, whose texts lack the code."""
+
+
+def judge(error: Exception) -> Exception:
+    """Return the error if it says nothing about the request.
+
+    Raises:
+        NotDone: Redis has not carried it out, and may do so later.
+        StoreRefused: another attempt cannot help.
+    """
+    text = str(error)
+    if isinstance(error, exceptions.AuthenticationError):
+        code = "NOAUTH" if "required" in text else "WRONGPASS"
+    else:
+        code = next((code for kind, code in _CODES if isinstance(error, kind)), "")
+    # A script's error may have the code of its command in the middle.
+    text = f"{code} {text}"
+    for part, reason in _NOT_DONE:
+        if part in text:
+            raise NotDone(reason)
+    for part, reason in _REFUSED:
+        if part in text:
+            raise StoreRefused(reason)
+    if isinstance(error, exceptions.ResponseError):
+        raise StoreRefused(one_line(f"Redis: {error}", _REASON_MAX))
+    return error
+
+
+def reason_of(error: Exception, *, is_plain: bool = False) -> str:
+    """Return why there is no reply; `is_plain` is true for a first request without TLS."""
+    # The package raises an error of its own for one of the system.
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, OSError):
+        error = cause
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"TLS: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        from elastic_aio.store.tls import tls_reason
+
+        return f"TLS: {tls_reason(error)}"
+    if isinstance(error, TimeoutError | exceptions.TimeoutError):
+        return "does not answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, exceptions.InvalidResponse):
+        return "it does not speak the protocol of Redis"
+    if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
+        return error.strerror or str(error) or type(error).__name__
+    hint = " without a reply (perhaps it asks for TLS)" if is_plain else ""
+    return f"the connection was closed{hint}"

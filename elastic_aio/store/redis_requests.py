@@ -1,0 +1,109 @@
+"""Requests to a store on Redis: runs of its script, and what their replies show of its history."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+from msgspec import Struct
+
+from elastic_aio.aio import random_bytes
+from elastic_aio.errors import StoreLost, StoreRefused
+from elastic_aio.store.keyspace import OperationRefused, parse_counter, wrap
+from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown
+from elastic_aio.store.redis_link import RedisLink
+from elastic_aio.store.redis_script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
+
+_SHA: Final = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
+
+_LOST: Final = "Redis has lost changes, by a fail-over or a restart, or has removed all keys"
+
+_UNREPEATABLE: Final = ("add", "swap", "append", "push", "pop")
+
+
+class KnownHistory(Struct):
+    """What a client knows of the store's history: see `redis_script`."""
+
+    id: bytes = b""
+    epoch: bytes = b""
+    revision: int = 0
+
+
+class RedisRequests:
+    """Runs the script for one store.
+
+    `shortest` is the shortest time to live of the leases, and `due` the time until the next of
+    them expires, in seconds as of the last reply; 0 for none.
+    """
+
+    def __init__(self, link: RedisLink, tag: bytes, retention: int) -> None:
+        """Begin without knowledge; `retention` is in milliseconds, 0 for none."""
+        self._link = link
+        self._tag = tag
+        self._retention = retention
+        self.known = KnownHistory()
+        self.shortest = 0.0
+        self.due = 0.0
+
+    async def run(self, op: str, *arguments: bytes, deadline: float | None = None) -> Any:
+        """Run an operation of the script, until `deadline` (of the loop) if given.
+
+        Raises:
+            StoreRefused: Redis refuses it, or the lease has ended.
+            StoreLost: the store has lost changes, and as for `RedisLink.request`.
+            StoreTimeout: as for `RedisLink.request`.
+        """
+        """Run the script."""
+
+        async def use(connection: RedisConnection) -> Any:
+            known = self.known
+            tail = [
+                len(KEYS), *(self._tag + name for name in KEYS), op, self._tag, known.id,
+                known.epoch, known.revision, connection.run_id, random_bytes(8).hex(),
+                self._retention, *arguments,
+            ]  # fmt: skip
+            try:
+                return await connection.ask("EVALSHA", _SHA, *tail)
+            except Exception as error:
+                if not is_script_unknown(error):
+                    raise
+            return await connection.ask("EVAL", SCRIPT, *tail)
+
+        status, *reply = await self._link.request(
+            use, is_repeatable=op not in _UNREPEATABLE, deadline=deadline
+        )
+        if status == LOST:
+            self.known = KnownHistory()  # another store enters what is there now
+            self._link.fail(StoreLost(_LOST))
+            self._link.check()
+        identity, epoch, revision, ttl, due, result = reply
+        self._learn(KnownHistory(identity, epoch, int(revision)))
+        self.shortest, self.due = ttl / 1000, due / 1000
+        if status == LEASE_ENDED:
+            raise StoreRefused("the lease has ended")
+        assert status == DONE
+        return result
+
+    def _learn(self, found: KnownHistory) -> None:
+        """Keep what a reply says; replies of two connections may overtake each other."""
+        known = self.known
+        if (known.id, known.epoch) == (found.id, found.epoch):
+            known.revision = max(known.revision, found.revision)
+        elif known.epoch == b"" or found.revision >= known.revision:
+            self.known = found
+
+    async def add(self, key: bytes, amount: int) -> int:
+        """Add to a counter; the script does so with small numbers, and this client with others."""
+        is_done, value = await self.run("add", key, b"%d" % amount)
+        while not is_done:
+            try:
+                total = wrap(parse_counter(value) + amount)
+            except OperationRefused as error:
+                raise StoreRefused(str(error)) from None
+            if value is None:
+                if await self.run("cas", key, b"", b"%d" % total, b"") == b"%d" % total:
+                    return total
+            elif await self.run("swap", key, value, b"%d" % total):
+                return total
+            is_done, value = await self.run("add", key, b"%d" % amount)
+        return int(value)

@@ -1,0 +1,166 @@
+"""Members at a real Redis: the tests of `test_dynamic`, and what only an engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.node_events import (
+    CoordinatorChanged,
+    NodeLost,
+    RendezvousStoreLost,
+    RendezvousStoreRecovered,
+)
+from elastic_aio.spec.engine import EngineSpec
+from elastic_aio.spec.job import LaunchSpec
+from tests.rendezvous import test_dynamic
+from tests.rendezvous.test_dynamic_etcd import SHARED
+from tests.support.chaos import ChaosProxy
+from tests.support.fake_agent import PATIENCE_S, FakeAgent, job_spec, present
+from tests.support.redis import RedisProcess, ask
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def spec_of() -> Callable[..., LaunchSpec]:
+    """Return `job_spec` for Redis, with keys of its own."""
+    return functools.partial(
+        job_spec, backend="redis", engine=EngineSpec(key_prefix=f"/{uuid.uuid4().hex}")
+    )
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.__name__)
+async def test_as_at_a_store_of_a_node(
+    case: Callable[[], Awaitable[None]],
+    redis_endpoint: str,
+    spec_of: Callable[..., LaunchSpec],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(test_dynamic, "job_spec", spec_of)
+    monkeypatch.setattr(test_dynamic, "free_endpoint", lambda: redis_endpoint)
+    await case()
+
+
+async def test_a_node_that_cannot_reach_redis_is_replaced_and_comes_back(
+    redis_endpoint: str, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    """Its own workers are left alone until it learns of the round without it."""
+    a = FakeAgent("a", spec_of(redis_endpoint, "1:2"))
+    async with present(a) as members, ChaosProxy(int(redis_endpoint.rpartition(":")[2])) as proxy:
+        b = FakeAgent("b", spec_of(proxy.endpoint, "1:2", read_timeout=1.0))
+        members.append(b)
+        await b.rendezvous.open()
+        await a.wait_formed(2)
+        await b.wait_formed(2)
+        proxy.is_refusing = True
+        proxy.cut()
+        await a.wait_formed(1)
+        assert (await a.wait_event(NodeLost)).name == "b"
+        await b.wait_event(RendezvousStoreLost)
+        assert not b.stopped
+        proxy.is_refusing = False
+        await b.wait_event(RendezvousStoreRecovered)
+        round = (await a.wait_formed(2, after=1)).round
+        assert (await b.wait_formed(2, after=1)).round == round == 2
+
+
+async def test_workers_stop_after_the_store_grace(
+    redis_endpoint: str, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    """If one is set: then they never run beside those that replace them."""
+    async with ChaosProxy(int(redis_endpoint.rpartition(":")[2])) as proxy:
+        a = FakeAgent("a", spec_of(proxy.endpoint, "1", store_grace=1.75))
+        async with present(a):
+            await a.wait_formed(1)
+            proxy.is_refusing = True
+            proxy.cut()
+            await a.wait_until(lambda: a.stopped)
+            assert a.stopped[-1].is_cut_off
+            assert "no store could be found for 1.75 s" in a.stopped[-1].why
+
+
+async def test_a_reset_connection_costs_nothing(
+    redis_endpoint: str, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    a = FakeAgent("a", spec_of(redis_endpoint, "1:2"))
+    async with present(a) as members, ChaosProxy(int(redis_endpoint.rpartition(":")[2])) as proxy:
+        b = FakeAgent("b", spec_of(proxy.endpoint, "1:2"))
+        members.append(b)
+        await b.rendezvous.open()
+        await b.wait_formed(2)
+        for _ in range(5):
+            before = proxy.connections
+            proxy.cut()
+            while proxy.connections == before:
+                await asyncio.sleep(0.01)
+        b.fail()  # the remaining nodes read the outcome
+        await a.wait_until(lambda: a.stopped)
+        assert len(a.started) == len(b.started) == 1
+        assert not any(
+            isinstance(one, (NodeLost, RendezvousStoreLost)) for one in a.events + b.events
+        )
+
+
+async def test_the_keys_of_a_job_have_a_time_to_live(
+    redis_endpoint: str, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    """So Redis removes them after the retention, however the job ends."""
+    prefix = f"/{uuid.uuid4().hex}"
+    spec = spec_of(redis_endpoint, "1", engine=EngineSpec(key_prefix=prefix, retention=60.0))
+    a = FakeAgent("a", spec)
+    async with present(a):
+        await a.wait_formed(1)
+        reply = ask(redis_endpoint, "KEYS", f"*{prefix}*").split("\r\n")
+        keys = [line for line in reply if line.startswith("{")]
+        assert len(keys) == 7
+        assert len({key[: key.index("}")] for key in keys}) == 1
+        left = [int(ask(redis_endpoint, "PTTL", key)[1:]) for key in keys]
+        assert all(0 < one <= 60_000 for one in left), left
+
+
+def leaders_of(agent: FakeAgent) -> list[int]:
+    return [one.term for one in agent.events if isinstance(one, CoordinatorChanged)]
+
+
+async def test_lost_changes_begin_another_incarnation(
+    tmp_path: Path, spec_of: Callable[..., LaunchSpec]
+) -> None:
+    """A fail-over to a server without the last changes: the round goes on, under a new leader.
+
+    The counter of terms is among what was lost, so a term is given twice.
+    """
+    with RedisProcess(tmp_path, "--appendonly", "no", appends=False) as server:
+        endpoint = server.endpoint
+        spec = spec_of(endpoint, "2", read_timeout=1.0)
+        a, b = FakeAgent("a", spec), FakeAgent("b", spec)
+        async with present(a) as members:
+            while not int(ask(endpoint, "DBSIZE")[1:]):
+                await asyncio.sleep(0.01)
+            assert ask(endpoint, "SAVE") == "+OK\r\n"
+            members.append(b)
+            await b.rendezvous.open()
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            server.kill()
+            for agent in (a, b):
+                await agent.wait_event(RendezvousStoreLost)
+            server.start()
+            for agent in (a, b):
+                await agent.wait_event(RendezvousStoreRecovered)
+            async with asyncio.timeout(PATIENCE_S):
+                while min(len(leaders_of(agent)) for agent in (a, b)) < 2:
+                    await asyncio.sleep(0.01)
+            assert [leaders_of(agent) for agent in (a, b)] == [[1, 1]] * 2
+            assert not a.stopped + b.stopped
+            ranks = [one.started[0].span.group_rank for one in (a, b)]
+            assert sorted(ranks) == [0, 1]
+            a.fail()  # the new leader has both nodes
+            for agent in (a, b):
+                await agent.wait_ended()
+            assert len(a.started) == len(b.started) == 1

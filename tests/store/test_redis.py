@@ -1,0 +1,576 @@
+"""The store on Redis: leases, watches, fail-over, users, and what Redis refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.store import ChangeKind
+from elastic_aio.store.redis import RedisStore
+from elastic_aio.store.redis_script import PAGE
+from tests.support.certificates import Authority
+from tests.support.chaos import ChaosProxy
+from tests.support.redis import REDIS, WHY_NOT, RedisProcess, SentinelProcess, ask
+from tests.support.sockets import free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(REDIS is None, reason=WHY_NOT)]
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A key prefix of the test's own."""
+    return f"/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A server of the test's own, which keeps its data."""
+    with RedisProcess(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def proxy(redis_endpoint: str) -> AsyncIterator[ChaosProxy]:
+    """A proxy of the shared server."""
+    async with ChaosProxy(int(redis_endpoint.rpartition(":")[2])) as running:
+        yield running
+
+
+async def read_until_lost(store: RedisStore) -> None:
+    while True:
+        await store.peek("a")
+        await asyncio.sleep(0.05)
+
+
+async def test_an_expired_key_differs_from_a_deleted_one(
+    redis_endpoint: str, prefix: str, proxy: ChaosProxy
+) -> None:
+    """A client that is cut off lets its lease expire; another deletes its key, then leaves."""
+    async with (
+        RedisStore(redis_endpoint, key_prefix=prefix) as observer,
+        observer.watch("n/", is_prefix=True) as watch,
+    ):
+        holder = RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=2)
+        async with holder, holder.lease(2) as lease:
+            await lease.set("n/lost", "1")
+            await lease.set("n/deleted", "1")
+            await holder.delete("n/deleted")
+            async with observer.lease(5) as released:
+                await released.set("n/released", "1")
+            proxy.is_refusing = True
+            proxy.cut()
+            await lease.wait_ended()
+            with pytest.raises(StoreLost, match=r"Redis does not answer: .*closed|refused|lost"):
+                await holder.get("n/lost")
+            changes = [await anext(watch) for _ in range(6)]
+        assert [(change.kind, change.key) for change in changes] == [
+            (ChangeKind.SET, "n/lost"),
+            (ChangeKind.SET, "n/deleted"),
+            (ChangeKind.DELETED, "n/deleted"),
+            (ChangeKind.SET, "n/released"),
+            (ChangeKind.DELETED, "n/released"),
+            (ChangeKind.EXPIRED, "n/lost"),
+        ]
+        assert await observer.peek("n/lost") is None
+
+
+async def test_a_key_of_an_expired_lease_is_never_seen(redis_endpoint: str, prefix: str) -> None:
+    """The client that reads it ends the lease itself; nothing else needs to run."""
+    holder = RedisStore(redis_endpoint, key_prefix=prefix)
+    async with (
+        RedisStore(redis_endpoint, key_prefix=prefix) as reader,
+        holder,
+        holder.lease(2) as lease,
+    ):
+        await lease.set("k", "1")
+        assert holder._keeper is not None
+        holder._keeper.cancel()
+        key = f"{{{prefix}:}}d"
+        while (value := await reader.peek("k")) is not None:
+            assert value == b"1"
+            await asyncio.sleep(0.05)  # only time ends a lease
+        assert ask(redis_endpoint, "ZCARD", key) == ":0\r\n"
+        with pytest.raises(StoreRefused, match="the lease has ended"):
+            await lease.set("k", "2")
+        with pytest.raises(StoreRefused, match="the lease has ended"):
+            await lease.compare_set("k", "", "2")
+
+
+async def test_a_watch_goes_on_after_broken_connections(
+    redis_endpoint: str, prefix: str, proxy: ChaosProxy
+) -> None:
+    """No change is lost or repeated."""
+    async with (
+        RedisStore(redis_endpoint, key_prefix=prefix) as writer,
+        RedisStore(proxy.endpoint, key_prefix=prefix) as reader,
+        reader.watch("k") as watch,
+    ):
+        for number in range(0, 20, 2):
+            await writer.set("k", str(number))
+            assert (await anext(watch)).value == b"%d" % number
+            proxy.cut()
+            await writer.set("k", str(number + 1))
+            assert (await anext(watch)).value == b"%d" % (number + 1)
+
+
+async def test_a_silent_subscription_is_replaced(
+    redis_endpoint: str, prefix: str, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is open and delivers nothing, while the others work."""
+    async with (
+        RedisStore(redis_endpoint, key_prefix=prefix) as writer,
+        RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=60) as reader,
+    ):
+        reader._feed._silence = 1.0
+        async with reader.watch("k") as watch:
+            deliver, silent = proxy.on_data, reader._feed._connection
+            assert silent is not None
+            assert silent._writer is not None
+            port = silent._writer.get_extra_info("sockname")[1]
+
+            def deliver_to_others(side: Any, data: bytes) -> None:
+                client = side if side.is_client else side.other
+                if client.transport.get_extra_info("peername")[1] != port:
+                    deliver(side, data)
+
+            monkeypatch.setattr(proxy, "on_data", deliver_to_others)
+            await writer.set("k", "1")
+            async with asyncio.timeout(30):
+                assert (await anext(watch)).value == b"1"
+            assert reader._feed._connection is not silent
+
+
+async def test_a_change_while_a_watch_is_read(
+    redis_endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of a large snapshot are of several revisions; each change is seen once."""
+    writer, reader = (RedisStore(redis_endpoint, key_prefix=prefix) for _ in range(2))
+    async with writer, reader:
+        await writer.multi_set({f"w/{number:04}": "0" for number in range(3 * PAGE)})
+        run, pages = reader._run, itertools.count()
+
+        async def run_and_change(op: str, *arguments: bytes, **options: Any) -> Any:
+            result = await run(op, *arguments, **options)
+            if op == "scan":
+                page = next(pages)
+                await writer.set("w/0001", f"first {page}")
+                await writer.set("w/0700", f"last {page}")
+            return result
+
+        monkeypatch.setattr(reader, "_run", run_and_change)
+        async with reader.watch("w/", is_prefix=True) as watch:
+            await writer.set("w/end", "1")
+            values = watch.present
+            assert len(values) == 3 * PAGE
+            assert (values["w/0001"], values["w/0700"]) == (b"0", b"last 1")
+            changes = []
+            while (change := await anext(watch)).key != "w/end":
+                changes.append((change.key, change.value))
+        assert next(pages) == 4
+        assert changes == [
+            ("w/0001", b"first 0"),
+            ("w/0001", b"first 1"),
+            ("w/0001", b"first 2"),
+            ("w/0700", b"last 2"),
+            ("w/0001", b"first 3"),
+            ("w/0700", b"last 3"),
+        ]
+
+
+async def test_a_prefix_is_no_pattern(redis_endpoint: str, prefix: str) -> None:
+    async with (
+        RedisStore(redis_endpoint, key_prefix=prefix) as store,
+        store.watch("a[*]?\\", is_prefix=True) as watch,
+    ):
+        for key in ("ab", "a*]?", "a[x]y\\", "a*y!", "a[*]?\\!"):
+            await store.set(key, "1")
+        assert (await anext(watch)).key == "a[*]?\\!"
+
+
+async def test_a_restart_of_redis_ends_neither_lease_nor_watch_nor_wait(
+    server: RedisProcess, prefix: str
+) -> None:
+    """It has been away for longer than the lease lives."""
+    async with RedisStore(server.endpoint, key_prefix=prefix, lost_after=60) as store:
+        async with store.lease(2) as lease, store.watch("k") as watch:
+            await lease.set("mine", "1")
+            waiting = asyncio.ensure_future(store.get("later"))
+            while not store._feed._connection:
+                await asyncio.sleep(0.01)
+            server.kill()
+            setting = asyncio.ensure_future(store.set("k", "2"))
+            await asyncio.sleep(3)
+            server.start()
+            await setting
+            assert (await anext(watch)).value == b"2"
+            await store.set("later", "3")
+            assert await waiting == b"3"
+            assert lease.is_alive
+            assert await store.peek("mine") == b"1"
+        assert await store.peek("mine") is None
+
+
+async def test_a_server_that_hung_ends_no_lease(server: RedisProcess, prefix: str) -> None:
+    """SIGSTOP: its connections stay open, so its silence is what shows."""
+    async with (
+        RedisStore(server.endpoint, key_prefix=prefix, lost_after=60) as store,
+        RedisStore(server.endpoint, key_prefix=prefix, lost_after=2) as impatient,
+        store.lease(2) as lease,
+        store.watch("k") as watch,
+    ):
+        await lease.set("mine", "1")
+        server.send(signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreLost, match=r"Redis does not answer: .*: does not answer"):
+                await impatient.peek("mine")
+            await asyncio.sleep(1)
+        finally:
+            server.send(signal.SIGCONT)
+        await store.set("k", "1")
+        assert (await anext(watch)).value == b"1"
+        assert lease.is_alive
+        assert await store.peek("mine") == b"1"
+
+
+async def test_a_restart_without_the_data_loses_the_store(tmp_path: Path, prefix: str) -> None:
+    """Each client has to enter anew, into another incarnation."""
+    with RedisProcess(tmp_path, appends=False) as server:
+        store = RedisStore(server.endpoint, key_prefix=prefix, lost_after=60)
+        async with store, store.lease(2) as lease, store.watch("k") as watch:
+            await lease.set("mine", "1")
+            former = store.incarnation
+            server.kill()
+            server.start()
+            await lease.wait_ended()
+            with pytest.raises(StoreLost, match="has lost changes"):
+                await store.peek("k")
+            with pytest.raises(StoreLost, match="has lost changes"):
+                await anext(watch)
+        async with RedisStore(server.endpoint, key_prefix=prefix) as again:
+            await again.set("k", "1")
+            assert former != again.incarnation != b""
+
+
+async def test_what_a_former_store_knew_is_not_forgotten(server: RedisProcess, prefix: str) -> None:
+    """A client that gave up and enters anew finds the loss as well, once."""
+    async with RedisStore(server.endpoint, key_prefix=prefix) as former:
+        await former.set("k", "1")
+    former._requests.known.revision += 1  # an acknowledged change
+    for _ in range(2):
+        store = RedisStore(server.endpoint, key_prefix=prefix)
+        store.continue_from(former)
+        with pytest.raises(StoreLost, match="has lost changes"):
+            await store.open(5)
+        await store.aclose()
+        former._requests.known.revision -= 1  # only the incarnation differs now
+    again = RedisStore(server.endpoint, key_prefix=prefix)
+    again.continue_from(store)
+    async with again:
+        assert await again.peek("k") == b"1"
+
+
+async def test_lost_changes_are_found_even_when_others_were_made(
+    tmp_path: Path, prefix: str
+) -> None:
+    """A server comes back with its data of some time ago; its revision has been passed since."""
+    with RedisProcess(tmp_path, "--appendonly", "no", appends=False) as server:
+        endpoint = server.endpoint
+        async with (
+            RedisStore(endpoint, key_prefix=prefix, lost_after=60) as one,
+            ChaosProxy(server.port) as proxy,
+        ):
+            two = RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=60)
+            async with two, one.lease(60) as lease:
+                await lease.set("leader", "one")
+                await one.set("kept", "1")
+                assert ask(endpoint, "SAVE") == "+OK\r\n"
+                await two.peek("kept")
+                proxy.is_refusing = True
+                proxy.cut()
+                assert two._requests.known.revision == one._requests.known.revision
+                before = one._requests.known.revision
+                two._requests.known.revision += 1  # an acknowledged change that was not saved
+                former = one.incarnation
+                server.kill()
+                server.start()
+                for number in range(5):  # known to be a continuation by this client
+                    await one.set("k", str(number))
+                assert one._requests.known.revision > before + 1
+                assert one.incarnation == former
+                proxy.is_refusing = False
+                with pytest.raises(StoreLost, match="has lost changes"):
+                    await two.peek("k")
+                with pytest.raises(StoreLost, match="has lost changes"):
+                    await one.peek("k")
+                await lease.wait_ended()
+        async with RedisStore(endpoint, key_prefix=prefix) as store:
+            assert await store.peek("kept") == b"1"
+            assert await store.peek("leader") is None
+            assert store.incarnation != former
+
+
+async def test_a_replica_is_skipped_and_a_fail_over_followed(tmp_path: Path, prefix: str) -> None:
+    """Endpoints are tried in their order, until one is no replica."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with RedisProcess(tmp_path / "a") as master, RedisProcess(tmp_path / "b") as replica:
+        assert ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port)) == "+OK\r\n"
+        endpoints = f"{replica.endpoint},{master.endpoint}"
+        with pytest.raises(
+            StoreTimeout, match=r": (a read-only replica|Redis is loading its data)$"
+        ):
+            async with RedisStore(replica.endpoint, key_prefix=prefix, timeout=0.3):
+                pass
+        async with (
+            RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store,
+            store.lease(5) as lease,
+            store.watch("k") as watch,
+        ):
+            assert store.endpoint == master.endpoint
+            await lease.set("mine", "1")
+            await store.set("k", "1")
+            while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
+                await asyncio.sleep(0.02)
+            assert ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
+            master.kill()
+            assert ask(replica.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
+            await store.set("k", "2")
+            assert [(await anext(watch)).value for _ in range(2)] == [b"1", b"2"]
+            assert store.endpoint == replica.endpoint
+            assert lease.is_alive
+
+
+async def test_a_master_that_becomes_a_replica_is_left(tmp_path: Path, prefix: str) -> None:
+    """It answers a request of an open connection with READONLY."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with RedisProcess(tmp_path / "a") as first, RedisProcess(tmp_path / "b") as second:
+        endpoints = f"{first.endpoint},{second.endpoint}"
+        async with RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store:
+            await store.set("k", "1")
+            assert ask(second.endpoint, "REPLICAOF", "127.0.0.1", str(first.port)) == "+OK\r\n"
+            while "master_link_status:up" not in ask(second.endpoint, "INFO", "replication"):
+                await asyncio.sleep(0.02)
+            assert ask(second.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
+            assert ask(first.endpoint, "REPLICAOF", "127.0.0.1", str(second.port)) == "+OK\r\n"
+            assert await store.add("n", 1) == 1
+            assert store.endpoint == second.endpoint
+
+
+async def test_sentinel(tmp_path: Path, prefix: str) -> None:
+    """The sentinels know the master, and the next one."""
+    for name in ("a", "b", "s"):
+        (tmp_path / name).mkdir()
+    with (
+        RedisProcess(tmp_path / "a") as master,
+        RedisProcess(tmp_path / "b", "--replicaof", "127.0.0.1", str(master.port)) as replica,
+    ):
+        while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
+            await asyncio.sleep(0.02)
+        with SentinelProcess(tmp_path / "s", master) as sentinel:
+            with pytest.raises(StoreTimeout, match="the sentinel knows no master 'x'"):
+                async with RedisStore(sentinel.endpoint, sentinel="x", timeout=0.3):
+                    pass
+            closed = f"127.0.0.1:{free_port()}"
+            store = RedisStore(
+                f"{closed},{sentinel.endpoint}", key_prefix=prefix, sentinel="m", lost_after=60
+            )
+            async with store:
+                await store.set("k", "1")
+                while "num-slaves\r\n$1\r\n1" not in ask(
+                    sentinel.endpoint, "SENTINEL", "MASTER", "m"
+                ):
+                    await asyncio.sleep(0.05)
+                assert ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
+                master.kill()
+                await store.set("k", "2")
+                assert "role:master" in ask(replica.endpoint, "INFO", "replication")
+                assert await store.peek("k") == b"2"
+
+
+async def test_a_closed_port_is_skipped(redis_endpoint: str, prefix: str) -> None:
+    """And errors name each endpoint that was tried."""
+    closed = f"127.0.0.1:{free_port()}"
+    async with RedisStore(f"{closed},{redis_endpoint}", key_prefix=prefix) as store:
+        assert await store.add("n") == 1
+    with pytest.raises(StoreTimeout, match=rf"{closed}: connection refused$"):
+        async with RedisStore(closed, timeout=0.3):
+            pass
+
+
+async def test_a_lost_reply(redis_endpoint: str, prefix: str, proxy: ChaosProxy) -> None:
+    """What can be made twice is; an addition is not, and is reported as unknown."""
+    async with RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=60) as store:
+        await store.queue_push("q", "0")
+
+        async def lose_replies() -> None:
+            before = len(proxy.received)
+            while len(proxy.received) == before:
+                await asyncio.sleep(0.001)
+            proxy.cut()
+            proxy.is_dropping_replies = False
+
+        for change in (
+            lambda: store.add("n"),
+            lambda: store.append("n", "0"),
+            lambda: store.queue_push("q", "1"),
+            lambda: store.queue_pop("q"),
+        ):
+            await store.num_keys()
+            proxy.is_dropping_replies = True
+            losing = asyncio.ensure_future(lose_replies())
+            with pytest.raises(StoreLost, match="may have been made"):
+                await change()
+            await losing
+        for again in (lambda: store.set("k", "1"), lambda: store.compare_set("c", "", "me")):
+            await store.num_keys()
+            proxy.is_dropping_replies = True
+            losing = asyncio.ensure_future(lose_replies())
+            assert await again() in (None, b"me")
+            await losing
+        assert await store.multi_get(["n", "k", "c"]) == [b"10", b"1", b"me"]
+        assert await store.queue_len("q") == 1
+
+
+async def test_users(server: RedisProcess, prefix: str) -> None:
+    """A user of the run's keys and channels; what it may not do is refused."""
+    rights = [f"~{{{prefix}:*", f"&{{{prefix}:*", "+@all", "-@admin", "-@dangerous", "+info"]
+    assert ask(server.endpoint, "ACL", "SETUSER", "job", "on", ">s3cret", *rights) == "+OK\r\n"
+    assert ask(server.endpoint, "ACL", "SETUSER", "default", "off") == "+OK\r\n"
+
+    def client(key_prefix: str, **user: str) -> RedisStore:
+        return RedisStore(server.endpoint, key_prefix=key_prefix, **user)  # type: ignore[arg-type]
+
+    async with client(prefix, user="job", password="s3cret") as store, store.watch("k") as watch:
+        async with store.lease(2) as lease:
+            await lease.set("mine", "1")
+        assert await store.peek("mine") is None
+        await store.set("k", "1")
+        assert (await anext(watch)).value == b"1"
+    with pytest.raises(StoreRefused, match=r"^Redis does not accept the user or the password$"):
+        async with client(prefix, user="job", password="wrong"):
+            pass
+    with pytest.raises(StoreRefused, match=r"^Redis asks for a user and a password$"):
+        async with client(prefix):
+            pass
+    with pytest.raises(StoreRefused, match=r"^the Redis user has no permission for the keys"):
+        async with client("/elsewhere", user="job", password="s3cret"):
+            pass
+
+
+async def test_tls(tmp_path: Path, authority: Authority, prefix: str) -> None:
+    """With a certificate of each side; without, the error says why."""
+    tls = authority.issue()
+    files = ["--tls-cert-file", str(tls.cert), "--tls-key-file", str(tls.key)]
+    files += ["--tls-ca-cert-file", str(tls.ca), "--port", "0"]
+    server = RedisProcess(tmp_path)
+    with server.also("--tls-port", str(server.port), *files):
+        async with RedisStore(server.endpoint, key_prefix=prefix, tls=tls) as store:
+            await store.set("k", "1")
+            async with store.watch("k") as watch:
+                await store.set("k", "2")
+                assert (await anext(watch)).value == b"2"
+        with pytest.raises(StoreTimeout, match=r"perhaps it asks for TLS"):
+            async with RedisStore(server.endpoint, timeout=0.5):
+                pass
+        other = Authority(tmp_path, "other").issue()
+        with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
+            async with RedisStore(server.endpoint, timeout=0.5, tls=other):
+                pass
+
+
+async def test_another_server_at_the_endpoint() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n")
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StoreTimeout, match=r"it does not speak the protocol of Redis$"):
+            async with RedisStore(f"127.0.0.1:{port}", timeout=0.3):
+                pass
+
+
+async def test_a_full_memory(tmp_path: Path, prefix: str) -> None:
+    """Changes are refused; leases are renewed, and keys are read and deleted."""
+    with RedisProcess(tmp_path, appends=False) as server:
+        store = RedisStore(server.endpoint, key_prefix=prefix)
+        async with store, store.lease(2) as lease:
+            await lease.set("mine", "1")
+            await store.set("k", "1")
+            assert ask(server.endpoint, "CONFIG", "SET", "maxmemory", "1") == "+OK\r\n"
+            with pytest.raises(StoreRefused, match=r"^the memory of Redis is full"):
+                await store.set("k", "2")
+            await asyncio.sleep(3)  # the lease would have expired
+            assert lease.is_alive
+            assert await store.multi_get(["mine", "k"]) == [b"1", b"1"]
+            assert await store.delete("k")
+
+
+async def test_keys_are_removed_after_the_retention(redis_endpoint: str, prefix: str) -> None:
+    """All of them, those that were made late too; and a reader prolongs nothing."""
+
+    def client(retention: float | None) -> RedisStore:
+        return RedisStore(redis_endpoint, key_prefix=prefix, retention=retention, retained="job")
+
+    def keys() -> list[str]:
+        reply = ask(redis_endpoint, "KEYS", f"*{prefix}*").split("\r\n")
+        return [line for line in reply if line.startswith("{")]
+
+    async with client(2.0) as one:
+        await one.set("a", "1")
+        await one.queue_push("q", "1")
+        async with one.lease(5) as lease:
+            await lease.set("c", "1")
+            assert len(keys()) == 8
+            assert {key[: key.index("}") + 1] for key in keys()} == {f"{{{prefix}:job}}"}
+            assert all(0 < int(ask(redis_endpoint, "PTTL", key)[1:]) <= 2000 for key in keys())
+    async with client(None) as reader:
+        with pytest.raises(StoreLost, match=r"or has removed all keys$"):
+            await read_until_lost(reader)
+        assert keys() == []
+
+
+async def test_a_key_prefix_with_braces(redis_endpoint: str) -> None:
+    """The keys are in one hash slot whatever the names are."""
+    name = f"}}{uuid.uuid4().hex}{{"
+    async with RedisStore(redis_endpoint, key_prefix=name, retained="a}b") as store:
+        await store.set("k", "1")
+        reply = ask(redis_endpoint, "KEYS", f"*{name[1:-1]}*").split("\r\n")
+        keys = [line for line in reply if line.startswith("{")]
+        assert {key[: key.index("}") + 1] for key in keys} == {f"{{%7D{name[1:-1]}%7B:a%7Db}}"}
+
+
+async def test_a_closed_store(redis_endpoint: str, prefix: str) -> None:
+    store = RedisStore(redis_endpoint, key_prefix=prefix)
+    with pytest.raises(StoreClosed, match="async with RedisStore"):
+        await store.peek("k")
+    async with store:
+        with pytest.raises(StoreClosed, match="opened once"):
+            await store.open(1)
+    await store.aclose()
+
+
+def test_without_the_package(tmp_path: Path) -> None:
+    """One line names what to install, before anything starts."""
+    (tmp_path / "redis.py").write_text("raise ImportError")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from elastic_aio.cli import entry;"
+        " sys.argv = ['aio-elastic', 'run', '--nnodes=2', '--rdzv-backend=redis', 'x.py'];"
+        " sys.exit(entry())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'elastic_aio[redis]'" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
