@@ -13,16 +13,15 @@ But the job is the parent's, so a copy does nothing: it takes no input and close
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
+from elastic_aio.agent.decision import call_decide
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.machine import AgentMachine
 from elastic_aio.agent.messages import (
@@ -45,6 +44,7 @@ from elastic_aio.agent.messages import (
     StopReceived,
     WorkerEnded,
 )
+from elastic_aio.agent.results import make_result
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded
@@ -53,7 +53,7 @@ from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
-from elastic_aio.spec.restart import Decide, RestartAction
+from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
 
 _SHUTDOWN = "the event loop is shutting down"
@@ -385,7 +385,14 @@ class Driver:
             await self.group.close()
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
-        self.result = self._make_result(outcome, duration, has_logs=has_logs)
+        self.result = make_result(
+            self._runtime.run_id,
+            outcome,
+            self._machine.attempt,
+            self._attempts,
+            duration,
+            log_dir=self._runtime.output.directory.path if has_logs else None,
+        )
         self.error = effect.error
         self.outcome = outcome
         self._event_log.append(
@@ -400,51 +407,7 @@ class Driver:
         )
         self._settle()
 
-    def _make_result(self, outcome: JobOutcome, duration: float, *, has_logs: bool) -> LaunchResult:
-        attempts = [*self._attempts]
-        if outcome.failures:
-            # A node that had no failure itself, or no attempt at all, gets the job's.
-            last = attempts[-1:] or [AttemptResult(self._machine.attempt, time.time(), 0.0)]
-            attempts = [*attempts[:-1], replace(last[0], failures=outcome.failures)]
-        if not has_logs:
-            attempts = [replace(attempt, log_dir=None) for attempt in attempts]
-        workers = attempts[-1].workers if outcome.state is JobState.SUCCEEDED and attempts else ()
-        values = {worker.rank: worker.return_value for worker in workers}
-        return LaunchResult(
-            run_id=self._runtime.run_id,
-            state=outcome.state,
-            reason=outcome.why,
-            exit_code=outcome.exit_code,
-            duration=duration,
-            restarts=outcome.restarts,
-            attempts=tuple(attempts),
-            return_values=values,
-            log_dir=self._runtime.output.directory.path if has_logs else None,
-            cause=outcome.cause,
-        )
-
     def _settle(self) -> None:
         self._event_log.close()
         if not self.done.done():
             self.done.set_result(None)
-
-
-async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:
-    """Return the decision of the user's `restart.decide`, or what it raised.
-
-    Cancellation: raised only if the caller's task was cancelled; a CancelledError of
-    the callback's own is returned.
-    """
-    try:
-        decision = decide(failure)
-        action = await decision if inspect.isawaitable(decision) else decision
-        if not isinstance(action, RestartAction):
-            raise TypeError(f"restart.decide must return a RestartAction (got {action!r})")
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        return error
-    except Exception as error:  # noqa: BLE001  # the user's code: handed to the user
-        return error
-    return action

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.driver import Driver, call_decide
+from elastic_aio.agent.decision import call_decide
+from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.messages import (
     BarrierTimedOut,
