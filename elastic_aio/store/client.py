@@ -92,11 +92,16 @@ class RemoteStore(Store):
         check_number("reply_timeout", reply_timeout, above=0)
         check_number("peer_timeout", peer_timeout, above=0)
         self._options = LinkOptions(
-            host, port, checked_token(token), reply_timeout, peer_timeout, client_context(tls)
+            host,
+            port,
+            checked_token(token),
+            reply_timeout,
+            peer_timeout,
+            max(min_ttl / 2, reply_timeout * _HEARTBEAT_SHARE) if ping_when_idle else 0.0,
+            client_context(tls),
         )
         self._connect_timeout = timeout
         self._reconnect_for = reconnect_for
-        self._ping_when_idle = ping_when_idle
         self._survive_server_restart = survive_server_restart
         self._link: PlainLink | TaggedLink | None = None
         self._last_received_at = 0.0
@@ -272,17 +277,17 @@ class RemoteStore(Store):
             self._heartbeat_timer.cancel()
             self._heartbeat_timer = None
         timeouts = [lease.ttl for lease in self._leases]
-        if self._ping_when_idle:
+        if self._options.ping_interval:
             timeouts.append(self._options.reply_timeout)
         if timeouts and self._error is None:
             interval = max(self._min_ttl / 2, min(timeouts) * _HEARTBEAT_SHARE)
             loop = asyncio.get_running_loop()
-            self._heartbeat_timer = loop.call_later(interval, self._send_heartbeat, interval)
+            self._heartbeat_timer = loop.call_later(interval, self._send_heartbeat)
 
-    def _send_heartbeat(self, interval: float) -> None:
+    def _send_heartbeat(self) -> None:
         if isinstance(self._link, TaggedLink):
-            if self._ping_when_idle:
-                self._link.ping(interval)
+            if self._options.ping_interval:
+                self._link.ping()
             else:
                 self._link.heartbeat()
         self._schedule_heartbeat()

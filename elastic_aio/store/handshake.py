@@ -29,13 +29,18 @@ _PING_NONCE: Final = 0x0E1A5A10
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Where and how a client connects; the fields are described at `RemoteStore`."""
+    """Where and how a client connects; for the other fields see `RemoteStore`.
+
+    Attributes:
+        ping_interval: seconds between two pings; 0: an idle server is not pinged.
+    """
 
     host: str
     port: int
     token: str | None
     reply_timeout: float
     peer_timeout: float
+    ping_interval: float
     tls: TlsContext | None = None
 
 
@@ -147,7 +152,7 @@ async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | 
             raise StoreRefused("token: a plain TCPStore server has none (remove --token-file)")
         return link
     hello: replies.HelloReply = await link.request(wire.HELLO, b"", wire.VERSION)
-    tagged = TaggedLink(options.reply_timeout, hello.instance)
+    tagged = TaggedLink(options.reply_timeout, hello.instance, options.ping_interval)
     link.hand_over(tagged)
     if hello.needs_token and options.token is None:
         raise StoreRefused("the store asks for a token")

@@ -37,7 +37,7 @@ class Link(asyncio.Protocol):
         # Replies that the peer owes now; that of a pending wait is not counted.
         self._replies_due = 0
         self.last_received_at = 0.0
-        """When the peer last sent something, or a reply was first due, in loop seconds."""
+        """When the peer last sent a reply that was due, or one was first due, in loop seconds."""
         self._ping_interval = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.instance = b""
@@ -56,6 +56,7 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         self._transport.set_protocol(other)
         other.connection_made(self._transport)
+        other.last_received_at = self.last_received_at
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done() and not isinstance(error, TimeoutError):
@@ -120,8 +121,9 @@ class Link(asyncio.Protocol):
     def _expect_reply(self) -> None:
         """Count a reply as due, and start the timer of the reply timeout."""
         if not self._replies_due:
-            # The peer owed no reply, so its silence had no meaning until now.  A peer
-            # that is pinged did owe one, at most one interval ago.
+            # The peer owed no reply, so its silence had no meaning until now.  A peer that
+            # is pinged owed one at most an interval ago; longer ago only if this process was
+            # suspended.
             now = self._loop.time()
             self.last_received_at = max(self.last_received_at, now - self._ping_interval)
         self._replies_due += 1

@@ -32,10 +32,14 @@ class _PendingRequest:
 class TaggedLink(Link):
     """A connection in our tagged dialect."""
 
-    def __init__(self, reply_timeout: float, instance: bytes) -> None:
-        """Prepare a link to the server `instance`."""
+    def __init__(self, reply_timeout: float, instance: bytes, ping_interval: float) -> None:
+        """Prepare a link to `instance`, on which `ping` is called each `ping_interval` seconds.
+
+        0: `ping` is not called.
+        """
         super().__init__(reply_timeout)
         self.instance = instance
+        self._ping_interval = ping_interval
         self._reader = TaggedReader()
         self._last_tag = 0
         self._pending: dict[int, _PendingRequest] = {}
@@ -43,9 +47,10 @@ class TaggedLink(Link):
         self._watch_tags: dict[Watch, int] = {}
 
     def data_received(self, data: bytes) -> None:
-        self.last_received_at = self._loop.time()
         try:
             frames = self._reader.read(data)
+            if not frames:
+                self._on_sign_of_life()  # a part of a long frame
             self._is_batching = len(frames) > 1
             for tag, status, payload in frames:
                 if status == replies.NOTIFY:
@@ -57,12 +62,21 @@ class TaggedLink(Link):
         except WireError as error:
             self.fail(f"the peer {error}")
 
+    def _on_sign_of_life(self) -> None:
+        """Renew the reply timeout.
+
+        A notification and the end of a wait do not: they can still arrive when no request
+        reaches the peer any more, and the peer is about to end the leases of this connection.
+        """
+        self.last_received_at = self._loop.time()
+
     def _on_reply(self, tag: int, status: int, payload: bytes) -> None:
         request = self._pending.pop(tag, None)
         if request is None:
             return
         op, future = request.op, request.future
         if op not in _WAITS:
+            self._on_sign_of_life()
             self._replies_due -= 1
         if status != replies.DONE:
             self._listeners.pop(tag, None)
@@ -88,6 +102,7 @@ class TaggedLink(Link):
         # The first message is also the reply to the request that opened the watch.
         request = self._pending.pop(tag, None)
         if request is not None:
+            self._on_sign_of_life()
             self._replies_due -= 1
         if listener is not None:
             listener._feed(replies.decode_notification(payload))
@@ -168,13 +183,12 @@ class TaggedLink(Link):
         with contextlib.suppress(LinkLost):
             self._send(encode(wire.HEARTBEAT, b"", None, 0))
 
-    def ping(self, interval: float) -> None:
-        """Send a frame that renews the leases and has a reply; the next in `interval` s.
+    def ping(self) -> None:
+        """Send a frame that renews the leases and has a reply.
 
         The kernel of a suspended server still acknowledges data; only a reply proves
         that the server runs.
         """
-        self._ping_interval = interval
         self._post(wire.PING, b"", 1)
 
     def _request(self, op: int, key: bytes, argument: Any) -> tuple[int, asyncio.Future[Any]]:

@@ -93,6 +93,37 @@ async def test_a_killed_server_is_detected_at_once() -> None:
         assert time.monotonic() - begin < 10
 
 
+async def test_notifications_are_no_answer(server: StoreServer) -> None:
+    """They still arrive when no request reaches the server, which then ends the leases."""
+    async with (
+        ChaosProxy(server.port) as proxy,
+        connect(server.endpoint) as other,
+        pinging(proxy.endpoint) as store,
+        store.watch("k") as watch,
+    ):
+        proxy.is_dropping_requests = True
+
+        async def be_notified() -> None:
+            for number in range(20_000):
+                await other.set("k", str(number))
+                await anext(watch)
+
+        with pytest.raises(StoreLost, match=r"no answer for 0.7 s"):
+            await be_notified()
+        assert int(await other.get("k")) > 1
+
+
+async def test_a_first_request_does_not_postpone_the_next_ping(server: StoreServer) -> None:
+    """Silence counts from the last reply, also before the first ping."""
+    async with ChaosProxy(server.port) as proxy, pinging(proxy.endpoint, 1.0) as store:
+        last_reply = store.last_received_at
+        proxy.is_stalled = True
+        await asyncio.sleep(0.2)  # less than the ping interval
+        with pytest.raises(StoreLost):
+            await store.num_keys()
+        assert store.last_received_at == last_reply
+
+
 async def test_an_idle_connection_is_kept(server: StoreServer) -> None:
     """A watch without changes outlasts the reply timeout."""
     async with pinging(server.endpoint, 0.5) as store, store.watch("k") as watch:

@@ -49,6 +49,7 @@ class ChaosProxy:
         self.is_stalled = False
         self.is_refusing = False
         self.is_dropping_replies = False
+        self.is_dropping_requests = False
         self.sides: set[_Side] = set()
         self.sent: list[bytes] = []
         self.received: list[bytes] = []
@@ -115,7 +116,9 @@ class ChaosProxy:
 
     def on_data(self, side: _Side, data: bytes) -> None:
         (self.sent if side.is_client else self.received).append(data)
-        if self.is_stalled or (self.is_dropping_replies and not side.is_client):
+        if self.is_stalled or (
+            self.is_dropping_requests if side.is_client else self.is_dropping_replies
+        ):
             return
         if side.other is None:
             return
