@@ -99,6 +99,8 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
     options = {
         "run": options_of("run"),
         "events": options_of("events"),
+        "jobs": options_of("jobs"),
+        "gc": options_of("gc"),
         "store": options_of("store") | options_of("store", "ping"),
         "exec": options_of("exec"),
     }

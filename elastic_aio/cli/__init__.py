@@ -21,6 +21,8 @@ _ALL_SIGNALS = signal.valid_signals()
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
+       aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
+       aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
        aio-elastic exec program [arguments of the program]
@@ -86,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elastic_aio.cli.events import main_events
 
             return main_events(rest)
+        case ["jobs", *rest]:
+            from elastic_aio.cli.jobs import main_jobs
+
+            return main_jobs(rest)
+        case ["gc", *rest]:
+            from elastic_aio.cli.jobs import main_gc
+
+            return main_gc(rest)
         case ["exec", *rest]:
             from elastic_aio.cli.exec import main_exec
 
@@ -98,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)
-    problem = "must be 'run', 'events', 'store' or 'exec'"
+    problem = "must be 'run', 'events', 'jobs', 'gc', 'store' or 'exec'"
     return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
 
 

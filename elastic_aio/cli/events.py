@@ -19,28 +19,17 @@ from elastic_aio.cli.options import (
     OptionParser,
     UsageError,
     add_timeout_option,
-    add_token_option,
     invalid_value,
     parse_int,
     print_error,
 )
-from elastic_aio.cli.rdzv_conf import parse_conf
-from elastic_aio.cli.rendezvous_options import read_secrets
-from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
+from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.report import describe
-from elastic_aio.spec.rendezvous import (
-    ENGINES,
-    ETCD_PORT,
-    REDIS_PORT,
-    STATIC_PORT,
-    RendezvousSpec,
-    engine_port,
-)
 
 
 def main_events(argv: Sequence[str]) -> int:
@@ -72,9 +61,14 @@ def _parser() -> OptionParser:
         " nodes that join and leave, rounds, failures, restarts.",
         epilog="Exit codes: 0 the job has finished, 1 no store answers, 2 invalid arguments.",
     )
-    _add_rendezvous_options(parser)
-    add_token_option(parser, "file with the store's token")
-    add_client_tls_options(parser)
+    add_store_options(parser)
+    parser.add_argument(
+        "--rdzv-id",
+        "--rdzv_id",
+        default="none",
+        metavar="ID",
+        help="id of the run (default 'none', as for a run)",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print each event as a line of JSON (default: text)"
     )
@@ -89,42 +83,6 @@ def _parser() -> OptionParser:
     return parser
 
 
-def _add_rendezvous_options(parser: OptionParser) -> None:
-    default = RendezvousSpec()
-    parser.add_argument(
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        metavar="HOST:PORT[,...]",
-        help=f"endpoints of the job's store (default {default.endpoint}); for the backend"
-        f" 'static' MASTER_ADDR:MASTER_PORT of the job (its default port is {STATIC_PORT});"
-        f" for 'etcd' and 'redis' those of the engine (default localhost:{ETCD_PORT} and"
-        f" localhost:{REDIS_PORT})",
-    )
-    parser.add_argument(
-        "--rdzv-backend",
-        "--rdzv_backend",
-        default=default.backend,
-        metavar="NAME",
-        help=f"backend of the job (default {default.backend}); only 'etcd' and 'redis' make a"
-        " difference",
-    )
-    parser.add_argument(
-        "--rdzv-conf",
-        "--rdzv_conf",
-        default="",
-        metavar="KEY=VALUE,...",
-        help="with 'etcd' and 'redis': user, password_file, key_prefix and sentinel, as for a run"
-        " (default: none)",
-    )
-    parser.add_argument(
-        "--rdzv-id",
-        "--rdzv_id",
-        default="none",
-        metavar="ID",
-        help="id of the run (default 'none', as for a run)",
-    )
-
-
 def _event_number(text: str) -> int:
     if text == "-1":
         return -1
@@ -134,18 +92,14 @@ def _event_number(text: str) -> int:
 
 
 async def _follow(arguments: argparse.Namespace) -> None:
-    backend = arguments.rdzv_backend
-    endpoint = (
-        f"localhost:{engine_port(backend)}" if backend in ENGINES else RendezvousSpec().endpoint
-    )
-    secrets = read_secrets(parse_conf(arguments.rdzv_conf, backend))
+    spec = store_spec(arguments)
     reader = follow_job(
-        arguments.rdzv_endpoint or endpoint,
+        spec.endpoint,
         arguments.rdzv_id,
-        token=arguments.token,
-        tls=tls_of(arguments, is_server=False) or secrets.get("tls"),
-        backend=backend,
-        engine=secrets.get("engine"),
+        token=spec.token,
+        tls=spec.tls,
+        backend=spec.backend,
+        engine=spec.engine,
         after=arguments.after,
         timeout=arguments.timeout,
     )

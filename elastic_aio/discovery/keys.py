@@ -20,6 +20,7 @@ A store that a node serves has the key `OWNER_KEY` from its first moment on.  Th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, TypeVar
 
 import msgspec
@@ -43,6 +44,18 @@ def run_prefix(run_id: str) -> str:
     Slashes are escaped, so that no run has keys among those of another one.
     """
     return f"elastic_aio/{run_id.replace('%', '%25').replace('/', '%2F')}"
+
+
+def run_names(keys: Iterable[str]) -> list[str]:
+    """Return the names of the runs that have begun, as `run_prefix` escapes them."""
+    begin, end = run_prefix(""), "/run"
+    ends = [key[len(begin) :] for key in keys if key.startswith(begin) and key.endswith(end)]
+    return [name[: -len(end)] for name in ends if name.count("/") == 1]
+
+
+def run_id_of(name: str) -> str:
+    """Return the run id that `run_prefix` has escaped."""
+    return name.replace("%2F", "/").replace("%25", "%")
 
 
 class RunRecord(Struct, frozen=True, array_like=True):

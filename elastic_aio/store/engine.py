@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Self
+from typing import ClassVar, Self
 
 from elastic_aio.aio import running_loop
 from elastic_aio.store.base import Store
@@ -45,6 +45,34 @@ class EngineStore(Store):
     @abc.abstractmethod
     def last_received_at(self) -> float:
         """When a server last answered, in the loop's seconds; 0: never."""
+
+    is_per_run: ClassVar[bool] = False
+    """Whether each value of `retained` has a store of its own, without the keys of others."""
+
+    @abc.abstractmethod
+    async def list_runs(self, begin: str) -> list[str]:
+        """Return the names of the runs, in no particular order.
+
+        They are what follows `begin` in the keys, up to a slash; with `is_per_run` the values
+        of `retained` at the server.  The work grows with their number, and not with that of
+        their keys (with `is_per_run`: with the number of all keys of the server, in steps).
+
+        Raises:
+            StoreError: as for any operation.
+        """
+
+    @abc.abstractmethod
+    async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
+        """Delete all keys that begin with `begin`, at once, if nothing uses them.
+
+        With `is_per_run` these are all keys of the store, which is lost then.
+
+        Returns:
+            Whether `record_key` had the value `record`, and no key began with `members`.
+
+        Raises:
+            StoreError: as for any operation.
+        """
 
     @property
     def incarnation(self) -> bytes:

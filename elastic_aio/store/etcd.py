@@ -123,6 +123,15 @@ class EtcdStore(EngineStore):
             await self._grant_home()
         self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
 
+    async def list_runs(self, begin: str) -> list[str]:
+        start = self._key(begin)
+        names = await self._run(lambda: self._operations.list_branches(start))
+        return [name.decode("utf-8", "surrogateescape") for name in names]
+
+    async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
+        keys = [self._key(begin), self._key(record_key), record, self._key(members)]
+        return bool(await self._run(lambda: self._operations.remove_branch(*keys)))
+
     @property
     def last_received_at(self) -> float:
         return self._link.last_received_at

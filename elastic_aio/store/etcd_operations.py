@@ -197,6 +197,35 @@ class Operations:
         reply: RangeReply = yield Request(RANGE, body, RangeReply)
         return [self.keys.key(found.key) for found in reply.kvs]
 
+    def list_branches(self, begin: bytes) -> Operation:
+        """Return what follows `begin` in the keys, up to a slash: one request for each."""
+        names: list[bytes] = []
+        place, end = self.keys.values(begin)
+        while True:
+            body = read(place, end, keys_only=True, limit="1")
+            reply: RangeReply = yield Request(RANGE, body, RangeReply)
+            if not reply.kvs:
+                return names
+            name, slash, _ = self.keys.key(reply.kvs[0].key)[len(begin) :].partition(b"/")
+            branch = self.keys.value(begin + name + slash)
+            place = prefix_end(branch) if slash else branch + b"\0"
+            if slash:
+                names.append(name)
+
+    def remove_branch(
+        self, begin: bytes, record_key: bytes, record: bytes, members: bytes
+    ) -> Operation:
+        """Delete a branch if its record is `record` and no key begins with `members`."""
+        first, end = self.keys.values(members)
+        conditions = [
+            compare(self.keys.value(record_key), "value", record),
+            # An empty range has the create revision 0, as an absent key.
+            {**compare(first, "create_revision", 0), "range_end": end},
+        ]
+        note = put_op(self.keys.deleted, b"", self.lease)
+        reply: TxnReply = yield txn(conditions, [delete_op(*self.keys.values(begin)), note])
+        return reply.succeeded
+
     def read_all(self, begin: bytes, end: bytes) -> Operation:
         """Return the revision and the values of a range of places."""
         reply: RangeReply = yield Request(RANGE, read(begin, end), RangeReply)

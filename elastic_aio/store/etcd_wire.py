@@ -298,9 +298,9 @@ def put_op(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
     return {"request_put": put}
 
 
-def delete_op(key: bytes) -> dict[str, Any]:
-    """Return the operation that deletes a key."""
-    return {"request_delete_range": {"key": key}}
+def delete_op(key: bytes, end: bytes = b"") -> dict[str, Any]:
+    """Return the operation that deletes the range `key` to `end`, or only the key."""
+    return {"request_delete_range": read(key, end)}
 
 
 def txn_op(body: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,18 @@ _PART: Final = 1000
 """Keys in one request: Redis serves no other client while it carries out a request."""
 
 
+# Redis takes the hash tag up to the first brace.
+_CODES: Final = (("%", "%25"), ("{", "%7B"), ("}", "%7D"))
+
+
 class RedisStore(EngineStore):
     """A client of a store on Redis; use it with `async with`.
 
     `multi_set` of more than 1,000 keys is made in several steps.  A key that is set and deleted
     while this client has no connection to Redis may be missed by its waits.
     """
+
+    is_per_run = True
 
     def __init__(
         self,
@@ -92,10 +98,7 @@ class RedisStore(EngineStore):
         self._link = RedisLink(access, self._on_link_ended)
         self._feed = RedisFeed(self._link, _IDLE + 2 * access.attempt_timeout)
         name = f"{checked_text('key_prefix', key_prefix)}:{retained}"
-        # Redis takes the hash tag up to the first brace.
-        for char, code in (("%", "%25"), ("{", "%7B"), ("}", "%7D")):
-            name = name.replace(char, code)
-        self._tag = b"{%b}" % name.encode()
+        self._tag = b"{%b}" % _quote(name).encode()
         self._requests = RedisRequests(self._link, self._tag, round((retention or 0) * 1000))
         self._run = self._requests.run
         self._retention = retention
@@ -113,6 +116,17 @@ class RedisStore(EngineStore):
         deadline = asyncio.get_running_loop().time() + timeout
         await self._run("touch", b"0", deadline=deadline)
         self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
+
+    async def list_runs(self, begin: str) -> list[str]:
+        """See `EngineStore`; of a Redis Cluster, those at the endpoint's server."""
+        self._check_open()
+        name = self._tag[1:-1]
+        marks = await self._requests.scan(b"{%b*}m" % escape(name))
+        found = [_unquote(mark[len(name) + 1 : -2].decode()) for mark in set(marks)]
+        return [run_id for run_id in found if run_id]
+
+    async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
+        return bool(await self._run("purge", self._key(record_key), record, self._key(members)))
 
     @property
     def last_received_at(self) -> float:
@@ -402,3 +416,15 @@ class RedisStore(EngineStore):
 
 def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
     return [items[first : first + _PART] for first in range(0, len(items), _PART)]
+
+
+def _quote(name: str) -> str:
+    for char, code in _CODES:
+        name = name.replace(char, code)
+    return name
+
+
+def _unquote(name: str) -> str:
+    for char, code in reversed(_CODES):
+        name = name.replace(code, char)
+    return name

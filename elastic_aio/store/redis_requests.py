@@ -18,6 +18,9 @@ _SHA: Final = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
 
 _LOST: Final = "Redis has lost changes, by a fail-over or a restart, or has removed all keys"
 
+_SCANNED: Final = 1000
+"""Keys that Redis visits in one request."""
+
 _UNREPEATABLE: Final = ("add", "swap", "append", "push", "pop")
 
 
@@ -53,7 +56,6 @@ class RedisRequests:
             StoreLost: the store has lost changes, and as for `RedisLink.request`.
             StoreTimeout: as for `RedisLink.request`.
         """
-        """Run the script."""
 
         async def use(connection: RedisConnection) -> Any:
             known = self.known
@@ -83,6 +85,25 @@ class RedisRequests:
             raise StoreRefused("the lease has ended")
         assert status == DONE
         return result
+
+    async def scan(self, pattern: bytes) -> list[bytes]:
+        """Return the keys of the server that match a pattern, some of them perhaps twice.
+
+        Raises:
+            StoreError: as for `RedisLink.request`.
+        """
+        found: list[bytes] = []
+        cursor = b"0"
+        while True:
+            position = cursor
+
+            async def use(connection: RedisConnection, position: bytes = position) -> Any:
+                return await connection.ask("SCAN", position, "MATCH", pattern, "COUNT", _SCANNED)
+
+            cursor, keys = await self._link.request(use)
+            found += keys
+            if cursor == b"0":
+                return found
 
     def _learn(self, found: KnownHistory) -> None:
         """Keep what a reply says; replies of two connections may overtake each other."""

@@ -46,8 +46,8 @@ local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 known_rev, keep = tonumber(known_rev), tonumber(keep)
 -- The operations that may be carried out by a server whose memory is full.
-local frugal = {touch=1, release=1, revoke=1, del=1, pop=1, peek=1, read=1, check=1, scan=1,
-  names=1, count=1, qlen=1}
+local frugal = {touch=1, release=1, revoke=1, del=1, pop=1, purge=1, peek=1, read=1, check=1,
+  scan=1, names=1, count=1, qlen=1}
 local reads = {touch=1, peek=1, read=1, check=1, scan=1, names=1, count=1, qlen=1}
 local meta = call('HMGET', M, 'id', 'epoch', 'rev', 'last', 'ttl', 'server')
 local id, epoch, rev, last, ttl = meta[1], meta[2], tonumber(meta[3] or 0), tonumber(meta[4] or 0),
@@ -305,7 +305,17 @@ function ops.qlen()
   return tail - head
 end
 
+function ops.purge()
+  local first = ARGV[A + 3]
+  if call('HGET', V, ARGV[A + 1]) ~= ARGV[A + 2] then return 0 end
+  if call('ZRANGEBYLEX', I, '[' .. first, '(' .. first .. '\255', 'LIMIT', 0, 1)[1] then
+    return 0
+  end
+  return call('UNLINK', unpack(KEYS))
+end
+
 local result, status = ops[op]()
+if op == 'purge' and result > 0 then return {1, '', '', '0', 0, 0, result} end
 if rev ~= began_rev then call('HSET', M, 'rev', string.format('%.0f', rev)) end
 if keep > 0 and not reads[op] then
   local left = call('PTTL', M)

@@ -448,7 +448,7 @@ def test_absurd_values_are_one_line(option: Option) -> None:
     ("argv", "named"),
     [
         ([], "a command is required"),
-        (["walk"], "must be 'run', 'events', 'store' or 'exec' (got 'walk')"),
+        (["walk"], "must be 'run', 'events', 'jobs', 'gc', 'store' or 'exec' (got 'walk')"),
         (["run"], "a script is required"),
         (["run", "--role", "r"], "a script is required"),
         (["run", "--role"], "--role: needs a value\n"),

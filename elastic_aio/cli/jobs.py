@@ -1,0 +1,179 @@
+"""`aio-elastic jobs` and `aio-elastic gc`: list the jobs at a store, and remove what is over.
+
+::
+
+    aio-elastic jobs [--rdzv-endpoint HOST:PORT[,...]] [--rdzv-backend etcd]
+                     [--rdzv-conf KEY=VALUE,...] [--token-file FILE] [--tls-ca FILE]
+                     [--json] [--timeout SECONDS]
+    aio-elastic gc   [the same] [--older-than SECONDS] [--lost] [--dry-run]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from elastic_aio.cli.options import (
+    OptionParser,
+    UsageError,
+    add_timeout_option,
+    parse_seconds,
+    print_error,
+)
+from elastic_aio.cli.store_options import add_store_options, store_spec
+from elastic_aio.cli.torchrun import as_option_error
+from elastic_aio.errors import HostError, SpecError, StoreError
+from elastic_aio.launcher import run_coroutine
+from elastic_aio.rendezvous.job_list import JobList, ListedJob
+from elastic_aio.text import counted, one_line
+
+_OLDER_THAN: Final = 600.0
+"""Seconds for which a job's end is kept by default: a node that comes late finds it."""
+
+_EXIT_CODES: Final = "Exit codes: 0 success, 1 no store answers, 2 invalid arguments."
+
+
+def main_jobs(argv: Sequence[str]) -> int:
+    """Run `aio-elastic jobs` with these arguments; return the exit code.
+
+    0: the jobs have been listed.  1: no store answers, or the store was lost.  2: the
+    arguments are invalid.  130: Ctrl-C.
+    """
+    return _main("jobs", _jobs_parser(), _list, argv)
+
+
+def main_gc(argv: Sequence[str]) -> int:
+    """Run `aio-elastic gc` with these arguments; return the exit code, as for `main_jobs`."""
+    return _main("gc", _gc_parser(), _collect, argv)
+
+
+def _main(
+    command: str,
+    parser: OptionParser,
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
+    argv: Sequence[str],
+) -> int:
+    try:
+        arguments = parser.parse_args(argv)
+        run_coroutine(lambda: run(arguments))
+    except SpecError as error:
+        return print_error(command, as_option_error(error), 2)
+    except (UsageError, HostError) as error:
+        return print_error(command, str(error), 2)
+    except StoreError as error:
+        return print_error(command, str(error), 1)
+    except BrokenPipeError:
+        # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+def _jobs_parser() -> OptionParser:
+    parser = OptionParser(
+        prog="aio-elastic jobs",
+        description="List the jobs at a store: their state, their nodes, and since when. A job"
+        " that is 'lost' has no node and no end: its nodes were killed, or cannot reach the store.",
+        epilog=_EXIT_CODES,
+    )
+    _add_options(parser)
+    return parser
+
+
+def _gc_parser() -> OptionParser:
+    parser = OptionParser(
+        prog="aio-elastic gc",
+        description="Remove the keys of jobs that have ended from a store, and print each. A job"
+        " with a node is never removed. A node that comes after the removal begins its job anew.",
+        epilog=_EXIT_CODES,
+    )
+    _add_options(parser)
+    parser.add_argument(
+        "--older-than",
+        type=lambda text: parse_seconds("--older-than", text),
+        default=_OLDER_THAN,
+        metavar="SECONDS",
+        help="keep jobs that have ended, or begun if they have no end, less long ago"
+        f" (default {_OLDER_THAN:g})",
+    )
+    parser.add_argument(
+        "--lost",
+        action="store_true",
+        help="also remove jobs without an end that have no node; their workers may still run where"
+        " the store cannot be reached (default: keep them)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only print what would be removed (default: remove)"
+    )
+    return parser
+
+
+def _add_options(parser: OptionParser) -> None:
+    add_store_options(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print each job as a line of JSON (default: a table)"
+    )
+    add_timeout_option(parser, 30, "seconds to search for a store")
+
+
+async def _list(arguments: argparse.Namespace) -> None:
+    async with JobList(store_spec(arguments), timeout=arguments.timeout) as jobs:
+        found = await jobs.read()
+    if arguments.json:
+        for job in found:
+            print(msgspec.json.encode(job).decode())
+    elif found:
+        print("\n".join(_table(found, time.time())))
+    sys.stdout.flush()
+
+
+async def _collect(arguments: argparse.Namespace) -> None:
+    removed = 0
+    async with JobList(store_spec(arguments), timeout=arguments.timeout) as jobs:
+        now = time.time()
+        for job in await jobs.read():
+            is_old = job.since <= now - arguments.older_than
+            if not is_old or not job.is_over(also_lost=arguments.lost):
+                continue
+            if not arguments.dry_run and not await jobs.remove(job, also_lost=arguments.lost):
+                continue  # a node has come meanwhile
+            removed += 1
+            if arguments.json:
+                print(msgspec.json.encode(job).decode(), flush=True)
+            else:
+                verb = "would remove" if arguments.dry_run else "removed"
+                text = f"{verb} {_shown(job.run_id)}: {job.state}, {_age(now - job.since)} ago"
+                print(text, flush=True)
+    if not removed and not arguments.json:
+        print("nothing to remove", flush=True)
+
+
+def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:
+    rows = [("RUN", "STATE", "NODES", "SINCE")]
+    for job in jobs:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.since))
+        age = f"{since} ({_age(now - job.since)} ago)" if job.since else "unknown"
+        rows.append((_shown(job.run_id), job.state.value, str(len(job.nodes)), age))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    ]
+
+
+def _shown(run_id: str) -> str:
+    return one_line(run_id, 60)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            return counted(int(seconds // size), unit)
+    return counted(max(0, int(seconds)), "second")

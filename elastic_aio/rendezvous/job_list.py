@@ -1,0 +1,279 @@
+"""The jobs at a store: their list, and the removal of those that are over.
+
+A job is over once its end is recorded.  A job without an end whose nodes are all gone may go
+on: its nodes come back when they reach the store again, and others may join it.
+
+On an engine a job is removed by one atomic request, on condition that its record is the one
+that was read and that it has no node.  A TCP store has no such request.  There the next
+generation is begun before the end is deleted, as a node does with `reuse`: a node that comes
+meanwhile takes part in that one, whose keys are not touched.  Its record remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from elastic_aio.aio import random_bytes
+from elastic_aio.discovery.keys import (
+    RunRecord,
+    read_end,
+    read_run,
+    release_claim,
+    run_id_of,
+    run_names,
+    run_prefix,
+    run_store,
+)
+from elastic_aio.errors import StoreError, StoreLost, StoreTimeout
+from elastic_aio.rendezvous.event_stream import COUNT
+from elastic_aio.rendezvous.messages import MessageError, decode_status
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.store import Store, connect
+from elastic_aio.store.engine import EngineStore
+
+_AT_ONCE: Final = 16
+"""Jobs that are read, or keys that are deleted, at once."""
+
+T = TypeVar("T")
+
+
+class ListedState(StrEnum):
+    """What a job at a store is doing."""
+
+    WAITING = "waiting"
+    """It has nodes, and none of them runs workers."""
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+    """It has no node, and no end."""
+
+
+class ListedJob(Struct, frozen=True, kw_only=True):
+    """A job at a store.
+
+    Attributes:
+        nodes: names of the nodes that are there; after the end, of those still to leave.
+        began_at: by the clock of a node, in Unix seconds; 0 if unknown.
+        ended_at: likewise; None before the end.
+        why, exit_code: of the end.
+    """
+
+    run_id: str
+    state: ListedState
+    nodes: tuple[str, ...] = ()
+    began_at: float = 0.0
+    ended_at: float | None = None
+    why: str = ""
+    exit_code: int | None = None
+
+    @property
+    def since(self) -> float:
+        """When it ended, or else began, in Unix seconds."""
+        return self.began_at if self.ended_at is None else self.ended_at
+
+    def is_over(self, *, also_lost: bool) -> bool:
+        """Return whether it has ended and no node is left, or with `also_lost` has no node."""
+        is_ended = self.ended_at is not None or (also_lost and self.state is ListedState.LOST)
+        return is_ended and not self.nodes
+
+
+class JobList:
+    """The jobs at the first endpoint with a store; use it with `async with`."""
+
+    def __init__(self, spec: RendezvousSpec, *, timeout: float) -> None:
+        """Check the settings; entering takes `timeout` seconds at most.
+
+        Raises:
+            SpecError: a setting cannot be used.
+        """
+        spec.check_with(2)
+        self._spec = spec
+        self._timeout = timeout
+        self._stack = contextlib.AsyncExitStack()
+        self._store: Store | None = None
+        if spec.is_on_engine:
+            self._open_engine("")  # only checked
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            StoreTimeout: no store answers.
+            StoreRefused: a store refuses this client.
+        """
+        try:
+            self._store = await self._connect()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def read(self) -> list[ListedJob]:
+        """Return all jobs, the latest last.
+
+        Raises:
+            StoreError: the store is lost, or refuses a request.
+        """
+        assert self._store is not None
+        store = self._store
+        if not isinstance(store, EngineStore):
+            names = run_names(await store.list_keys())
+        else:
+            names = await store.list_runs(run_prefix(""))
+        is_raw = isinstance(store, EngineStore) and store.is_per_run
+        jobs: list[ListedJob] = []
+        for part in _parts(names if is_raw else list(map(run_id_of, names))):
+            jobs += filter(None, await asyncio.gather(*map(self._read_one, part)))
+        return sorted(jobs, key=lambda job: (job.since, job.run_id))
+
+    async def remove(self, job: ListedJob, *, also_lost: bool = False) -> bool:
+        """Remove the keys of a job that is over; return whether it still was.
+
+        Raises:
+            StoreError: the store is lost, or refuses a request.
+        """
+        async with self._open_run(job.run_id) as store:
+            record = await read_run(store, job.run_id)
+            present = await _read_job(store, job.run_id, record)
+            if record is None or present is None or not present.is_over(also_lost=also_lost):
+                return False
+            if isinstance(store, EngineStore):
+                return await _remove_at_once(store, job.run_id, record)
+            return await _remove_slowly(store, job.run_id, record)
+
+    async def _read_one(self, run_id: str) -> ListedJob | None:
+        async with self._open_run(run_id) as store:
+            return await _read_job(store, run_id, await read_run(store, run_id))
+
+    def _open_engine(self, run_id: str) -> EngineStore:
+        from elastic_aio.discovery.engine import open_engine
+
+        return open_engine(self._spec, run_id, is_reader=True)
+
+    @contextlib.asynccontextmanager
+    async def _open_run(self, run_id: str) -> AsyncIterator[Store]:
+        """Yield the store of a run: on some engines each has its own."""
+        assert self._store is not None
+        if not (isinstance(self._store, EngineStore) and self._store.is_per_run):
+            yield self._store
+            return
+        async with self._open_engine(run_id) as store:
+            yield store
+
+    async def _connect(self) -> Store:
+        if self._spec.is_on_engine:
+            engine = self._open_engine("")
+            self._stack.push_async_callback(engine.aclose)
+            await engine.open(self._timeout)
+            return engine
+        reasons = []
+        turn = self._timeout / len(self._spec.endpoints)
+        for endpoint in self._spec.endpoints:
+            store = connect(
+                endpoint,
+                timeout=turn,
+                reconnect_for=0,
+                token=self._spec.token,
+                tls=self._spec.tls,
+            )
+            try:
+                return await self._stack.enter_async_context(store)
+            except (StoreTimeout, StoreLost) as error:
+                reasons.append(f"{endpoint}: {str(error).rpartition(': ')[2]}")
+        names = ", ".join(self._spec.endpoints)
+        text = f"no store at {names} within {self._timeout:g} s"
+        raise StoreTimeout(f"{text}: {'; '.join(reasons)}")
+
+
+async def _read_job(store: Store, run_id: str, record: RunRecord | None) -> ListedJob | None:
+    if record is None:
+        return None
+    generation = run_store(store, run_id, record)
+    end = await read_end(generation)
+    async with generation.watch("t/", is_prefix=True) as statuses:
+        members = [_decode_member(text) for text in statuses.present.values()]
+    if end is None and not members and not record.began_at and not await generation.peek(COUNT):
+        return None  # left by a removal
+    if end is not None:
+        state = ListedState(end.state.value)
+    elif not members:
+        state = ListedState.LOST
+    else:
+        is_running = any(is_in_round for _, is_in_round in members)
+        state = ListedState.RUNNING if is_running else ListedState.WAITING
+    return ListedJob(
+        run_id=run_id,
+        state=state,
+        nodes=tuple(sorted(name for name, _ in members)),
+        began_at=record.began_at,
+        ended_at=None if end is None else end.ended_at,
+        why="" if end is None else end.why,
+        exit_code=None if end is None else end.exit_code,
+    )
+
+
+def _decode_member(text: bytes) -> tuple[str, bool]:
+    """Return the name of a member's node, and whether it takes part in a round."""
+    try:
+        status = decode_status(text)
+    except MessageError:
+        return "", True  # of another version: it is there, and may run workers
+    return status.node.name, status.is_in_round
+
+
+async def _remove_at_once(store: EngineStore, run_id: str, record: RunRecord) -> bool:
+    prefix = run_prefix(run_id)
+    return await store.remove_run(
+        f"{prefix}/",
+        record_key=f"{prefix}/run",
+        record=msgspec.json.encode(record),
+        members=f"{prefix}/{record.generation}/t/",
+    )
+
+
+async def _remove_slowly(store: Store, run_id: str, record: RunRecord) -> bool:
+    prefix = run_prefix(run_id)
+    end = f"{prefix}/{record.generation}/end"
+    following = RunRecord(record.generation + 1, random_bytes(8).hex())
+    present = await store.compare_set(
+        f"{prefix}/run", msgspec.json.encode(record), msgspec.json.encode(following)
+    )
+    if present != msgspec.json.encode(following):
+        return False
+    kept = f"{prefix}/{following.generation}/"
+    for part in _parts(
+        [
+            key
+            for key in await store.list_keys()
+            if key.startswith(f"{prefix}/")
+            and not key.startswith(kept)
+            and key not in (f"{prefix}/run", f"{prefix}/terms", end)
+        ]
+    ):
+        await asyncio.gather(*map(store.delete, part))
+    await store.delete(end)
+    with contextlib.suppress(StoreError):
+        await release_claim(store, run_id)
+    return True
+
+
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE)]

@@ -1,0 +1,123 @@
+"""`aio-elastic jobs` and `aio-elastic gc`: output, errors and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import pytest
+
+from elastic_aio.cli import main
+from elastic_aio.discovery.keys import enter_run, run_store, write_end
+from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.store import StoreServer, connect
+
+HOUR = 3600.0
+
+
+async def end_job(endpoint: str, run_id: str, seconds_ago: float | None) -> None:
+    """Leave a job that has ended so long ago; None: one without an end."""
+    async with connect(endpoint) as store:
+        record, _ = await enter_run(store, run_id, job=run_id, reuse=False)
+        if seconds_ago is not None:
+            outcome = JobOutcome(JobState.FAILED, "rank 1 failed", 3, 0)
+            await write_end(run_store(store, run_id, record), outcome, time.time() - seconds_ago)
+
+
+async def run(*arguments: str) -> list[str]:
+    """Run a sub-command that succeeds; return its lines."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "elastic_aio", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    return out.decode().splitlines()
+
+
+@pytest.mark.slow
+async def test_a_table_and_lines_of_json() -> None:
+    async with StoreServer("127.0.0.1") as server:
+        at = ["--rdzv-endpoint", server.endpoint]
+        assert await run("jobs", *at) == []
+        await end_job(server.endpoint, "old\n", 3 * HOUR)
+        await end_job(server.endpoint, "mine", None)
+        header, ended, lost = await run("jobs", *at)
+        assert header.split() == ["RUN", "STATE", "NODES", "SINCE"]
+        assert ended.split()[:3] == ["old", "failed", "0"]
+        assert ended.endswith("(3 hours ago)")
+        assert lost.split()[:3] == ["mine", "lost", "0"]
+        first, second = map(json.loads, await run("jobs", "--json", *at))
+        assert (first["run_id"], first["state"], first["exit_code"]) == ("old\n", "failed", 3)
+        assert (second["run_id"], second["nodes"], second["ended_at"]) == ("mine", [], None)
+
+
+@pytest.mark.slow
+async def test_what_is_over_is_removed() -> None:
+    """A dry run says what would be; recent ends and lost jobs are kept by default."""
+    async with StoreServer("127.0.0.1") as server:
+        at = ["--rdzv-endpoint", server.endpoint]
+        for run_id, ago in (("old", 2 * HOUR), ("late", 60.0), ("gone", None)):
+            await end_job(server.endpoint, run_id, ago)
+        would = ["would remove old: failed, 2 hours ago"]
+        assert await run("gc", "--dry-run", *at) == would
+        assert await run("gc", *at) == ["removed old: failed, 2 hours ago"]
+        assert await run("gc", *at) == ["nothing to remove"]
+        late, gone = await run("gc", "--older-than", "0", "--lost", *at)
+        assert late == "removed late: failed, 1 minute ago"
+        assert gone.startswith("removed gone: lost, ")
+        assert await run("jobs", *at) == []
+
+
+@pytest.mark.parametrize("command", ["jobs", "gc"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["--bogus"], 2, "unrecognized arguments: --bogus"),
+        (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
+        (["--rdzv-endpoint", "a:0"], 2, "--rdzv-endpoint: needs a port other than 0"),
+        (["--timeout", "0"], 2, "--timeout: must be a number of seconds above 0 (got '0'"),
+        (["--rdzv-backend=etcd", "--rdzv-conf=retention=1"], 2, "retention: must be"),
+        (
+            ["--rdzv-endpoint", "127.0.0.1:1,127.0.0.1:2", "--timeout", "0.2"],
+            1,
+            "no store at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: ",
+        ),
+        (
+            ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
+            1,
+            "127.0.0.1:1: connection refused",
+        ),
+        (
+            ["--rdzv-backend=redis", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
+            1,
+            "127.0.0.1:1: connection refused",
+        ),
+    ],
+)
+def test_errors_are_one_line(
+    command: str, arguments: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Never a traceback; 2 for what cannot be accepted, 1 when there is no store."""
+    assert main([command, *arguments]) == code
+    captured = capfd.readouterr()
+    assert captured.err.startswith(f"aio-elastic {command}: ")
+    assert problem in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_older_than_is_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", "--older-than", "x"]) == 2
+    assert "--older-than: must be a number of seconds of at least 0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["jobs", "gc"])
+def test_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--rdzv-endpoint" in capfd.readouterr().out
