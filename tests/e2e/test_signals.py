@@ -45,16 +45,25 @@ def in_state(letter: str, *pids: int) -> Callable[[], bool]:
     return lambda: {state(pid) for pid in pids} <= set(letter)
 
 
+def logged(directory: Path) -> list[str]:
+    """Return the signals that the workers have got so far."""
+    log = directory / "log"
+    return log.read_text().split() if log.exists() else []
+
+
 @pytest.mark.parametrize("number", STOPS)
 def test_a_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
     """Workers get the same signal once; the launcher prints one line and exits with 128 + n."""
-    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 0.2, "--no-python",
+    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 60, "--no-python",
                      *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
-        until_sync(noted(tmp_path, 2))
+        pids = until_sync(noted(tmp_path, 2))
         job.send(number)
+        until_sync(lambda: len(logged(tmp_path)) >= 2)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         ended = job.ended()
     assert ended.code == 128 + number
-    assert (tmp_path / "log").read_text().split() == [number.name] * 2
+    assert logged(tmp_path) == [number.name] * 2
     assert f"{number.name} was received" in ended.err
     assert "FAILED" not in ended.err
     assert "Traceback" not in ended.err

@@ -20,6 +20,7 @@ from elastic_aio.rendezvous import event_reader
 from elastic_aio.rendezvous.event_reader import JobEvents
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
+from tests.support.chaos import ChaosProxy
 
 DONE = JobFinished(state=JobState.SUCCEEDED, why="done", exit_code=0, duration=1.0, restarts=0)
 
@@ -224,17 +225,20 @@ async def test_the_next_endpoint_is_tried() -> None:
 @pytest.mark.usefixtures("_hasty")
 async def test_a_lost_store_is_followed_by_another_stream() -> None:
     """The reader gets one `EventsMissed`."""
-    async with contextlib.AsyncExitStack() as stack:
-        first, store = await stack.enter_async_context(serving())
-        async with serving() as (second, other):
-            await EventStreamWriter(store).write(started(0, 1))
-            both = f"{first.endpoint},{second.endpoint}"
-            async with follow_job(both, "r", timeout=20) as events:
-                assert shown(await taken(events, 2)) == [0, 1]
-                await stack.aclose()
-                with dead(first.port):
-                    await EventStreamWriter(other).write([*started(2, 3, 4), DONE])
-                    seen = await all_of(events)
+    async with (
+        serving() as (first, store),
+        serving() as (second, other),
+        # It keeps its port: no other program can serve there meanwhile.
+        ChaosProxy(first.port) as proxy,
+    ):
+        await EventStreamWriter(store).write(started(0, 1))
+        both = f"{proxy.endpoint},{second.endpoint}"
+        async with follow_job(both, "r", timeout=20) as events:
+            assert shown(await taken(events, 2)) == [0, 1]
+            proxy.is_refusing = True
+            proxy.cut()
+            await EventStreamWriter(other).write([*started(2, 3, 4), DONE])
+            seen = await all_of(events)
     assert shown(seen) == ["missed 0", 2, 3, 4, "JobFinished"]
     assert [event.seq for event in seen] == [-1, 0, 1, 2, 3]
 

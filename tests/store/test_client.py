@@ -418,13 +418,13 @@ async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreSe
     """The reply of a wait is not due; of 20 waits' connections 8 are kept."""
     hide_extensions(server)
     async with (
-        connect(server.endpoint, reply_timeout=0.15) as plain,
+        connect(server.endpoint, reply_timeout=0.8) as plain,
         connect(server.endpoint) as other,
     ):
         waits = [asyncio.ensure_future(plain.get(f"k{number}")) for number in range(20)]
         while server.connection_count < 22:
             await asyncio.sleep(0.001)  # until each wait has its connection
-        await asyncio.sleep(0.4)  # longer than replies may take
+        await asyncio.sleep(1.2)  # longer than replies may take
         assert not any(task.done() for task in waits)
         assert server.connection_count == 22
         await other.multi_set({f"k{number}": b"" for number in range(20)})
