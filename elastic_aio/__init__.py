@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from elastic_aio.outcome import EndCause as EndCause
     from elastic_aio.outcome import ExitStatus as ExitStatus
     from elastic_aio.outcome import Failure as Failure
+    from elastic_aio.outcome import Goodput as Goodput
     from elastic_aio.outcome import JobState as JobState
     from elastic_aio.outcome import LaunchResult as LaunchResult
     from elastic_aio.outcome import ResourceUsage as ResourceUsage
@@ -118,6 +119,8 @@ if TYPE_CHECKING:
     from elastic_aio.spec.stop import StopPlan as StopPlan
     from elastic_aio.spec.stop import StopStep as StopStep
     from elastic_aio.spec.tls import TlsSpec as TlsSpec
+    from elastic_aio.status import JobStatus as JobStatus
+    from elastic_aio.status import WorkerStatus as WorkerStatus
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -148,8 +151,8 @@ else:
                 StandbyPromoted
             """,
             "elastic_aio.outcome": """
-                AttemptResult EndCause ExitStatus Failure JobState LaunchResult ResourceUsage
-                WorkerError WorkerResult
+                AttemptResult EndCause ExitStatus Failure Goodput JobState LaunchResult
+                ResourceUsage WorkerError WorkerResult
             """,
             "elastic_aio.rendezvous.event_reader": "JobEvents follow_job",
             "elastic_aio.report": "format_failure",
@@ -164,5 +167,6 @@ else:
             "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
             "elastic_aio.spec.engine": "EngineSpec",
             "elastic_aio.spec.tls": "TlsSpec",
+            "elastic_aio.status": "JobStatus WorkerStatus",
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic_aio.outcome import ExitStatus, Failure, JobState, ResourceUsage
+from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -59,6 +59,10 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     """Rank among the workers of the same role."""
     role_world_size: int = -1
     """How many workers have the role."""
+    stdout_path: str | None = None
+    """File with its stdout; None if that is not captured."""
+    stderr_path: str | None = None
+    """File with its stderr; None if that is not captured."""
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
@@ -76,7 +80,7 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     is_victim: bool = False
     """Whether the supervisor had signalled the worker to stop."""
     usage: ResourceUsage | None = None
-    """None where the event loop reaped the process instead of the supervisor."""
+    """None for a process that other code of the program reaped."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
@@ -242,3 +246,5 @@ class JobFinished(Event, frozen=True, kw_only=True):
     """Seconds."""
     restarts: int
     """Restarts after failures."""
+    goodput: Goodput | None = None
+    """How the time was spent on this node; None in the events of `follow_job()`."""

@@ -95,6 +95,21 @@ class ResourceUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Goodput:
+    """How a job has spent its time on a node, in seconds.
+
+    What is missing from the duration is the end: the last stop of the workers.
+    """
+
+    productive: float = 0.0
+    """All workers of the node ran."""
+    restarting: float = 0.0
+    """Stops of attempts that others followed, back-offs, and starts after the first one."""
+    waiting: float = 0.0
+    """For other nodes, and for the first start of all workers."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerError:
     """The `message` and `traceback` that a worker recorded before it exited (`error.json`)."""
 
@@ -176,7 +191,7 @@ class WorkerResult:
     duration: float
     """Seconds."""
     usage: ResourceUsage | None = None
-    """None where the event loop reaped the process instead of the supervisor."""
+    """None for a process that other code of the program reaped."""
     stdout_path: str | None = None
     stderr_path: str | None = None
     # Not in the repr: it may have 100 MB, and asyncio formats what its tasks return.
@@ -264,6 +279,8 @@ class LaunchResult:
     """Directory of this run's logs; None if there is none, or it was removed."""
     cause: EndCause | None = None
     """What ended the job beside its workers, if something did."""
+    goodput: Goodput = field(default_factory=Goodput)
+    """How the time was spent on this node."""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

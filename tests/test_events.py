@@ -50,7 +50,7 @@ from elastic_aio.node_events import (
     RoundWaiting,
     StandbyPromoted,
 )
-from elastic_aio.outcome import ExitStatus, Failure, JobState, ResourceUsage, WorkerError
+from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage, WorkerError
 
 integers = st.integers(-(2**31), 2**63 - 1)
 counts = st.integers(0, 2**32)
@@ -200,6 +200,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
         exit_code=counts,
         duration=floats,
         restarts=counts,
+        goodput=st.none() | st.builds(Goodput, floats, floats, floats),
     ),
 }
 
@@ -274,6 +275,7 @@ def test_the_json_of_the_last_event() -> None:
         exit_code=0,
         duration=2.5,
         restarts=1,
+        goodput=Goodput(2.0, 0.25, 0.125),
     )
     assert json.loads(event_to_json(event)) == {
         "schema": 1,
@@ -288,6 +290,7 @@ def test_the_json_of_the_last_event() -> None:
         "exit_code": 0,
         "duration": 2.5,
         "restarts": 1,
+        "goodput": {"productive": 2.0, "restarting": 0.25, "waiting": 0.125},
     }
 
 

@@ -31,7 +31,6 @@ from elastic_aio import (
     launch,
     run,
 )
-from elastic_aio.process.command import command_spawner, spawn_with_popen
 from tests.support.children import (
     POLITE,
     SIGNAL_LOGGER,
@@ -73,10 +72,12 @@ async def test_success(tmp_path: Path) -> None:
         assert worker.duration > 0
         assert worker.stdout_path is not None
         assert Path(worker.stdout_path).read_text() == "out\n"
-    # asyncio's loop reaps the workers itself, without their resource usage.
-    has_usage = command_spawner(asyncio.get_running_loop()) is spawn_with_popen
-    usages = [worker.usage for worker in attempt.workers]
-    assert all((usage is not None and usage.max_rss_bytes > 0) == has_usage for usage in usages)
+    for worker in attempt.workers:
+        assert worker.usage is not None
+        assert worker.usage.max_rss_bytes > 0
+    spent = result.goodput
+    assert spent.restarting == 0
+    assert 0 < spent.productive + spent.waiting <= result.duration + 1  # the wall clock may be set
 
 
 async def test_failure() -> None:

@@ -27,6 +27,7 @@ LONG_FUNCTIONS = {
 LARGE_CLASSES = {
     "compat/torch/launcher.py LaunchConfig",  # the fields are torch's
     "rendezvous/messages.py MemberStatus",  # a wire record: the whole reported state of a node
+    "status.py JobStatus",  # a public value: the whole state of a job on a node
     "spec/job.py LaunchSpec",  # a public value: one field for each setting of a job
 }
 

@@ -385,6 +385,7 @@ class Driver:
             await self.group.close()
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
+        goodput = self._event_log.tracker.goodput(time.time())
         self.result = make_result(
             self._runtime.run_id,
             outcome,
@@ -392,6 +393,7 @@ class Driver:
             self._attempts,
             duration,
             log_dir=self._runtime.output.directory.path if has_logs else None,
+            goodput=goodput,
         )
         self.error = effect.error
         self.outcome = outcome
@@ -403,6 +405,7 @@ class Driver:
                 exit_code=outcome.exit_code,
                 duration=duration,
                 restarts=outcome.restarts,
+                goodput=goodput,
             )
         )
         self._settle()

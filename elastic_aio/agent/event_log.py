@@ -10,12 +10,17 @@ import msgspec
 
 from elastic_aio.channel import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
+from elastic_aio.status import StatusTracker
 
 EventListener = Callable[[Event], None]
 
 
 class EventLog:
-    """An append-only log of the events of one run on this host."""
+    """An append-only log of the events of one run on this host.
+
+    Attributes:
+        tracker: has taken in all events.
+    """
 
     def __init__(
         self, run_id: str, node: str, *, keep: int, listeners: Sequence[EventListener] = ()
@@ -29,6 +34,7 @@ class EventLog:
             listeners: called with every event at once; they must not block, and
                 what they raise goes to the loop's exception handler.
         """
+        self.tracker = StatusTracker()
         self._run_id = run_id
         self._node = node
         self._listeners = listeners
@@ -46,6 +52,7 @@ class EventLog:
             run_id=self._run_id,
             node=self._node,
         )
+        self.tracker(stamped)
         self._history.append(stamped)
         for listener in self._listeners:
             try:

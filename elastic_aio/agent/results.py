@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from elastic_aio.outcome import AttemptResult, JobOutcome, JobState, LaunchResult
+from elastic_aio.outcome import AttemptResult, Goodput, JobOutcome, JobState, LaunchResult
 
 
 def make_result(
@@ -17,6 +17,7 @@ def make_result(
     duration: float,
     *,
     log_dir: str | None,
+    goodput: Goodput,
 ) -> LaunchResult:
     """Return what `Agent.wait` returns, or raises within an exception.
 
@@ -27,6 +28,7 @@ def make_result(
         ended: the attempts on this host.
         duration: seconds that the job ran.
         log_dir: directory of the run's logs; None if there is none, or it was removed.
+        goodput: how the time was spent.
     """
     attempts = [*ended]
     if outcome.failures:
@@ -47,4 +49,5 @@ def make_result(
         return_values={worker.rank: worker.return_value for worker in workers},
         log_dir=log_dir,
         cause=outcome.cause,
+        goodput=goodput,
     )

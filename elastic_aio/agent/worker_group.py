@@ -159,6 +159,8 @@ class WorkerGroup:
                 pid=child.pid,
                 role_rank=ranks.role_rank,
                 role_world_size=ranks.role_world_size,
+                stdout_path=logs.stdout.path,
+                stderr_path=logs.stderr.path,
             )
         )
         child.exited.add_done_callback(partial(self._on_exited, record))

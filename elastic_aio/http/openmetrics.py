@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from elastic_aio._version import __version__
-from elastic_aio.http.status import PHASES, JobStatus
+from elastic_aio.outcome import Goodput
+from elastic_aio.status import PHASES, StatusTracker
 
 CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def format_metrics(status: JobStatus, now: float) -> str:
+def format_metrics(status: StatusTracker, now: float) -> str:
     """Return all metrics of a job on this node.
 
     Args:
@@ -52,14 +53,22 @@ def format_metrics(status: JobStatus, now: float) -> str:
         *_family(
             "elapsed_seconds", "counter", "Time since the start.", [({}, status.elapsed(now))]
         ),
-        *_family(
-            "goodput_seconds",
-            "counter",
-            "Time in which all workers of this node ran.",
-            [({}, status.goodput(now))],
-        ),
+        *_goodput(status.goodput(now)),
     ]
     return "\n".join([*lines, "# EOF", ""])
+
+
+def _goodput(goodput: Goodput) -> list[str]:
+    meanings = {
+        "goodput": ("Time in which all workers of this node ran.", goodput.productive),
+        "restarting": ("Time from the end of attempts to the next starts.", goodput.restarting),
+        "waiting": ("Time until the first start, and of waits for nodes.", goodput.waiting),
+    }
+    return [
+        line
+        for name, (text, seconds) in meanings.items()
+        for line in _family(f"{name}_seconds", "counter", text, [({}, seconds)])
+    ]
 
 
 def _family(

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
-from elastic_aio.http.status import JobStatus
+from elastic_aio.status import JobStatus, StatusTracker
 from elastic_aio.text import jsonable
 
 HEAD_MAX: Final = 8192
@@ -29,7 +29,7 @@ _REASONS: Final = {
 _PATHS: Final = "/healthz  /readyz  /metrics  /status"
 
 
-def response(head: bytes | None, status: JobStatus, now: float) -> bytes:
+def response(head: bytes | None, status: StatusTracker, now: float) -> bytes:
     """Return the whole answer to a request.
 
     Args:
@@ -49,7 +49,7 @@ def response(head: bytes | None, status: JobStatus, now: float) -> bytes:
     return _answer(code, body, kind, has_body=method == "GET")
 
 
-def _page(path: str, status: JobStatus, now: float) -> tuple[int, str | bytes, str]:
+def _page(path: str, status: StatusTracker, now: float) -> tuple[int, str | bytes, str]:
     match path:
         case "/healthz":
             return 200 if status.is_alive else 503, f"{status.phase}\n", _TEXT
@@ -58,13 +58,13 @@ def _page(path: str, status: JobStatus, now: float) -> tuple[int, str | bytes, s
         case "/metrics":
             return 200, format_metrics(status, now), CONTENT_TYPE
         case "/status":
-            return 200, _json(status.page(now)), "application/json"
+            return 200, _json(status.status(now)), "application/json"
         case "/":
             return 200, f"{_PATHS}\n", _TEXT
     return 404, f"the pages are {_PATHS}\n", _TEXT
 
 
-def _json(page: dict[str, object]) -> bytes:
+def _json(page: JobStatus) -> bytes:
     try:
         return msgspec.json.encode(page) + b"\n"
     except UnicodeEncodeError:  # a path or an argument that is not UTF-8

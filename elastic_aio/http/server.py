@@ -19,8 +19,8 @@ from elastic_aio.discovery.addresses import resolve
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.http.responses import HEAD_MAX, response
-from elastic_aio.http.status import JobStatus
 from elastic_aio.spec.checks import format_host_port, parse_host_port
+from elastic_aio.status import StatusTracker
 from elastic_aio.store.sockets import bind_addresses
 
 CONNECTIONS_MAX: Final = 32
@@ -54,7 +54,7 @@ class StatusServer:
         """
         self._given = address
         self._host, self._port = parse_host_port("address", address, at_least=0)
-        self._status = JobStatus()
+        self._status = StatusTracker()
         self._servers: list[asyncio.Server] = []
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 

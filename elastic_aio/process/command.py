@@ -3,8 +3,7 @@
 On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public
 API only.  There asyncio reaps, and a pidfd that is opened here serves to signal without
 racing the reaper (asyncio's `send_signal` can hit a recycled pid before Python 3.13) and
-to read the status.  A child that exits at once may be reaped before the pidfd is opened;
-then there is none, and nothing left to signal.  Descriptors are handed over, never PIPE:
+to read the status and the resource usage.  Descriptors are handed over, never PIPE:
 `Process.wait()` on pipes waits for their end of file, which a grandchild can hold back.
 
 On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd
@@ -38,12 +37,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 from elastic_aio.aio import create_task
-from elastic_aio.outcome import ExitStatus
+from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process.base import (
     Child,
     ChildExit,
@@ -62,6 +61,7 @@ from elastic_aio.process.exits import (
     open_child_pidfd,
 )
 from elastic_aio.process.orphans import subreaper
+from elastic_aio.process.rusage import peek_usage
 
 
 def command_spawner(loop: asyncio.AbstractEventLoop) -> Spawner:
@@ -126,15 +126,17 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """
     if spec.cpus or _blocks_signals():
         return await spawn_with_popen(spec)  # which spawns in one step, see `_bound_to`
-    with subreaper.spawning():
+    with subreaper.spawning(), closing(_FirstLook()) as look:
+        starting = asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
+        asyncio.get_running_loop().call_soon(look, starting)
         try:
-            process = await asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
+            process = await starting
         except OSError as error:
             if isinstance(error, ProcessLookupError) and (pid := _started_pid(error)):
                 return lost_child(pid)
             raise spawn_error(error, spec) from error
         try:
-            return _AsyncioChild(process)
+            return _AsyncioChild(process, look)
         except OSError as error:  # no descriptor left for the pidfd
             process.kill()
             await process.wait()  # it was killed: this returns at once
@@ -157,6 +159,59 @@ def _started_pid(error: BaseException) -> int | None:
     return None
 
 
+class _FirstLook:
+    """Opens the pidfd of a child that asyncio starts, before asyncio can reap it.
+
+    A child that exits at once is reaped in the next iteration of the loop, before
+    `create_subprocess_exec` returns: one of five `/bin/true`.  A callback that was scheduled
+    before the start runs first in that iteration.  The frames of the suspended coroutine have
+    the transport, which has the pid.  If they did not, the pidfd would be opened later, and a
+    child that is reaped by then would have no usage.
+
+    Attributes:
+        descriptor: the pidfd; -1 if there is none.  The taker sets it to -1.
+        end: how the child has ended, if it had.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self.end: tuple[ExitStatus, ResourceUsage | None] | None = None
+
+    def __call__(self, starting: Coroutine[Any, Any, Any]) -> None:
+        """Look at the child that the coroutine `starting` has started."""
+        awaited: Any = starting
+        while (frame := getattr(awaited, "cr_frame", None)) is not None:
+            for value in frame.f_locals.values():
+                if isinstance(value, asyncio.SubprocessTransport):
+                    self._open(value.get_pid())
+                    return
+            awaited = awaited.cr_await
+
+    def _open(self, pid: int | None) -> None:
+        with suppress(OSError):  # no descriptor is left now
+            if pid is not None and (descriptor := open_child_pidfd(pid)) >= 0:
+                self.descriptor = descriptor
+                self.end = _peek(descriptor)
+
+    def close(self) -> None:
+        """Close the pidfd, unless it was taken."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
+    """Return how the child of a pidfd has ended, and its usage; None if it runs, or is reaped."""
+    try:
+        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return None  # reaped already
+    if result is None:
+        return None
+    is_exit = result.si_code == os.CLD_EXITED
+    code = result.si_status if is_exit else -result.si_status
+    return ExitStatus.from_returncode(code), peek_usage(descriptor)
+
+
 class _AsyncioChild(PidfdChild):
     """A child that asyncio reaps.
 
@@ -166,23 +221,19 @@ class _AsyncioChild(PidfdChild):
     part was faster nevertheless, 255 counts as a status that is lost.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        super().__init__(process.pid, open_child_pidfd(process.pid))
+    def __init__(self, process: asyncio.subprocess.Process, look: _FirstLook) -> None:
+        """Watch a child that has just been started; takes the pidfd of `look`."""
+        if look.descriptor < 0:
+            look.descriptor = open_child_pidfd(process.pid)
+        super().__init__(process.pid, look.descriptor)
+        look.descriptor = -1
         self._process = process
-        self._status = ExitStatus()
-        self._watch = None if self._pidfd < 0 else PidfdWatch(self._pidfd, self._read_status)
+        self._end = look.end
+        self._watch = None if self._pidfd < 0 else PidfdWatch(self._pidfd, self._on_end)
         self._wait()
 
-    def _read_status(self) -> None:
-        try:
-            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except OSError:
-            result = None  # reaped already
-        if result is not None:
-            is_exit = result.si_code == os.CLD_EXITED
-            self._status = ExitStatus.from_returncode(
-                result.si_status if is_exit else -result.si_status
-            )
+    def _on_end(self) -> None:
+        self._end = self._end or _peek(self._pidfd)
         self._pidfd = -1  # the watch closes it
 
     def _wait(self) -> None:
@@ -200,10 +251,10 @@ class _AsyncioChild(PidfdChild):
         if self._watch is not None:
             self._watch.close()
             self._pidfd = -1
-        status = self._status
+        status, usage = self._end or (ExitStatus(), None)
         if status.returncode is None and task.result() != 255:
             status = ExitStatus.from_returncode(task.result())
-        self.exited.set_result(ChildExit(status, time.monotonic()))
+        self.exited.set_result(ChildExit(status, time.monotonic(), usage))
 
 
 async def spawn_with_popen(spec: ChildSpec) -> Child:

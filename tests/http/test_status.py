@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +22,9 @@ from elastic_aio.events import (
 )
 from elastic_aio.http.openmetrics import format_metrics
 from elastic_aio.http.responses import HEAD_MAX, response
-from elastic_aio.http.status import PHASES, JobStatus
 from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
-from elastic_aio.outcome import ExitStatus, Failure, JobState
+from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
+from elastic_aio.status import PHASES, StatusTracker
 
 FORMING = RoundForming(round=0, joined=1, minimum=2, maximum=3)
 FORMED = RoundFormed(
@@ -67,14 +68,14 @@ def failed(time: float) -> AttemptFailed:
     return AttemptFailed(time=time, root=root, failures=(root,))
 
 
-def status_after(*events: Event) -> JobStatus:
-    status = JobStatus()
+def status_after(*events: Event) -> StatusTracker:
+    status = StatusTracker()
     for event in events:
         status(event)
     return status
 
 
-def get(status: JobStatus, path: str, now: float = 10.0) -> tuple[int, str]:
+def get(status: StatusTracker, path: str, now: float = 10.0) -> tuple[int, str]:
     """Return the code and the body of an answer."""
     answer = response(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), status, now)
     head, _, body = answer.decode().partition("\r\n\r\n")
@@ -132,15 +133,47 @@ def test_goodput_leaves_out_the_time_without_all_workers() -> None:
         worker_started(0, 8.0, attempt=1),
         worker_started(1, 9.0, attempt=1),
     )
-    assert status.goodput(now=12.0) == 2.0 + 3.0
-    assert status.goodput(now=8.0) == 2.0  # the clock was set back
+    assert status.goodput(now=12.0) == Goodput(2.0 + 3.0, restarting=4.0, waiting=2.0)
+    assert status.goodput(now=8.0).productive == 2.0  # the clock was set back
     assert status.elapsed(now=12.0) == 11.0
     assert status.workers_by_state()["running"] == 2
     end = JobFinished(
         time=20.0, state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=1
     )
     status(end)
-    assert (status.goodput(now=50.0), status.elapsed(now=50.0)) == (13.0, 19.0)
+    assert status.goodput(now=50.0) == Goodput(13.0, restarting=4.0, waiting=2.0)
+    assert status.elapsed(now=50.0) == 19.0
+
+
+def test_goodput_leaves_out_the_last_stop() -> None:
+    """A stop counts as part of a restart once it is known that one follows."""
+    status = status_after(*RUNNING, StopRequested(time=5.0, reason="a", plan="b"))
+    assert status.goodput(now=9.0) == Goodput(2.0, waiting=2.0)
+    restarted = status_after(
+        *RUNNING,
+        StopRequested(time=5.0, reason="a", plan="b"),
+        failed(6.0),
+        Restarting(time=7.0, attempt=1, why="a", delay=1.0, restarts=1),
+    )
+    assert restarted.goodput(now=9.0) == Goodput(2.0, restarting=4.0, waiting=2.0)
+    end = JobFinished(
+        time=9.0, state=JobState.STOPPED, why="", exit_code=1, duration=8.0, restarts=0
+    )
+    status(end)
+    assert status.goodput(now=50.0) == Goodput(2.0, waiting=2.0)
+
+
+def test_goodput_counts_waiting_for_nodes() -> None:
+    """Also after a round has run; the start of the next one belongs to the restart."""
+    status = status_after(
+        *RUNNING,
+        MembershipChanged(time=4.0, why="a", round=1, nodes=2),
+        msgspec.structs.replace(FORMING, time=5.0),
+        msgspec.structs.replace(FORMED, time=8.0),
+        worker_started(0, 9.0, attempt=1),
+        worker_started(1, 10.0, attempt=1),
+    )
+    assert status.goodput(now=10.0) == Goodput(1.0, restarting=3.0, waiting=5.0)
 
 
 def test_states_of_workers() -> None:
@@ -165,8 +198,26 @@ def test_the_page_of_a_node() -> None:
         "local_rank": 0,
         "pid": 100,
         "state": "succeeded",
+        "since": 0.0,
         "status": "exit code 0",
+        "usage": None,
+        "heartbeat": None,
+        "stdout_path": None,
+        "stderr_path": None,
     }
+    assert page["goodput"] == {"productive": 7.0, "restarting": 0.0, "waiting": 2.0}
+
+
+def test_the_status_of_a_worker_says_since_when() -> None:
+    usage = ResourceUsage(1.0, 2.0, 3, 4, 5, 6, 7)
+    exited = msgspec.structs.replace(worker_exited(0, 3), time=8.0, usage=usage)
+    status = status_after(*RUNNING, exited).status(now=10.0)
+    assert [(worker.state, worker.since) for worker in status.workers] == [
+        ("failed", 8.0),
+        ("running", 3.0),
+    ]
+    assert status.workers[0].usage == usage
+    assert (status.restarts_left, status.since, status.is_ready) == (3, 3.0, True)
 
 
 def test_a_path_that_is_not_text() -> None:
@@ -215,18 +266,18 @@ def test_labels_are_escaped() -> None:
     ],
 )
 def test_codes(head: bytes, code: int) -> None:
-    answer = response(head + b"\r\n\r\n", JobStatus(), 0.0)
+    answer = response(head + b"\r\n\r\n", StatusTracker(), 0.0)
     assert answer.startswith(f"HTTP/1.1 {code} ".encode())
     assert b"Connection: close\r\n" in answer
 
 
 def test_head_has_no_body() -> None:
-    full = response(b"GET /status HTTP/1.1\r\n\r\n", JobStatus(), 0.0)
-    assert response(b"HEAD /status HTTP/1.1\r\n\r\n", JobStatus(), 0.0) == (
+    full = response(b"GET /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0)
+    assert response(b"HEAD /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0) == (
         full.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     )
 
 
 @given(st.none() | st.binary(max_size=HEAD_MAX))
 def test_every_request_has_an_answer(head: bytes | None) -> None:
-    assert response(head, JobStatus(), 0.0).startswith(b"HTTP/1.1 ")
+    assert response(head, StatusTracker(), 0.0).startswith(b"HTTP/1.1 ")

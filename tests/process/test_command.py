@@ -276,8 +276,8 @@ async def test_the_time_of_the_exit_is_monotonic(spawn: Spawner, devnull: int) -
     assert before <= end.at <= time.monotonic()
 
 
-async def test_popens_children_have_a_resource_usage(devnull: int) -> None:
-    child = await spawn_with_popen(
+async def test_children_have_a_resource_usage(fitting_spawn: Spawner, devnull: int) -> None:
+    child = await fitting_spawn(
         spec_of(sys.executable, "-I", "-S", "-c", "sum(range(10**6))", to=devnull)
     )
     usage = (await end_of(child)).usage
@@ -287,6 +287,18 @@ async def test_popens_children_have_a_resource_usage(devnull: int) -> None:
     assert 1 << 20 < usage.max_rss_bytes < max(1 << 30, own_peak + 1)
     assert 0 < usage.user_s + usage.system_s < GUARD
     assert usage.minor_faults > 0
+    assert usage.voluntary_switches + usage.involuntary_switches > 0
+
+
+async def test_children_that_exit_at_once_have_a_resource_usage(
+    fitting_spawn: Spawner, devnull: int
+) -> None:
+    """asyncio reaps some of them before `create_subprocess_exec` returns."""
+    for _ in range(50):
+        end = await end_of(await fitting_spawn(spec_of("true", to=devnull)))
+        assert end.status == ExitStatus(code=0)
+        assert end.usage is not None
+        assert end.usage.minor_faults > 0
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])
