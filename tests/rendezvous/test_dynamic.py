@@ -133,7 +133,8 @@ async def test_a_node_that_leaves_is_replaced() -> None:
     spec = job_spec(free_endpoint(), "1:3")
     async with present(*(FakeAgent(name, spec) for name in "abc")) as members:
         a, b, c = members
-        await c.wait_formed(3)
+        for one in (a, b, c):
+            await one.wait_formed(3)
         gone = min((b, c), key=lambda one: one.place.span.group_rank)
         stays = b if gone is c else c
         members.remove(gone)
