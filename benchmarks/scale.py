@@ -1,7 +1,8 @@
-"""Very many members in one process: how time and traffic grow with their number."""
+"""Very many members in few processes: how time and traffic grow with their number."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -16,8 +17,12 @@ from tests.support.sockets import can_count_traffic
 
 __all__ = ["members"]
 
-_FEW, _MANY = 100, 1000
+_FEW = 100
+_PROCESSES = {_FEW: 1, 1000: 1, 4000: 4}
+"""Processes for so many members."""
 _BOUND_S = 3
+_BOUNDED = 1000
+"""The most members for which the bound holds."""
 _PACKAGE = "benchmarks.workers"
 
 
@@ -30,27 +35,29 @@ def members(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     python = theirs.command()[0] if theirs else ""
     lines: list[Line] = []
     carried: dict[int, dict[str, list[float]]] = {}
-    for count in (_FEW, _MANY):
-        results, bare = _measure(count, times)
+    for count, processes in _PROCESSES.items():
+        results, bare = _measure(count, processes, times)
+        bound = _BOUND_S if count <= _BOUNDED else None
+        where = "one process" if processes == 1 else f"{processes} processes"
         formed, reformed = (_median(results, name) for name in ("formed", "reformed"))
         # torch needs a thread for each member, so that a thousand take minutes.
         torch = _run(python, "other_members", "torch", count) if python and count == _FEW else None
         lines += [
             Line(
-                f"{count} members in one process: first opens → last starts",
+                f"{count} members in {where}: first opens → last starts",
                 "s",
                 formed,
                 torch,
                 Goal(0.1),
                 "bare connections",
                 bare,
-                bound=_BOUND_S,
+                bound=bound,
             ),
             Line(
-                f"{count} members in one process: one is lost → last starts again",
+                f"{count} members in {where}: one is lost → last starts again",
                 "s",
                 reformed,
-                bound=_BOUND_S,
+                bound=bound,
             ),
         ]
         carried[count] = {
@@ -66,12 +73,13 @@ def members(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
 def _growth(carried: Mapping[int, Mapping[str, list[float]]]) -> list[Line]:
     """Compare the traffic of each member in a group of many with that in one of few."""
     lines = []
-    for phase in ("forming", "reforming"):
-        few, many = carried[_FEW][phase], carried[_MANY][phase]
+    others = [count for count in carried if count != _FEW]
+    for count, phase in itertools.product(others, ("forming", "reforming")):
+        few, many = carried[_FEW][phase], carried[count][phase]
         for what, unit, first in (("messages", "", 0), ("bytes", "B", 2)):
             lines.append(
                 Line(
-                    f"{phase} a group of {_MANY}: {what} of each member, both ways",
+                    f"{phase} a group of {count}: {what} of each member, both ways",
                     unit,
                     many[first] + many[first + 1],
                     limit_name=f"at {_FEW}",
@@ -82,8 +90,8 @@ def _growth(carried: Mapping[int, Mapping[str, list[float]]]) -> list[Line]:
     return lines
 
 
-def _measure(count: int, times: int) -> tuple[list[dict[str, Any]], float]:
-    results = [_run(sys.executable, "members", "ours", count) for _ in range(times)]
+def _measure(count: int, processes: int, times: int) -> tuple[list[dict[str, Any]], float]:
+    results = [_run(sys.executable, "members", "ours", count, processes) for _ in range(times)]
     bare = [_run(sys.executable, "other_members", "bare", count) for _ in range(times)]
     return results, statistics.median(bare)
 
@@ -92,9 +100,9 @@ def _median(results: list[dict[str, Any]], name: str) -> float:
     return statistics.median(float(result[name]) for result in results)
 
 
-def _run(python: str, module: str, way: str, count: int) -> Any:
+def _run(python: str, module: str, way: str, *numbers: int) -> Any:
     """Run one of the programs in `workers`; return the JSON that it prints."""
-    command = [python, "-m", f"{_PACKAGE}.{module}", way, str(count)]
+    command = [python, "-m", f"{_PACKAGE}.{module}", way, *map(str, numbers)]
     with Job(command, out=subprocess.PIPE) as job:
         output = os.read(job.stdout, 10_000)
         job.succeed()

@@ -1,23 +1,26 @@
 """Many members of one rendezvous, without workers: `python -m benchmarks.workers.members WAY`.
 
-`ours COUNT` runs all members but one in this process, the first of which serves the store,
-and one in a process of its own, which is killed once the group has formed.  Prints one line
-of JSON: seconds until all had `formed` the group, seconds until the others had `reformed`
-it, and what each connection to the store has carried meanwhile (messages to the store and
-from it, bytes to it and from it).
+`ours COUNT PROCESSES` spreads the members over processes; this one has the member that serves
+the store.  One member has a process of its own, which is killed once the group has formed.
+Prints one line of JSON: seconds until all had `formed` the group, seconds until the others had
+`reformed` it, and what each connection to the store has carried meanwhile (messages to the
+store and from it, bytes to it and from it).
 
-`one ENDPOINT COUNT` is that one member, once a line comes on its standard input.
+`share ENDPOINT FIRST LAST COUNT` is the members FIRST to LAST, once a line comes on its standard
+input.  It prints when the last of them has started, for the first round and for the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import resource
 import sys
 import time
 from contextlib import suppress
+from typing import Self
 
 from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged
@@ -44,62 +47,63 @@ _RUN_ID = "members"
 _PORT = 29500
 _LIMIT_S = 120.0
 # So long that no heartbeat is due while traffic is counted.
-_HEARTBEAT_S = 60.0
+_HEARTBEAT_S = 300.0
 _QUIET_S = 0.3
 
 
 def main() -> None:
     """Run in the way of the command line."""
     match sys.argv[1:]:
-        case ["ours", count]:
+        case ["ours", count, processes]:
             _raise_limit()
-            asyncio.run(ours(int(count)))
-        case ["one", endpoint, count]:
-            asyncio.run(one(endpoint, int(count)))
+            asyncio.run(ours(int(count), int(processes)))
+        case ["share", endpoint, first, last, count]:
+            _raise_limit()
+            asyncio.run(share(endpoint, int(first), int(last), int(count)))
         case other:
             raise SystemExit(f"unknown way: {other}")
 
 
-async def ours(count: int) -> None:
+async def ours(count: int, processes: int) -> None:
     """Form a group of `count`, lose one member, and form it again."""
     port = free_port()
     endpoint = f"{LOOPBACK}:{port}"
     members = Members()
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.workers.members", "one", endpoint, str(count)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
+    bounds = [(count - 1) * part // processes for part in range(processes + 1)]
+    ranges = [*itertools.pairwise(bounds[1:]), (count - 1, count)]
+    shares = [await Share.start(endpoint, first, last, count) for first, last in ranges]
+    lost = shares[-1]
     try:
         async with asyncio.timeout(_LIMIT_S):
-            await child.stdout.readline()
             began = time.monotonic()
             await members.join(0, endpoint, count)
             await members.elected.wait()  # the member that is killed must not be the coordinator
-            child.stdin.write(b"\n")
-            for number in range(1, count - 1):
+            for one in shares:
+                one.begin()
+            for number in range(1, bounds[1]):
                 await members.join(number, endpoint, count)
-            formed = await members.all_running(count) - began
-            await child.stdout.readline()
+            begun = [await members.all_running(count), *[await one.begun() for one in shares]]
+            formed = max(begun) - began
             forming = await settled_traffic(port)
             began = time.monotonic()
-            child.kill()
-            reformed = await members.all_running(count - 1) - began
+            lost.process.kill()
+            begun = [await members.all_running(count - 1)]
+            begun += [await one.begun() for one in shares[:-1]]
+            reformed = max(begun) - began
             both = await settled_traffic(port)
     finally:
-        with suppress(ProcessLookupError):
-            child.kill()
+        for one in shares:
+            with suppress(ProcessLookupError):
+                one.process.kill()
     # The connection of the lost member is not counted any more.
-    lost = forming.per_connection
+    carried = forming.per_connection
     figures = {
         "formed": formed,
         "reformed": reformed,
-        "forming": lost,
+        "forming": carried,
         "reforming": [
             (after - before) / (count - 1) + own / (count - 1)
-            for after, before, own in zip(both[1:], forming[1:], lost, strict=True)
+            for after, before, own in zip(both[1:], forming[1:], carried, strict=True)
         ],
     }
     print(json.dumps(figures), flush=True)
@@ -115,15 +119,47 @@ async def settled_traffic(port: int) -> Traffic:
             return before
 
 
-async def one(endpoint: str, count: int) -> None:
-    """Run one member, until this process is killed."""
+async def share(endpoint: str, first: int, last: int, count: int) -> None:
+    """Run the members from `first` to `last`, until this process is killed."""
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     members = Members()
-    await members.join(count - 1, endpoint, count)
-    await members.all_running(count, of=1)
-    print("begun", flush=True)
+    for number in range(first, last):
+        await members.join(number, endpoint, count)
+    print(await members.all_running(count), flush=True)
+    print(await members.all_running(count - 1), flush=True)
     await asyncio.sleep(_LIMIT_S)
+
+
+class Share:
+    """The members of another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    @classmethod
+    async def start(cls, endpoint: str, first: int, last: int, count: int) -> Self:
+        """Return the process once it waits for `begin`."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.workers.members", "share", endpoint),
+            *map(str, (first, last, count)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        one = cls(process)
+        await one._stdout.readline()
+        return one
+
+    def begin(self) -> None:
+        """Let the members join."""
+        self._stdin.write(b"\n")
+
+    async def begun(self) -> float:
+        """Wait until all run in the next round; return when the last started."""
+        return float(await self._stdout.readline())
 
 
 class Members:
@@ -158,18 +194,12 @@ class Members:
         self._last = time.monotonic()
         self._changed.set()
 
-    async def all_running(self, size: int, of: int = 0) -> float:
-        """Wait until all members run in a world of `size`; return when the last started.
-
-        Args:
-            size: of the world.
-            of: how many of its members are in this process; 0: all of `members`.
-        """
-        of = of or len(self.members)
+    async def all_running(self, size: int) -> float:
+        """Wait until all members run in a world of `size`; return when the last started."""
         while True:
             spans = [member.span for member in self.members if member.span]
             ranks = {span.group_rank for span in spans if span.world_size == size}
-            if len(ranks) >= of:
+            if len(ranks) == len(self.members):
                 return self._last
             self._changed.clear()
             await self._changed.wait()
