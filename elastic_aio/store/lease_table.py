@@ -136,7 +136,8 @@ class LeaseTable:
             # Not beyond `now`: the bytes of some holders have been read since the pause.
             holder.last_received_at = min(now, holder.last_received_at + seconds)
         for lease in self._leases.values():
-            lease.ends_at += seconds
+            # The ends of some connections have been read since the pause, too.
+            lease.ends_at = min(lease.ends_at + seconds, now + lease.linger)
         # The earlier deadlines have passed, and would be taken for another pause.
         for lease in self._leases.values():
             self._push(lease)

@@ -164,7 +164,7 @@ def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None
     sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
 
 
-@pytest.mark.parametrize("seed", [2461, 2764, 2895, 4609, 4692, 4734, 8637])
+@pytest.mark.parametrize("seed", [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637])
 def test_a_scenario_that_has_failed_before(seed: int) -> None:
     run_random_scenario(seed)
 

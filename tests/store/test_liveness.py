@@ -273,6 +273,16 @@ class RecordingHolder(LeaseHolder):
         self.ended.append(b"notified")
 
 
+@pytest.mark.parametrize("ended_at", [100.0, 109.9])
+def test_a_pause_extends_a_linger_by_what_the_server_missed(ended_at: float) -> None:
+    """The connection ended just before the pause of 9 s, or its end was read just after it."""
+    leases, holder = LeaseTable(lambda key: None, 10), RecordingHolder([])
+    leases.grant(holder, None, b"lease", 2.0, 0.5, 99.0)
+    leases.forget(holder, ended_at)
+    leases.extend_all(9.0, 110.0)
+    assert leases.next_deadline() == (109.5 if ended_at == 100.0 else 110.5)
+
+
 def test_a_pause_extends_leases_by_itself_only() -> None:
     """A lease with a holder and a lingering one; a holder that was heard since gets no more."""
     ended: list[bytes] = []
