@@ -7,7 +7,7 @@ import time
 from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
-from elastic_aio.text import counted
+from elastic_aio.text import counted, format_duration
 
 _HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _WIDTH_MAX = 60
@@ -192,6 +192,28 @@ def _worker_exited(event: events.WorkerExited) -> str:
     stopped = ", stopped by the supervisor" if event.is_victim else ""
     worker = f"rank {event.rank} (pid {event.pid})"
     return f"{worker}: {event.status}{stopped}, after {event.duration:.3g} s"
+
+
+def format_success(
+    result: LaunchResult, job: events.JobStarted, formed: node_events.RoundFormed | None
+) -> str:
+    """Return one line about a job that has succeeded.
+
+    Args:
+        result: its result.
+        job: its first event.
+        formed: its last round; None for a job of one node.
+    """
+    parts = [counted(job.nproc_per_node, "worker")]
+    if formed is not None:
+        nodes = counted(formed.group_world_size, "node")
+        parts = [f"{counted(formed.world_size, 'worker')} on {nodes}"]
+    parts.append(format_duration(result.duration))
+    if result.restarts:
+        parts.append(counted(result.restarts, "restart"))
+    if formed is not None and formed.changes:
+        parts.append(counted(formed.changes, "membership change"))
+    return f"finished: {', '.join(parts)}"
 
 
 def format_failure(result: LaunchResult, name: str) -> str:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return `number` with its noun: `1 node`, `2 nodes`; `plural` defaults to noun + "s"."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time for people: `0.31 s`, `43 s`, `12 m 03 s`, `2 h 05 m`."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0):.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} m {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} m"
 
 
 def truncate(text: str, limit: int) -> str:
@@ -33,6 +47,22 @@ def one_line(text: str, limit: int | None = None) -> str:
     printable = "".join(char if char.isprintable() else " " for char in text)
     line = " ".join(printable.split())
     return line if limit is None else truncate(line, limit)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that a mistyped word most likely means; None if none is near."""
+    import difflib  # for mistakes only
+
+    # Of equally near words the shortest: the others were further away.
+    candidates = sorted(known, key=len)
+    found = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?` for a mistyped word, or nothing."""
+    found = closest(word, known)
+    return f"; did you mean {found}?" if found else ""
 
 
 def format_value(value: object, limit: int = 120) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import main
+from elastic_aio.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -96,14 +96,8 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
             "--rdzv_id",
         }
 
-    options = {
-        "run": options_of("run"),
-        "events": options_of("events"),
-        "jobs": options_of("jobs"),
-        "gc": options_of("gc"),
-        "store": options_of("store") | options_of("store", "ping"),
-        "exec": options_of("exec"),
-    }
+    options = {name: options_of(name) for name in ("run", *COMMANDS)}
+    options["store"] |= options_of("store", "ping")
     page = (ROOT / "docs/reference/command-line.md").read_text()
     sections = dict(re.findall(r"^## aio-elastic (\w+)$(.*?)(?=^## |\Z)", page, re.M | re.S))
     assert sections.keys() == options.keys()

@@ -24,7 +24,7 @@ from elastic_aio.logs.paths import (
     plan_logs,
 )
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import Console, Sink, open_console
+from elastic_aio.logs.sink import STYLES, Console, Sink, open_console
 from elastic_aio.logs.tee import Tee
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.ranks import WorkerRanks
@@ -203,8 +203,11 @@ class JobOutput:
 
         on_lost = self._loss_reporter(fields, path)
         line_filter = self._line_filter(fields, on_lost)
+        color = self._spec.logs.color
+        is_colored = color == "always" or (color == "auto" and sink.is_terminal)
+        style = STYLES[fields.rank % len(STYLES)] if is_colored else b""
         if relay is None:
-            token = self._tee.follow(path, sink, prefix, on_lost, line_filter)
+            token = self._tee.follow(path, sink, prefix, on_lost, line_filter, style)
         else:
             relay.on_full = lambda: self._report_full_disk(attempt, path, relay.why)
             relay.on_closed = partial(_report_rest, relay, on_lost)
@@ -216,6 +219,7 @@ class JobOutput:
                 on_lost,
                 is_shown=plan.is_shown,
                 line_filter=line_filter if plan.is_shown else None,
+                style=style,
             )
             if relay.error is not None:
                 self._report_full_disk(attempt, path, relay.why)

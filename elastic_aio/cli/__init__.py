@@ -13,10 +13,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from elastic_aio._version import __version__
 
 _ALL_SIGNALS = signal.valid_signals()
+
+COMMANDS = {
+    "events": "elastic_aio.cli.events:main_events",
+    "jobs": "elastic_aio.cli.jobs:main_jobs",
+    "gc": "elastic_aio.cli.jobs:main_gc",
+    "store": "elastic_aio.cli.store:main_store",
+    "exec": "elastic_aio.cli.exec:main_exec",
+    "completion": "elastic_aio.cli.completion:main_completion",
+}
+"""The sub-commands beside `run`: each a function of its arguments that returns the exit code."""
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
@@ -25,6 +36,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
+       aio-elastic completion bash|zsh|fish
        aio-elastic exec program [arguments of the program]
        aio-elastic --version
        aio-torchrun [options] script [arguments of the script]
@@ -74,32 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here, one sub-command at a time: `elastic_aio.cli.options` must not load the
     # launcher, and a run must not load the store's client.
     from elastic_aio.cli.options import print_error
+    from elastic_aio.text import did_you_mean
 
     _fix_inherited_state()
     arguments = sys.argv[1:] if argv is None else list(argv)
     match arguments:
         case ["run", *rest]:
             return _run(rest, owns_process=argv is None)
-        case ["store", *rest]:
-            from elastic_aio.cli.store import main_store
-
-            return main_store(rest)
-        case ["events", *rest]:
-            from elastic_aio.cli.events import main_events
-
-            return main_events(rest)
-        case ["jobs", *rest]:
-            from elastic_aio.cli.jobs import main_jobs
-
-            return main_jobs(rest)
-        case ["gc", *rest]:
-            from elastic_aio.cli.jobs import main_gc
-
-            return main_gc(rest)
-        case ["exec", *rest]:
-            from elastic_aio.cli.exec import main_exec
-
-            return main_exec(rest)
+        case [name, *rest] if name in COMMANDS:
+            module, function = COMMANDS[name].split(":")
+            main_command: Callable[[list[str]], int] = getattr(import_module(module), function)
+            return main_command(rest)
         case ["--version" | "-V"]:
             print(f"aio-elastic {__version__}")
             return 0
@@ -108,8 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case []:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)
-    problem = "must be 'run', 'events', 'jobs', 'gc', 'store' or 'exec'"
-    return print_error("", f"command: {problem} (got {arguments[0]!r})", 2)
+    name = arguments[0]
+    *others, last = (repr(known) for known in ("run", *COMMANDS))
+    meant = did_you_mean(name, ("run", *COMMANDS))
+    problem = f"must be {', '.join(others)} or {last}{meant}"
+    return print_error("", f"command: {problem} (got {name!r})", 2)
 
 
 def main_torchrun(argv: Sequence[str] | None = None) -> int:

@@ -12,15 +12,15 @@ import argparse
 import os
 import re
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import MAX_NUMBER, TOKEN_MIN
-from elastic_aio.text import one_line
+from elastic_aio.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from elastic_aio.launcher import LoopFactory
@@ -42,7 +42,7 @@ class Option(Struct, frozen=True):
     """One option of `aio-elastic run`: a flag unless it has a `metavar`.
 
     `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is
-    the fallback for the option.
+    the fallback for the option.  Torchrun lacks an option that `is_own`.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Option(Struct, frozen=True):
     short: str = ""
     metavar: str = ""
     has_variable: bool = True
+    is_own: bool = False
 
     @property
     def is_flag(self) -> bool:
@@ -67,8 +68,25 @@ class Option(Struct, frozen=True):
 class OptionParser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError` where argparse prints usage and exits."""
 
+    captured: ClassVar[list[OptionParser] | None] = None
+    """Where shell completion gets the parsers whose help would be printed; None prints it."""
+
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and unknown.startswith("-"):
+            message += did_you_mean(unknown.split()[0].partition("=")[0], self.option_names())
         raise UsageError(message.removeprefix("argument "))
+
+    def option_names(self) -> list[str]:
+        """Return the options in their long spelling."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, or leave the parser itself in `captured`."""
+        if self.captured is None:
+            super().print_help(file)
+        else:
+            self.captured.append(self)
 
 
 def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
@@ -82,6 +100,7 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
         UsageError: an option is unknown or ambiguous, or lacks its value.
     """
     metavars = {option.name: option.metavar for option in options} | {"help": ""}
+    own = {option.name for option in options if option.is_own}
     shorts = {option.short: option.metavar for option in options if option.short} | {"-h": ""}
     words: list[str] = []
     rest = list(argv)
@@ -94,7 +113,7 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
         del rest[0]
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            name = _full_name(name.replace("_", "-"), metavars)
+            name = _full_name(name.replace("_", "-"), metavars, own)
             if equals and not metavars[name]:
                 raise invalid_value(f"--{name}", "takes no value", value)
             words.append(f"--{name}{equals}{value}")
@@ -103,7 +122,7 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
             words.append(word)
             missing = shorts[word[:2]] if len(word) == 2 else ""
         else:
-            raise _unknown_option(word)
+            raise _unknown_option(word, metavars)
         if missing:
             if not rest:
                 raise UsageError(f"{words[-1]}: needs a value")
@@ -118,20 +137,24 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
     return words, rest
 
 
-def _full_name(name: str, known: Mapping[str, str]) -> str:
+def _full_name(name: str, known: Mapping[str, str], own: Collection[str]) -> str:
     if name in known:
         return name
     matches = [full for full in known if full.startswith(name)]
+    # An abbreviation that torchrun accepts means the same here.
+    matches = [full for full in matches if full not in own] or matches
     if len(matches) == 1:
         return matches[0]
     if matches:
         could = ", ".join(f"--{full}" for full in matches)
         raise UsageError(f"--{name}: is ambiguous: {could}")
-    raise _unknown_option(f"--{name}")
+    raise _unknown_option(f"--{name}", known)
 
 
-def _unknown_option(word: str) -> UsageError:
-    return UsageError(f"{word}: is not an option (aio-elastic run --help lists the options)")
+def _unknown_option(word: str, known: Iterable[str]) -> UsageError:
+    name = f"--{word.lstrip('-').partition('=')[0].replace('_', '-')}"
+    meant = did_you_mean(name, (f"--{full}" for full in known))
+    return UsageError(f"{word}: is not an option{meant} (aio-elastic run --help lists the options)")
 
 
 def option_parser(options: Sequence[Option], epilog: str, prog: str) -> OptionParser:

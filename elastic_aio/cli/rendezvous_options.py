@@ -90,6 +90,7 @@ RENDEZVOUS_OPTIONS: Final = (
         "exit-barrier-timeout",
         "seconds that a finished node waits for the other nodes (default 300)",
         metavar="SECONDS",
+        is_own=True,
     ),
 )
 

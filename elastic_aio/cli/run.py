@@ -10,24 +10,22 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
+from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
-from elastic_aio.errors import HostError, JobEnded, JobFailed, RendezvousFailed, SpecError
+from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
 from elastic_aio.event_json import event_to_json
-from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, WorkerStarted
+from elastic_aio.events import Event
 from elastic_aio.launcher import (
     receive_signals,
     run_coroutine,
     supervise,
     use_pidfd_child_watcher,
 )
-from elastic_aio.logs.sink import LineWriter, Sink, open_sink
-from elastic_aio.outcome import EndCause
+from elastic_aio.logs.sink import LineWriter, open_sink
 from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
-from elastic_aio.report import Level, describe, format_failure
+from elastic_aio.report import Level
 from elastic_aio.signals import ReceivedSignals
-from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.text import one_line
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
@@ -37,12 +35,6 @@ if TYPE_CHECKING:
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
 """Makes a listener for events from what writes a line to standard error."""
-
-_OMP_NOTICE = f"""\
-{"*" * 41}
-OMP_NUM_THREADS is not set: each worker gets 1, so that the threads of all workers together do
-not overload this host. Set the variable to the number that is best for your program.
-{"*" * 41}"""
 
 _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
@@ -56,6 +48,7 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     try:
         factory = choose_loop(request.loop)
         level = _level(os.environ.get("LOGLEVEL", ""))
+        level = level if request.level is None else request.level
         make_handler = _handler_factory(request.event_log_handler)
         events = _open_events(request.events_file)
     except UsageError as error:
@@ -101,13 +94,13 @@ async def _run(
 ) -> int:
     """Run a job, print its events and its failure report; return the exit code."""
     stderr = open_sink("stderr", 2)
-    printer = _EventPrinter(stderr, level)
+    printer = EventPrinter(stderr, level, color=request.color)
     printer.warns_of_threads = not {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
     handler = None if make_handler is None else make_handler(printer.print_line)
     events_sink = None if events is None else open_sink("events", events)
     recorder = None if events_sink is None else LineWriter(events_sink)
     for warning in request.warnings:
-        printer.print(warning)
+        printer.warn(warning)
 
     def on_event(event: Event) -> None:
         printer.on_event(event)
@@ -125,8 +118,7 @@ async def _run(
                 request.spec, request.signals, received, listeners=listeners, adopt_orphans=True
             )
         code = 0
-        if result.cause is EndCause.RUN_HAD_ENDED:
-            printer.print(result.reason)  # nothing else shows that no worker has run
+        printer.print_success(result)
     except JobEnded as error:
         code = error.result.exit_code
         printer.print_result(error, request.spec)
@@ -136,7 +128,7 @@ async def _run(
         received.discard(request.signals.stop | request.signals.forward)
         if recorder is not None and (not await recorder.drain(_CONSOLE_PATIENCE) or recorder.lost):
             printer.print(f"--events: some events are not written ({recorder.lost})")
-        await printer.drain()
+        await printer.drain(_CONSOLE_PATIENCE)
         stderr.close()
         if events_sink is not None and events is not None:
             events_sink.close()
@@ -145,7 +137,7 @@ async def _run(
 
 
 @asynccontextmanager
-async def _server(address: str, printer: _EventPrinter) -> AsyncIterator[StatusServer]:
+async def _server(address: str, printer: EventPrinter) -> AsyncIterator[StatusServer]:
     """Serve `--http`; print the port if it was chosen here."""
     from elastic_aio.http.server import StatusServer  # most jobs have none
 
@@ -153,73 +145,6 @@ async def _server(address: str, printer: _EventPrinter) -> AsyncIterator[StatusS
         if server.address != address:
             printer.print(f"--http: listening at {server.address}")
         yield server
-
-
-class _EventPrinter:
-    """Prints a line on stderr for each event of at least `level`."""
-
-    def __init__(self, stderr: Sink, level: int) -> None:
-        self._writer = LineWriter(stderr)
-        self._level = level
-        self._held: list[Event] = []
-        self.warns_of_threads = False
-        """Whether to print once that several workers get OMP_NUM_THREADS=1."""
-
-    def print_line(self, line: str) -> None:
-        """Print a line as it is."""
-        self._writer.put(f"{line}\n".encode("utf-8", "replace"))
-
-    def print(self, text: str) -> None:
-        lines = "".join(f"aio-elastic: {line}\n" for line in text.split("\n"))
-        self._writer.put(lines.encode("utf-8", "replace"))
-
-    def on_event(self, event: Event) -> None:
-        match event:
-            # If no worker can be started at all, the final line is the only one printed;
-            # so earlier events are held until something has started.
-            case JobStarted():
-                self._held.append(event)
-                return
-            case AttemptFailed() if event.root.pid is None:
-                self._held.append(event)
-                return
-            case JobFinished():
-                pass
-            case _ if isinstance(event, WorkerStarted) or describe(event)[0] >= self._level:
-                for held in self._held:
-                    self._print_event(held)
-                self._held.clear()
-        self._print_event(event)
-
-    def _print_event(self, event: Event) -> None:
-        level, text = describe(event)
-        if level >= self._level:
-            self.print(text)
-        if isinstance(event, JobStarted) and event.nproc_per_node > 1 and self.warns_of_threads:
-            self.warns_of_threads = False
-            if level >= self._level:
-                self.print(_OMP_NOTICE)
-
-    def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
-        """Print the failure report if workers failed, else one line."""
-        failures = error.result.failures
-        has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
-        if has_workers and failures and failures[0].pid is not None:
-            self.print(error.result.reason)
-            self._writer.put(
-                format_failure(error.result, spec.name).encode("utf-8", "replace") + b"\n"
-            )
-        else:
-            text = one_line(str(error))
-            if text.startswith("preload: "):
-                text = f"--{text}"
-            elif spec.python and text.startswith(f"cannot run {spec.python}: "):
-                text = f"PYTHON_EXEC: {text}"
-            self.print(text)
-
-    async def drain(self) -> None:
-        """Wait until everything is printed, or the console is blocked for too long."""
-        await self._writer.drain(_CONSOLE_PATIENCE)
 
 
 def _level(text: str) -> int:

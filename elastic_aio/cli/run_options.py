@@ -6,6 +6,7 @@ from typing import Final
 
 from elastic_aio.cli.options import Option
 from elastic_aio.cli.rendezvous_options import RENDEZVOUS_OPTIONS
+from elastic_aio.cli.restart_options import RESTART_OPTIONS
 from elastic_aio.spec.stop import DEFAULT_GRACE
 
 RUN_OPTIONS: Final = (
@@ -18,6 +19,7 @@ RUN_OPTIONS: Final = (
         metavar="N",
     ),
     Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
+    *RESTART_OPTIONS,
     Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
     Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
     Option("module", "run a module, as `python -m` does (default: a script)", short="-m"),
@@ -63,12 +65,14 @@ RUN_OPTIONS: Final = (
         " (default 'null')",
         metavar="SOURCE",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "log-prefix",
         "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
         metavar="TEMPLATE",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "on-full",
@@ -76,6 +80,7 @@ RUN_OPTIONS: Final = (
         " (the console shows what the files do not take) (default 'fail')",
         metavar="ACTION",
         has_variable=False,
+        is_own=True,
     ),
     *(
         Option(
@@ -105,6 +110,7 @@ RUN_OPTIONS: Final = (
         " 'torch,numpy' (default: none)",
         metavar="MODULES",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "numa-binding",
@@ -128,6 +134,7 @@ RUN_OPTIONS: Final = (
         "append every event to FILE as a line of JSON (default: none)",
         metavar="FILE",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "http",
@@ -135,11 +142,28 @@ RUN_OPTIONS: Final = (
         " takes a free one (default: none)",
         metavar="HOST:PORT",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "dry-run",
         "print what would be started on this node, and start nothing",
         has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "color",
+        "colors by rank in the prefixes of tee'd lines, and in the launcher's own lines: 'always',"
+        " 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
+        metavar="WHEN",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option("quiet", "print errors and the failure report only", has_variable=False, is_own=True),
+    Option(
+        "verbose",
+        "also print each worker's start and exit, rounds and nodes",
+        has_variable=False,
+        is_own=True,
     ),
     Option(
         "loop",
@@ -147,6 +171,7 @@ RUN_OPTIONS: Final = (
         " asyncio)",
         metavar="NAME",
         has_variable=False,
+        is_own=True,
     ),
 )
 

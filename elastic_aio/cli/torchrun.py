@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.cli.options import (
+    Option,
     UsageError,
     invalid_value,
     option_parser,
@@ -30,11 +31,14 @@ from elastic_aio.cli.rendezvous_options import (
     Values,
     parse_rendezvous_options,
 )
+from elastic_aio.cli.restart_options import parse_restart_options
 from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
+from elastic_aio.cli.suggestions import argument_warnings, variable_warnings
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
+from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE
 from elastic_aio.worker.scripts import run_script
@@ -53,6 +57,8 @@ class RunRequest(Struct, frozen=True):
         event_log_handler: "null", "console" or the name of a plug-in.
         is_dry_run: whether to print the plan only.
         http: `HOST:PORT` where the state of the job is served; None for nowhere.
+        color: "auto", "always" or "never": colors of the launcher's own lines.
+        level: least level of the lines that are printed; None is that of LOGLEVEL.
     """
 
     spec: LaunchSpec
@@ -64,7 +70,12 @@ class RunRequest(Struct, frozen=True):
     event_log_handler: str = "null"
     is_dry_run: bool = False
     http: str | None = None
+    color: str = "never"
+    level: int | None = None
 
+
+_INFO, _ERROR = 20, 40
+"""Levels of `logging`, whose import would delay the start of the guardian."""
 
 _LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -116,9 +127,21 @@ def parse_run(
     try:
         found = _apply_scheduler(values, env)
         request = _request(values, program, env)
-        return replace(request, variables=variables, warnings=(*found, *request.warnings))
+        warnings = [*found, *request.warnings, *_misplaced(argv, program, accepted, env)]
+        return replace(request, variables=variables, warnings=tuple(warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
+
+
+def _misplaced(
+    argv: Sequence[str], program: list[str], accepted: Sequence[Option], env: Mapping[str, str]
+) -> list[str]:
+    """Return a line for what has no effect where it stands: variables, and the script's words."""
+    warnings = variable_warnings(env, accepted)
+    # `--` before the script says that all words after it are the script's.
+    if list(argv[-len(program) - 1 : -len(program)]) != ["--"]:
+        warnings += argument_warnings(program[0], program[1:], accepted)
+    return warnings
 
 
 def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> list[str]:
@@ -147,15 +170,13 @@ def _with_local_rank(values: Values, program: list[str]) -> list[str]:
 
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
-    if (interval := values["monitor_interval"]) is not None:
-        parse_seconds("--monitor-interval", interval, is_positive=True)
-        warnings.append("--monitor-interval has no effect: workers are not polled")
     rendezvous = parse_rendezvous_options(values, env)
     if (http := values["http"]) is not None:
         parse_host_port("address", http, at_least=0)
     entrypoint, args = _program(values, program)
     nproc = "1" if values["nproc_per_node"] is None else values["nproc_per_node"]
     number = parse_int(nproc)
+    max_restarts = parse_number("--max-restarts", values["max_restarts"] or "0")
     logs = _logs(values, env)
     if logs.ignored:
         options = " and ".join(f"--{name.replace('_', '-')}" for name in logs.ignored)
@@ -168,7 +189,8 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         preload=preload,
         nproc_per_node=nproc if number is None else number,
         nnodes=rendezvous.nodes,
-        max_restarts=parse_number("--max-restarts", values["max_restarts"] or "0"),
+        max_restarts=max_restarts,
+        restart=parse_restart_options(values, max_restarts),
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
         master_addr=rendezvous.master_addr,
@@ -193,18 +215,42 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         event_log_handler=values["event_log_handler"] or "null",
         is_dry_run=bool(values["dry_run"]),
         http=http,
+        color=_color(values, env),
+        level=_level(values),
     )
+
+
+def _color(values: Values, env: Mapping[str, str]) -> str:
+    """Return `--color`; without it, NO_COLOR and a terminal without colors exclude them."""
+    if (color := values["color"]) is None:
+        return "never" if env.get("NO_COLOR") or env.get("TERM") == "dumb" else "auto"
+    if color not in ("auto", "always", "never"):
+        raise invalid_value("--color", "must be 'auto', 'always' or 'never'", color)
+    return color
+
+
+def _level(values: Values) -> int | None:
+    """Return the least level of `--quiet` or `--verbose`; None without either."""
+    if values["quiet"] and values["verbose"]:
+        raise UsageError("--quiet: excludes --verbose")
+    if values["quiet"]:
+        return _ERROR
+    return _INFO if values["verbose"] else None
 
 
 def _usage_warnings(values: Values) -> list[str]:
     """Return a line for each option of workers that has no effect on these."""
+    warnings = []
     method = values["start_method"]
     if method == "fork" and not values["run_path"]:
-        return ["--start-method fork has no effect without --run-path: scripts are spawned"]
-    if (method == "forkserver" or values["preload"]) and values["no_python"]:
+        warnings.append("--start-method fork has no effect without --run-path: scripts are spawned")
+    elif (method == "forkserver" or values["preload"]) and values["no_python"]:
         option = "--preload" if values["preload"] else "--start-method forkserver"
-        return [f"{option} has no effect with --no-python"]
-    return []
+        warnings.append(f"{option} has no effect with --no-python")
+    if (interval := values["monitor_interval"]) is not None:
+        parse_seconds("--monitor-interval", interval, is_positive=True)
+        warnings.append("--monitor-interval has no effect: workers are not polled")
+    return warnings
 
 
 def _program(
@@ -227,6 +273,8 @@ def _logs(values: Values, env: Mapping[str, str]) -> LogSpec:
     for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
         if texts := _filters(values[name] or ""):
             others[name] = texts
+    if values["color"] is not None or values["logs_specs"] in (None, "default"):
+        others["color"] = _color(values, env)
     return _log_layout(values["logs_specs"])(
         log_dir=values["log_dir"] or None,
         redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
@@ -337,12 +385,20 @@ _OPTION_OF_FIELD = {
     **{key.replace("_", ".", 1): f"--rdzv-conf: {key}" for key in TLS},
     "rendezvous.conf": "--rdzv-conf",
     "run_id": "--rdzv-id",
+    "restart.window": "--restart-window",
     "signals.stop": "--signals-to-handle",
     "signals.forward": "--signals-to-handle",
     "entrypoint": "script",
     "python": "PYTHON_EXEC",
 }
 """Options that do not have the name of the spec's field that they set."""
+
+_OPTIONS_IN_PROBLEMS = {
+    "start_method='forkserver'": "--start-method forkserver",
+    "restart.backoff": "--restart-delay",
+    "restart.restart_on": "--restart-on",
+}
+"""Fields that messages about other fields name."""
 
 
 def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] = {}) -> str:
@@ -352,7 +408,10 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
         name = error.field.rpartition(".")[2]
         same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
         option = _OPTION_OF_FIELD.get(error.field) or next(same_name, error.field)
-        problem = error.problem.replace("start_method='forkserver'", "--start-method forkserver")
-        message = str(SpecError(option, error.value, problem))
+        problem = error.problem
+        for field, words in _OPTIONS_IN_PROBLEMS.items():
+            problem = problem.replace(field, words)
+        value = str(error.value) if isinstance(error.value, RestartWindow) else error.value
+        message = str(SpecError(option, value, problem))
     option, colon, problem = message.partition(":")
     return f"{variables.get(option, option)}{colon}{problem}"

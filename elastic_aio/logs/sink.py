@@ -28,6 +28,17 @@ _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EIN
 _RETRY_S = 0.05
 
 
+STYLES = tuple(b"\x1b[%dm" % code for code in (36, 33, 32, 35, 34, 96, 93, 92, 95, 94))
+"""Escape sequences that tell ranks apart on a terminal (ECMA-48, SGR); none is red."""
+
+_PLAIN = b"\x1b[0m"
+
+
+def styled(text: bytes, style: bytes) -> bytes:
+    """Return `text` in a style of the terminal; as it is without one."""
+    return style + text + _PLAIN if style and text else text
+
+
 class SinkLost(Exception):
     """The console accepts no more output."""
 
@@ -96,15 +107,22 @@ class Sink:
             self.written += count
             left = left[count:]
 
-    async def show_frame(self, text: bytes) -> None:
-        """Show text that the next write erases; for terminals only."""
+    async def show_frame(self, text: bytes, prefix: bytes = b"", style: bytes = b"") -> None:
+        """Show text that the next write erases; for terminals only.
+
+        Args:
+            text: the text; what does not fit into the line is cut.
+            prefix: precedes it.
+            style: escape sequence for the prefix.
+        """
         try:
             columns = os.get_terminal_size(self._descriptor).columns or _DEFAULT_COLUMNS
         except OSError:
             columns = _DEFAULT_COLUMNS  # the terminal has hung up: the write fails
         # A frame that wraps could not be erased.  Cut characters, not bytes.
-        visible = text.decode("utf-8", "replace")[: max(columns - 1, 1)].encode()
-        await self.write(_ERASE_LINE + visible)
+        visible = (prefix + text).decode("utf-8", "replace")[: max(columns - 1, 1)].encode()
+        begin = visible[: len(prefix)]
+        await self.write(_ERASE_LINE + styled(begin, style) + visible[len(begin) :])
         self._shows_frame = True
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import Frame, Lines, LineSplitter, LongLine, Piece, with_prefix
 from elastic_aio.logs.log_file import CHUNK, LogFile
-from elastic_aio.logs.sink import Sink
+from elastic_aio.logs.sink import Sink, styled
 
 # Seconds between unfinished lines (progress bars) of one file that a pipe gets.
 _FRAME_INTERVAL_S = 1.0
@@ -37,6 +37,7 @@ class LogTailer:
         *,
         offset: int = 0,
         line_filter: LineFilter | None = None,
+        style: bytes = b"",
     ) -> None:
         """Follow an open file, which this object closes.
 
@@ -48,6 +49,7 @@ class LogTailer:
                 bytes, None if it is unknown.
             offset: where to begin.
             line_filter: gets every line too; of one that is too long for memory its beginning.
+            style: escape sequence for the prefix on the sink; the filter gets it plain.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -58,6 +60,7 @@ class LogTailer:
         self._file = file
         self._is_truncated = False
         self._prefix = prefix
+        self._style = style
         self._filter = line_filter
         self._splitter = LineSplitter(offset)
         # Read but not written yet; empty except after a cancellation.
@@ -167,7 +170,7 @@ class LogTailer:
                     if self._filter is not None:
                         beginning = self._file.read_again(start, end)
                         self._filter.copy(beginning + b"\n", self._prefix())
-                    await self.sink.write(self._prefix())
+                    await self.sink.write(styled(self._prefix(), self._style))
                 case _LongLineRest(start, end):
                     await self._show_rest(start, end)
                 case Frame(text):
@@ -183,7 +186,7 @@ class LogTailer:
             self._shown_frame = None
         self._pending_frame = b""
         if block:
-            await self.sink.write(with_prefix(block, self._prefix()))
+            await self.sink.write(with_prefix(block, styled(self._prefix(), self._style)))
 
     async def _show_rest(self, start: int, end: int) -> None:
         try:
@@ -200,7 +203,7 @@ class LogTailer:
 
     async def _show_frame(self, text: bytes) -> None:
         if self.sink.is_terminal:
-            await self.sink.show_frame(self._prefix() + text)
+            await self.sink.show_frame(text, self._prefix(), self._style)
             return
         now = asyncio.get_running_loop().time()
         if now < self._next_frame_at:
@@ -210,4 +213,4 @@ class LogTailer:
         self._next_frame_at = now + _FRAME_INTERVAL_S
         if text != self._shown_frame:
             self._shown_frame = text
-            await self.sink.write(self._prefix() + text + b"\n")
+            await self.sink.write(styled(self._prefix(), self._style) + text + b"\n")

@@ -51,6 +51,7 @@ class Tee:
         prefix: Callable[[], bytes],
         on_lost: Callable[[str, int | None], None],
         line_filter: LineFilter | None = None,
+        style: bytes = b"",
     ) -> int:
         """Show a file while it grows; return a token for `finish`.
 
@@ -61,13 +62,15 @@ class Tee:
             on_lost: called with the reason why output is not shown, and the number of
                 bytes, None if it is unknown.
             line_filter: gets every line too.
+            style: escape sequence for the prefix.
 
         Raises:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
         file = LogFile.open(path)
-        self._show(token, LogTailer(file, sink, prefix, on_lost, line_filter=line_filter))
+        tailer = LogTailer(file, sink, prefix, on_lost, line_filter=line_filter, style=style)
+        self._show(token, tailer)
         self._watcher.add(path, token)
         return token
 
@@ -80,6 +83,7 @@ class Tee:
         *,
         is_shown: bool,
         line_filter: LineFilter | None = None,
+        style: bytes = b"",
     ) -> int:
         """Show a relayed stream, or only what its file does not take; return a token.
 
@@ -90,6 +94,7 @@ class Tee:
             on_lost: as for `follow`.
             is_shown: whether all of it is shown.
             line_filter: gets every line that is shown too.
+            style: as for `follow`.
         """
         token = next(self._tokens)
         self._relays[token] = relay
@@ -100,7 +105,13 @@ class Tee:
             if sink is not None and token not in self._tailers:
                 file = RelayedFile(relay)
                 tailer = LogTailer(
-                    file, sink, prefix, on_lost, offset=relay.kept, line_filter=line_filter
+                    file,
+                    sink,
+                    prefix,
+                    on_lost,
+                    offset=relay.kept,
+                    line_filter=line_filter,
+                    style=style,
                 )
                 self._show(token, tailer)
                 relay.on_data = partial(self._pumps[sink].wake, tailer)

@@ -174,6 +174,8 @@ class LogSpec:
     "fail" fails the worker's own write; "console" leads the streams through this process,
     which shows on the console what a file does not take.
     """
+    color: Literal["auto", "always", "never"] = "never"
+    """Whether prefixes have the color of their rank; "auto": where the console is a terminal."""
 
     def __init__(
         self,
@@ -186,6 +188,7 @@ class LogSpec:
         duplicate_stdout_filters: Iterable[str] = (),
         duplicate_stderr_filters: Iterable[str] = (),
         on_full: Literal["fail", "console"] = "fail",
+        color: Literal["auto", "always", "never"] = "never",
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
         ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
@@ -195,6 +198,8 @@ class LogSpec:
             raise SpecError("logs.prefix", prefix, "must be a single line")
         if on_full not in ("fail", "console"):
             raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
+        if color not in ("auto", "always", "never"):
+            raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
         set_fields(
             self,
             log_dir=None if log_dir is None else checked_path("logs.log_dir", log_dir),
@@ -205,6 +210,7 @@ class LogSpec:
             duplicate_stdout_filters=_filters("stdout", duplicate_stdout_filters),
             duplicate_stderr_filters=_filters("stderr", duplicate_stderr_filters),
             on_full=on_full,
+            color=color,
         )
 
     @property

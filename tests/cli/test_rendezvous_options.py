@@ -10,6 +10,7 @@ import pytest
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torchrun import RunRequest, parse_run
 from elastic_aio.spec.job import LaunchSpec, NodeRange
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 
 
@@ -153,7 +154,7 @@ def test_one_node_ignores_rendezvous_options(line: str) -> None:
 def test_without_any_option_there_is_no_rendezvous() -> None:
     """Slurm's ranks are ignored too."""
     env = {"SLURM_PROCID": "3", "SLURM_NODEID": "1"}
-    assert read("", env).spec == LaunchSpec("train.py")
+    assert read("", env).spec == LaunchSpec("train.py", logs=LogSpec(color="auto"))
 
 
 def test_a_rank_without_nnodes_gives_a_warning() -> None:

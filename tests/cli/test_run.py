@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -107,13 +108,14 @@ def test_entry_point() -> None:
     }
 
 
-def test_one_line_at_the_start(tmp_path: Path, run_here: RunHere) -> None:
-    """Without events to print, a run prints one line: what runs where, and the log directory."""
+def test_a_line_at_the_start_and_at_the_end(tmp_path: Path, run_here: RunHere) -> None:
+    """And one at the end: what runs where, with the log directory; how it has ended."""
     ended = run_here("--nproc-per-node", 2, "--rdzv-id", "mine", "-r3", "--log-dir", tmp_path,
                     "--max-restarts", 1, *BASH, "true", env={"OMP_NUM_THREADS": "1"})  # fmt: skip
     (directory,) = tmp_path.iterdir()
     assert ended.code == 0
-    (line,) = ended.errors
+    line, last = ended.errors
+    assert re.fullmatch(r"aio-elastic: finished: 2 workers, \d[\d.]* s", last)
     assert line.startswith("aio-elastic: run mine: 2 workers of bash on ")
     assert line.endswith(f"1 restart, logs in {directory}")
     assert directory.name.startswith("mine_")
@@ -512,7 +514,8 @@ def test_the_start_is_the_first_line(
     assert main(COMMAND) == 0
     waiting = "aio-elastic: waiting for the rendezvous store, 55 s left: a:1: connection refused\n"
     first, second = PROGRESS.splitlines(keepends=True)
-    assert capfd.readouterr().err == first + waiting + second
+    last = "aio-elastic: finished: 1 worker, 1 s\n"
+    assert capfd.readouterr().err == first + waiting + second + last
 
 
 @pytest.mark.parametrize("failures", [(), (FAR,)])

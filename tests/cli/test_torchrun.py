@@ -82,7 +82,7 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("events", "", False, "story", of_events, "story"),
     ("start-method", "", True, "forkserver", of_spec("start_method"), "forkserver"),
     ("preload", "", False, "json, wave", of_spec("preload"), ("json", "wave")),
-    ("logs-specs", "", False, "default", of_spec("logs"), LogSpec()),
+    ("logs-specs", "", False, "default", of_spec("logs"), LogSpec(color="auto")),
     ("numa-binding", "", False, "core-complex", of_spec("numa_binding"), "core-complex"),
     ("event-log-handler", "", True, "console", lambda r: r.event_log_handler, "console"),
     (
@@ -234,7 +234,9 @@ def test_an_option_is_no_value_of_another(option: str, joint: str) -> None:
 def test_defaults() -> None:
     """The defaults are torchrun's."""
     request = parse_run(["train.py", "a"], {})
-    assert request.spec.replace(run_id="x") == LaunchSpec("train.py", args=["a"], run_id="x")
+    logs = LogSpec(color="auto")
+    expected = LaunchSpec("train.py", args=["a"], run_id="x", logs=logs)
+    assert request.spec.replace(run_id="x") == expected
     assert request.signals.stop == {
         signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT,
     }  # fmt: skip
@@ -448,7 +450,8 @@ def test_absurd_values_are_one_line(option: Option) -> None:
     ("argv", "named"),
     [
         ([], "a command is required"),
-        (["walk"], "must be 'run', 'events', 'jobs', 'gc', 'store' or 'exec' (got 'walk')"),
+        (["walk"], "must be 'run', 'events', "),
+        (["evnets"], "; did you mean events? (got 'evnets')"),
         (["run"], "a script is required"),
         (["run", "--role", "r"], "a script is required"),
         (["run", "--role"], "--role: needs a value\n"),

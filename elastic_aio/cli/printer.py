@@ -1,0 +1,194 @@
+"""What `aio-elastic run` says on stderr: a line for each event, a countdown, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from elastic_aio.aio import create_task
+from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobFinished,
+    JobStarted,
+    Restarting,
+    WorkerStarted,
+)
+from elastic_aio.logs.sink import LineWriter, Sink, SinkLost, styled
+from elastic_aio.node_events import (
+    RendezvousStoreAwaited,
+    RoundFormed,
+    RoundForming,
+    RoundWaiting,
+)
+from elastic_aio.outcome import EndCause, LaunchResult
+from elastic_aio.report import Level, describe, format_failure, format_success
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.text import format_duration, one_line
+
+_NAME: Final = b"aio-elastic: "
+_BOLD: Final = b"\x1b[1m"
+_GREEN: Final = b"\x1b[1;32m"
+_YELLOW: Final = b"\x1b[1;33m"
+_RED: Final = b"\x1b[1;31m"
+
+_OMP_NOTICE: Final = f"""\
+{"*" * 41}
+OMP_NUM_THREADS is not set: each worker gets 1, so that the threads of all workers together do
+not overload this host. Set the variable to the number that is best for your program.
+{"*" * 41}"""
+
+
+class EventPrinter:
+    """Prints a line on stderr for each event of at least `level`."""
+
+    def __init__(self, stderr: Sink, level: int, *, color: str = "never") -> None:
+        """Print into `stderr`, which the caller closes.
+
+        Args:
+            stderr: standard error.
+            level: least `Level` of what is printed; the end of a failed job always is.
+            color: "auto" (on a terminal), "always" or "never".
+        """
+        self._writer = LineWriter(stderr)
+        self._level = level
+        self._is_colored = color == "always" or (color == "auto" and stderr.is_terminal)
+        self._countdown: _Countdown | None = None
+        if stderr.is_terminal and level <= Level.WARNING:
+            style = _BOLD if self._is_colored else b""
+            # Every write erases the line, one of nothing too.
+            self._countdown = _Countdown(stderr, style, lambda: self._writer.put(b""))
+        self._held: list[Event] = []
+        self._job: JobStarted | None = None
+        self._round: RoundFormed | None = None
+        self.warns_of_threads = False
+        """Whether to print once that several workers get OMP_NUM_THREADS=1."""
+
+    def print_line(self, line: str) -> None:
+        """Print a line as it is."""
+        self._writer.put(f"{line}\n".encode("utf-8", "replace"))
+
+    def print(self, text: str, style: bytes = _BOLD) -> None:
+        """Print lines, each with our name, which has a style if there are colors."""
+        prefix = styled(_NAME, style if self._is_colored else b"")
+        lines = b"".join(
+            prefix + line.encode("utf-8", "replace") + b"\n" for line in text.split("\n")
+        )
+        self._writer.put(lines)
+
+    def warn(self, text: str) -> None:
+        """Print a warning about the command line."""
+        if self._level <= Level.WARNING:
+            self.print(text, _YELLOW)
+
+    def on_event(self, event: Event) -> None:
+        """Print an event, or hold it until a worker has been started."""
+        if self._countdown is not None:
+            self._countdown.on_event(event)
+        match event:
+            # If no worker can be started at all, the final line is the only one printed;
+            # so earlier events are held until something has started.
+            case JobStarted():
+                self._job = event
+                self._held.append(event)
+                return
+            case AttemptFailed() if event.root.pid is None:
+                self._held.append(event)
+                return
+            case RoundFormed():
+                self._round = event
+            case _:
+                pass
+        is_shown = isinstance(event, WorkerStarted) or describe(event)[0] >= self._level
+        if is_shown and not isinstance(event, JobFinished):
+            for held in self._held:
+                self._print_event(held)
+            self._held.clear()
+        self._print_event(event)
+
+    def _print_event(self, event: Event) -> None:
+        level, text = describe(event)
+        if level >= self._level:
+            self.print(text, _RED if isinstance(event, AttemptFailed) else _BOLD)
+        if isinstance(event, JobStarted) and event.nproc_per_node > 1 and self.warns_of_threads:
+            self.warns_of_threads = False
+            if level >= self._level:
+                self.print(_OMP_NOTICE, _YELLOW)
+
+    def print_success(self, result: LaunchResult) -> None:
+        """Print how a job has succeeded."""
+        if result.cause is EndCause.RUN_HAD_ENDED:
+            self.print(result.reason)  # nothing else shows that no worker has run
+        elif self._job is not None and self._level <= Level.WARNING:
+            self.print(format_success(result, self._job, self._round), _GREEN)
+
+    def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
+        """Print the failure report if workers failed, else one line."""
+        failures = error.result.failures
+        has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
+        if has_workers and failures and failures[0].pid is not None:
+            self.print(error.result.reason, _RED)
+            report = format_failure(error.result, spec.name)
+            self._writer.put(report.encode("utf-8", "replace") + b"\n")
+        else:
+            text = one_line(str(error))
+            if text.startswith("preload: "):
+                text = f"--{text}"
+            elif spec.python and text.startswith(f"cannot run {spec.python}: "):
+                text = f"PYTHON_EXEC: {text}"
+            self.print(text, _RED)
+
+    async def drain(self, patience: float) -> None:
+        """Wait until everything is printed, or the console is blocked for `patience` seconds."""
+        if self._countdown is not None:
+            self._countdown.clear()
+        await self._writer.drain(patience)
+
+
+class _Countdown:
+    """The last line of a terminal while the job waits: for what, and how long yet."""
+
+    def __init__(self, sink: Sink, style: bytes, erase: Callable[[], None]) -> None:
+        self._sink = sink
+        self._style = style
+        self._erase = erase
+        self._task: asyncio.Task[None] | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Begin to count at an event that begins a wait; stop at any other."""
+        self.clear()
+        left: float | None
+        match event:
+            case RoundForming():
+                text, left = f"waiting for nodes: {event.joined} present", event.time_left
+            case RoundWaiting():
+                text, left = f"{event.phase}: {event.what}", event.time_left
+            case RendezvousStoreAwaited():
+                text, left = "waiting for the rendezvous store", event.time_left
+            case Restarting():
+                text, left = "restarting", event.delay
+            case _:
+                return
+        if left is not None and left >= 1:
+            until = asyncio.get_running_loop().time() + left
+            self._task = create_task(self._count(text, until), name="count down")
+
+    def clear(self) -> None:
+        """Stop counting, and erase the line: workers may write to the terminal themselves."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._erase()
+
+    async def _count(self, text: str, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while (left := until - loop.time()) > 0:
+                line = f"{text}, {format_duration(max(left, 1.0))} left".encode("utf-8", "replace")
+                async with self._sink.lock:
+                    await self._sink.show_frame(line, _NAME, self._style)
+                await asyncio.sleep(1.0)  # the time itself is what is shown
+        except SinkLost:
+            pass  # as for every other line
