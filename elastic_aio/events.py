@@ -93,14 +93,14 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
 
 
 class Restarting(Event, frozen=True, kw_only=True):
-    """Another attempt follows after a failure; `attempt` is its number."""
+    """Another attempt follows after a failure or a request; `attempt` is its number."""
 
     why: str
-    """The rule of the restart policy that applies."""
+    """The rule of the restart policy that applies, or the reason of the request."""
     delay: float
     """Seconds until the attempt begins."""
     restarts: int
-    """Restarts after failures so far, this one included."""
+    """Restarts after failures so far, this one included if it follows a failure."""
 
 
 class StopRequested(Event, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from elastic_aio.events import Event
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
+from elastic_aio.process.rusage import with_usage
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import (
     checked_console,
@@ -41,6 +42,7 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
@@ -242,6 +244,55 @@ class Agent:
         number = None if signal is None else signal_number("signal", signal)
         self._started_driver.request_stop(reason, number)
         return asyncio.shield(self._started_driver.done)
+
+    async def restart(self, reason: str = "a restart was requested") -> bool:
+        """Replace the present attempt by another one, on all nodes of the job.
+
+        The workers are stopped by the stop plan and started again.  It costs no restart of
+        `max_restarts`.  A pending back-off ends; an attempt that is ending already is not
+        ended again.
+
+        Args:
+            reason: for the events.
+
+        Returns:
+            True once all workers of this node run in a later attempt; False if the job has
+            ended first.
+
+        Cancellation: the request stays.
+        """
+        driver = self._started_driver
+        before = -1 if driver.group is None else driver.group.attempt
+        log = self._event_log
+        events = log.read(log.count - 1)
+        driver.request_restart(checked_part("reason", reason, kind=str))
+        async for _ in events:
+            if log.tracker.attempt > before and log.tracker.is_ready:
+                return True
+        return False
+
+    def status(self, *, usage: bool = True) -> JobStatus:
+        """Return what the job is doing on this node; also after its end.
+
+        Args:
+            usage: read what each running worker has used so far, by itself and by children that
+                it has reaped.  That takes some 20 µs for each worker; it is None otherwise.
+
+        Raises:
+            RuntimeError: the job has not been started.
+        """
+        _ = self._started_driver
+        status = self._event_log.tracker.status(time.time())
+        return with_usage(status) if usage else status
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of this node's running workers by global rank."""
+        _ = self._started_driver
+        return {
+            worker.rank: worker.pid
+            for worker in self._event_log.tracker.workers.values()
+            if worker.state == "running"
+        }
 
     def kill(self) -> None:
         """End the job at once: every stop is shortened to SIGKILL."""

@@ -37,6 +37,7 @@ from elastic_aio.agent.messages import (
     GroupStopped,
     Input,
     Publish,
+    RestartReceived,
     Start,
     StartFailed,
     StartGroup,
@@ -179,6 +180,10 @@ class Driver:
     ) -> None:
         """End the job by its stop plan or by `plan`, which then starts with `signal`."""
         self._on_input(StopReceived(reason, signal, plan))
+
+    def request_restart(self, reason: str) -> None:
+        """Replace the present attempt by another one."""
+        self._on_input(RestartReceived(reason))
 
     def kill(self, reason: str = "") -> None:
         """Shorten every stop to SIGKILL, and end the job."""

@@ -43,6 +43,11 @@ class EventLog:
     def __repr__(self) -> str:
         return f"<EventLog of run {self._run_id}: {self._history!r}>"
 
+    @property
+    def count(self) -> int:
+        """How many events there were, which is the `seq` of the next one."""
+        return self._history.count
+
     def append(self, event: Event) -> None:
         """Stamp an event with number, time, run and node, and pass it to all readers."""
         stamped = msgspec.structs.replace(

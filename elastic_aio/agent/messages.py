@@ -94,6 +94,12 @@ class StopReceived(Struct, frozen=True):
     plan: StopPlan | None = None
 
 
+class RestartReceived(Struct, frozen=True):
+    """Another attempt of the job was requested, because of `reason`."""
+
+    reason: str
+
+
 class JoinFailed(Struct, frozen=True):
     """This node cannot take part in the rendezvous."""
 
@@ -128,7 +134,7 @@ EffectResult = (
 )
 """Results of effects.  Each carries its attempt number, so that a late one can be dropped."""
 
-Request = Start | StopReceived | JoinFailed | InstructionReceived | LeftRendezvous
+Request = Start | StopReceived | RestartReceived | JoinFailed | InstructionReceived | LeftRendezvous
 
 Input = EffectResult | Request
 

@@ -16,6 +16,7 @@ Rules
   already answered.
 * A running group is stopped before a new round starts.  If a process could not be killed,
   no further group is started: it holds what the workers would need.
+* A requested restart is reported: the rendezvous starts another round on all nodes.
 * A node that has succeeded waits for the other nodes at a barrier and still follows
   instructions.  When the barrier times out or the node is stopped, it ends as a success.
 * A stop of this node ends the job for this node only.  It leaves when its workers have
@@ -40,6 +41,8 @@ Rules
     RUNNING    a failure                         STOPPING  SendReport RoundFailing,
                                                            StopGroup
     RUNNING    the last success                  STOPPING  StopGroup (leftovers)
+    STARTING,
+    RUNNING    RestartReceived                   the same  SendReport RestartRequested
     STARTING,
     RUNNING    StartRound                        STOPPING  Publish, StopGroup
     STARTING,
@@ -93,6 +96,7 @@ from elastic_aio.agent.messages import (
     LeftRendezvous,
     Publish,
     Request,
+    RestartReceived,
     SendReport,
     Start,
     StartBarrier,
@@ -108,6 +112,7 @@ from elastic_aio.rendezvous.base import (
     Placement,
     RestartCause,
     RestartPending,
+    RestartRequested,
     RoundFailing,
     RoundStarted,
     RoundStopped,
@@ -154,6 +159,9 @@ class MultiNodeMachine(AgentMachine):
                 return self._join()
             case StopReceived():
                 return self._on_stop_received(request)
+            case RestartReceived(reason):
+                is_open = self.phase in LIVE and self._finish is None
+                return [SendReport(RestartRequested(self.round, reason))] if is_open else []
             case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
                 self.phase is AgentPhase.STOPPING
             ):

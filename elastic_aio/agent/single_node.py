@@ -7,6 +7,9 @@ Rules
 * A failed attempt is followed by another one if the restart policy grants it, after its
   delay.  A permanent failure, which no attempt can repair, ends the job.
 * A process that could not be killed is left behind, and no attempt follows.
+* A requested restart stops the group, and another attempt follows, which costs no restart.
+  A worker that fails by itself meanwhile counts as a failure.  It also ends a back-off;
+  where an attempt is ending already, it changes nothing.
 * A stop ends the job in any phase.  Received while a failed attempt is being stopped,
   it replaces the restart; if none was granted, the job has failed.  If all workers have
   succeeded, so has the job.
@@ -20,9 +23,10 @@ Rules
     STARTING,
     RUNNING    the end of the group          STOPPING   StopGroup, see `machine`
     STARTING,
-    RUNNING    StopReceived                  STOPPING   StopGroup
+    RUNNING    StopReceived, RestartReceived STOPPING   StopGroup
     STOPPING   GroupStopped, all succeeded   DONE       Finish
     STOPPING   GroupStopped, a stop received DONE       Finish
+    STOPPING   GroupStopped, to be restarted STARTING   StartGroup
     STOPPING   GroupStopped, failed          DECIDING   CallDecide (as if the result
                                                         were DEFAULT if there is none)
     DECIDING   DecisionMade, restart         BACKING_   BackOff (STARTING, StartGroup
@@ -31,6 +35,8 @@ Rules
     DECIDING   DecisionFailed                DONE       Finish
     BACKING_
     OFF        BackoffElapsed                STARTING   StartGroup
+    BACKING_
+    OFF        RestartReceived               STARTING   CancelBackOff, StartGroup
     DECIDING,
     BACKING_
     OFF        StopReceived                  DONE       CancelBackOff, Finish
@@ -54,6 +60,7 @@ from elastic_aio.agent.messages import (
     GroupStopped,
     Publish,
     Request,
+    RestartReceived,
     Start,
     StartGroup,
     StopReceived,
@@ -62,6 +69,8 @@ from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import RestartAction, RestartBudget
+
+_CANNOT_KILL = "a process could not be killed"
 
 
 class SingleNodeMachine(AgentMachine):
@@ -87,6 +96,7 @@ class SingleNodeMachine(AgentMachine):
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._stop: StopReceived | None = None
+        self._restart: RestartReceived | None = None
 
     def __repr__(self) -> str:
         return f"<SingleNodeMachine {self.phase.value}, attempt {self.attempt}, {self._budget!r}>"
@@ -99,6 +109,8 @@ class SingleNodeMachine(AgentMachine):
     def _on_request(self, request: Request) -> list[Effect]:
         if isinstance(request, StopReceived):
             return self._on_stop_received(request)
+        if isinstance(request, RestartReceived):
+            return self._on_restart_received(request)
         if not isinstance(request, Start):
             raise self._impossible("a rendezvous")
         if self.phase is not AgentPhase.NEW:
@@ -116,6 +128,7 @@ class SingleNodeMachine(AgentMachine):
         return []
 
     def _start(self) -> list[Effect]:
+        self._restart = None
         return self._start_group(StartGroup(self.attempt, self._budget.restarts))
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
@@ -128,6 +141,14 @@ class SingleNodeMachine(AgentMachine):
             return [CancelBackOff(), *self._finish_stopped()]
         return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
 
+    def _on_restart_received(self, restart: RestartReceived) -> list[Effect]:
+        if self.phase in LIVE:
+            self._restart = restart
+            return self._stop_group(restart.reason)
+        if self.phase is AgentPhase.BACKING_OFF:
+            return [CancelBackOff(), *self._start()]
+        return []
+
     def _on_failing(self, why: str) -> list[Effect]:
         if self._waits_for_stop and self._start_failure is None:
             return []
@@ -135,18 +156,26 @@ class SingleNodeMachine(AgentMachine):
 
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
         if not stopped.failures:
-            return self._finish_without_failure()
+            return self._finish_without_failure(has_survivors=stopped.has_survivors)
         root = stopped.failures[0]
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=stopped.failures)
         if stopped.has_survivors:
             # It holds what the next attempt would need: memory, devices, ports.
-            return [Publish(failed), *self._give_up("a process could not be killed")]
+            return [Publish(failed), *self._give_up(_CANNOT_KILL)]
         return [Publish(failed), *self._after_failure(root)]
 
-    def _finish_without_failure(self) -> list[Effect]:
+    def _finish_without_failure(self, *, has_survivors: bool) -> list[Effect]:
         if self._all_succeeded:
             return self._finish(JobState.SUCCEEDED, "all workers have finished", 0)
-        return self._finish_stopped()
+        if self._stop is not None or self._restart is None:
+            return self._finish_stopped()
+        if has_survivors:
+            return self._give_up(_CANNOT_KILL)
+        self.attempt += 1
+        restarting = Restarting(
+            attempt=self.attempt, why=self._restart.reason, delay=0.0, restarts=self.restarts
+        )
+        return [Publish(restarting), *self._start()]
 
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:

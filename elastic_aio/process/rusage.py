@@ -1,4 +1,4 @@
-"""The resource usage of a child that has ended and that another part of the program reaps.
+"""The resource usage of processes that run, or that another part of the program reaps.
 
 waitid(2) of the kernel has a fifth argument, which neither Python nor the C library passes
 on: with WNOWAIT it reports the usage of a zombie and leaves it to be reaped.
@@ -10,7 +10,10 @@ import os
 import platform
 from typing import Final
 
+from msgspec.structs import replace
+
 from elastic_aio.outcome import ResourceUsage
+from elastic_aio.status import JobStatus
 
 # The number of waitid(2).  Elsewhere the usage is not known.
 _WAITID: Final = {"x86_64": 247, "aarch64": 95, "riscv64": 95, "ppc64le": 272, "s390x": 281}
@@ -49,4 +52,45 @@ def peek_usage(descriptor: int) -> ResourceUsage | None:
         major_faults=major,
         voluntary_switches=fields[16],
         involuntary_switches=fields[17],
+    )
+
+
+def read_usage(pid: int) -> ResourceUsage | None:
+    """Return what a running process has used so far, by itself and by reaped children.
+
+    None if there is no such process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            stat = file.read()
+        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    # proc_pid_stat(5): the name, in parentheses, may have any characters.
+    numbers = [int(word) for word in stat.rpartition(b")")[2].split()[1:]]
+    minor, child_minor, major, child_major, user, system, child_user, child_system = numbers[6:14]
+    named = dict(
+        line.split(b":", 1) for line in lines if line.startswith((b"VmHWM", b"vol", b"nonv"))
+    )
+    ticks = os.sysconf("SC_CLK_TCK")
+    return ResourceUsage(
+        user_s=(user + child_user) / ticks,
+        system_s=(system + child_system) / ticks,
+        max_rss_bytes=int(named.get(b"VmHWM", b"0 kB").split()[0]) * 1024,
+        minor_faults=minor + child_minor,
+        major_faults=major + child_major,
+        voluntary_switches=int(named.get(b"voluntary_ctxt_switches", 0)),
+        involuntary_switches=int(named.get(b"nonvoluntary_ctxt_switches", 0)),
+    )
+
+
+def with_usage(status: JobStatus) -> JobStatus:
+    """Return a status with the usage of the workers that run on this host."""
+    return replace(
+        status,
+        workers=tuple(
+            replace(worker, usage=read_usage(worker.pid)) if worker.state == "running" else worker
+            for worker in status.workers
+        ),
     )

@@ -74,7 +74,7 @@ class RestartCause(Struct, frozen=True):
 
     `attempt` is its number, `why` the rule that applies, `restarts` the number of restarts
     so far, and `delay` the seconds until it begins.  `root` is the failure that ended the
-    previous attempt; None after a change of the membership.
+    previous attempt; None after a change of the membership, or a request (`is_requested`).
     """
 
     attempt: int
@@ -82,6 +82,7 @@ class RestartCause(Struct, frozen=True):
     restarts: int
     delay: float = 0.0
     root: Failure | None = None
+    is_requested: bool = False
 
 
 # ------------------------------------------------------------- instructions
@@ -163,7 +164,14 @@ class RoundSucceeded(Struct, frozen=True):
     round: int
 
 
-Report = RoundStarted | RoundFailing | RoundStopped | RoundSucceeded
+class RestartRequested(Struct, frozen=True):
+    """Another attempt is wanted in place of `round`, because of `why`."""
+
+    round: int
+    why: str
+
+
+Report = RoundStarted | RoundFailing | RoundStopped | RoundSucceeded | RestartRequested
 
 
 class AgentPort(Protocol):
@@ -230,7 +238,7 @@ class Rendezvous(abc.ABC):
 
 
 def restarting_event(cause: RestartCause) -> Restarting:
-    """Return the event of a restart after a failure."""
+    """Return the event of a restart after a failure, or by request."""
     return Restarting(
         attempt=cause.attempt, why=cause.why, delay=cause.delay, restarts=cause.restarts
     )
@@ -238,7 +246,7 @@ def restarting_event(cause: RestartCause) -> Restarting:
 
 def cause_event(cause: RestartCause, placement: Placement) -> Event:
     """Return the event that says why an attempt follows another one."""
-    if cause.root is not None:
+    if cause.root is not None or cause.is_requested:
         return restarting_event(cause)
     return MembershipChanged(
         attempt=placement.attempt,

@@ -21,6 +21,7 @@ Rules
 * A failure on any member stops the round everywhere.  When all of its workers are gone,
   the restart policy is consulted once, with the earliest failure.  Changes of the
   membership cost no restart, but rounds that lose a node have a budget of their own.
+* A member can request another round of the same members.  It costs no restart.
 * If a member of the round has left or was lost, the restart policy is not consulted: the
   other members' failures are a consequence, even though they are reported first.  There
   are two exceptions: a code of `never_on`, and a lost member that had acknowledged the
@@ -75,7 +76,8 @@ Another coordinator
                  round                                      RECOVERING
     RUNNING      a member's worker has failed               STOPPING
                  all have succeeded                         ENDING
-                 a member is gone, or joiners are ready     FORMING
+                 a member is gone or requests a restart,
+                 or joiners are ready                       FORMING
     STOPPING     all workers of the round are gone          DECIDING, or at once:
     DECIDING     the user's callback has answered           BACKING_OFF or ENDING
                  it has not returned in time                ENDING

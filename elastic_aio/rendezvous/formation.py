@@ -284,7 +284,7 @@ def _placements(
     hosts = (rank for rank, record in enumerate(order) if record.status.is_host)
     host_rank = next(hosts, -1)
     number = state.next_round
-    changes = state.round.changes + (cause is not None and cause.root is None)
+    changes = state.round.changes + _is_change(cause)
     return {
         record.member: Placement(
             round=number,
@@ -299,6 +299,11 @@ def _placements(
         )
         for record, span in zip(order, spans, strict=True)
     }
+
+
+def _is_change(cause: RestartCause | None) -> bool:
+    """Whether an attempt follows because the membership has changed."""
+    return cause is not None and cause.root is None and not cause.is_requested
 
 
 # ------------------------------------------------------------------ waiting

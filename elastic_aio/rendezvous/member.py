@@ -20,6 +20,7 @@ from elastic_aio.rendezvous.base import (
     Instruction,
     Report,
     RestartPending,
+    RestartRequested,
     RoundFailing,
     RoundStarted,
     RoundStopped,
@@ -210,6 +211,9 @@ class Member:
                 stopped = max(round, self._stopping)
                 self._update(phase=MemberPhase.SUCCEEDED, stopped_round=stopped)
 
+            case RestartRequested(why=why):
+                self._update(restart_reason=sanitize(why))
+
     def probed(self, round: int, error: str) -> None:
         """Take the result of a `Probe`; `error` is empty if it succeeded."""
         self._update(probed_round=round, probe_error=sanitize(error))
@@ -240,6 +244,7 @@ class Member:
             runtime=0.0,
             members_done=0,
             pending_restart=None,
+            restart_reason="",
         )
         if not self._is_standing_by:
             return [order]

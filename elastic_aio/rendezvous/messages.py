@@ -76,7 +76,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 27 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 28 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -96,6 +96,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success.
         pending_restart: a restart that was announced after the round's failure.
+        restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
         is_leaving: it takes part no more, and none of its workers is left.
         policy: its settings of restarts that are not the defaults, by name.
@@ -127,6 +128,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     acked: tuple[int, int] = (0, 0)
     members_done: int = 0
     pending_restart: RestartCause | None = None
+    restart_reason: str = ""
     outcome: JobOutcome | None = None
     is_leaving: bool = False
     policy: dict[str, str] = {}

@@ -88,6 +88,8 @@ class RoundState:
         """Whether the failures of the round may be a consequence of a member that is gone."""
         self.change_reasons: dict[str, None] = {}
         """Why another round is needed; ordered, without repetition."""
+        self.is_restart_requested = False
+        """Whether another round is needed only because a member has requested one."""
         self.ready_since: float | None = None
         """Since when a joiner could be taken in; None while none could."""
 
@@ -339,7 +341,10 @@ class CoordinatorState:
             return self.restart.cause
         reasons = [*self.round.change_reasons, *([why] if why else [])]
         text = "; ".join(reasons[:NAMES_MAX]) or "other nodes take part"
-        return RestartCause(self.round.attempt + 1, text, self.budget.restarts)
+        is_requested = self.round.is_restart_requested and not why
+        return RestartCause(
+            self.round.attempt + 1, text, self.budget.restarts, is_requested=is_requested
+        )
 
     # ------------------------------------------------------------------ the end
 

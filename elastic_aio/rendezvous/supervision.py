@@ -12,6 +12,7 @@ from elastic_aio.rendezvous.messages import (
     MembersDone,
     ProbePeers,
     StandBy,
+    sanitize,
     truncate_failure,
 )
 from elastic_aio.rendezvous.state import DECIDE_TIMEOUT, CoordinatorPhase, CoordinatorState
@@ -43,6 +44,7 @@ def supervise(state: CoordinatorState) -> None:
         elif state.has_diverged(record):
             state.add_change_reason(f"{record.name} did not take its place")
     current = state.round
+    _take_requests(state, active)
     left = current.succeeded_and_left
     succeeded = {one.member for one in active if state.has_succeeded(one)} | left
     done = current.members_done + sum(member not in state.members for member in left)
@@ -55,6 +57,17 @@ def supervise(state: CoordinatorState) -> None:
         state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
     else:
         _scale_up(state, active, is_closing=bool(succeeded or current.members_done))
+
+
+def _take_requests(state: CoordinatorState, active: list[MemberRecord]) -> None:
+    """Note the restarts that members request; a change of the membership comes first."""
+    if state.round.change_reasons:
+        return
+    for record in filter(state.has_placement, active):
+        if record.status.restart_reason:
+            reason = sanitize(record.status.restart_reason)
+            state.add_change_reason(f"{reason} (on {record.name})")
+            state.round.is_restart_requested = True
 
 
 def _restore(state: CoordinatorState) -> None:

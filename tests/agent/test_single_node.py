@@ -24,6 +24,7 @@ from elastic_aio.agent.messages import (
     GroupStopped,
     Input,
     Publish,
+    RestartReceived,
     Start,
     StartFailed,
     StartGroup,
@@ -87,6 +88,7 @@ def start_failed(*, permanent: bool = False, attempt: int = 0) -> StartFailed:
 
 STARTED = GroupStarted(0, 10.0)
 STOP = StopReceived("enough")
+AGAIN = RestartReceived("new data")
 SIGNAL = StopReceived("SIGQUIT was received", 3)
 ONE_MORE: dict[str, Any] = {"max_restarts": 1}
 LATER: dict[str, Any] = {
@@ -403,6 +405,82 @@ ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPha
         [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)],
         AgentPhase.DONE,
     ),
+    # ------------------------------------------------------------ a requested restart
+    (
+        "starting: a restart is requested",
+        {},
+        [Start()],
+        AGAIN,
+        [stop_group("new data")],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "stopping for a requested restart: group stopped",
+        {},
+        [Start(), STARTED, AGAIN],
+        group_stopped(),
+        [
+            Publish(Restarting(attempt=1, why="new data", delay=0.0, restarts=0)),
+            StartGroup(1, 0),
+        ],
+        AgentPhase.STARTING,
+    ),
+    (
+        "stopping for a requested restart: a worker has failed by itself",
+        {},
+        [Start(), STARTED, AGAIN],
+        group_stopped(failure()),
+        [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "stopping for a requested restart: a process could not be killed",
+        {},
+        [Start(), STARTED, AGAIN],
+        GroupStopped(0, 20.0, (), has_survivors=True),
+        [finish_as(JobState.FAILED, "a process could not be killed", 1, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "stopping for a requested restart, and then a stop: group stopped",
+        {},
+        [Start(), STARTED, AGAIN, STOP],
+        group_stopped(),
+        [finish_as(JobState.STOPPED, "enough", 143, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "stopping: a restart is requested",
+        ONE_MORE,
+        [Start(), STARTED, ended(1, BAD)],
+        AGAIN,
+        [],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "stopping after success: a restart is requested",
+        {},
+        [Start(), STARTED, ended(0), ended(1), AGAIN],
+        group_stopped(),
+        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "deciding: a restart is requested",
+        ASKING,
+        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        AGAIN,
+        [],
+        AgentPhase.DECIDING,
+    ),
+    (
+        "backing off: a restart is requested",
+        LATER,
+        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        AGAIN,
+        [CancelBackOff(), StartGroup(1, 1)],
+        AgentPhase.STARTING,
+    ),
 ]
 
 
@@ -653,6 +731,7 @@ class Jobs(RuleBasedStateMachine):
         self.starts: list[StartGroup] = []
         self.restarts_published = 0
         self.stop_asked = False
+        self.requests = 0
         self.perform(self.machine.handle(Start()))
 
     def handle(self, happening: Input) -> None:
@@ -664,7 +743,8 @@ class Jobs(RuleBasedStateMachine):
             match effect:
                 case StartGroup(attempt, restarts):
                     assert self.live is None, "never two groups at once"
-                    assert attempt == restarts == len(self.starts)
+                    assert attempt == len(self.starts)
+                    assert restarts == self.machine.restarts
                     assert self.asked is None
                     assert self.waiting is None
                     self.starts.append(effect)
@@ -685,7 +765,8 @@ class Jobs(RuleBasedStateMachine):
                     assert self.asked is not None or self.waiting is not None
                     self.asked = self.waiting = None
                 case Publish(event):
-                    self.restarts_published += isinstance(event, Restarting)
+                    if isinstance(event, Restarting):
+                        self.restarts_published = event.restarts
                 case Finish():
                     assert position == len(effects) - 1
                     assert self.live is None, "the end comes when nothing is left"
@@ -760,6 +841,11 @@ class Jobs(RuleBasedStateMachine):
         self.stop_asked = True
         self.handle(StopReceived("enough", signal))
 
+    @rule()
+    def a_restart_is_requested(self) -> None:
+        self.requests += 1
+        self.handle(AGAIN)
+
     @rule(
         make=st.sampled_from(
             [
@@ -783,7 +869,7 @@ class Jobs(RuleBasedStateMachine):
     def the_budget_holds(self) -> None:
         assert self.machine.restarts <= self.max_restarts
         assert self.restarts_published == self.machine.restarts
-        assert len(self.starts) <= self.max_restarts + 1
+        assert len(self.starts) <= self.max_restarts + 1 + self.requests
 
     @invariant()
     def the_end_comes_once(self) -> None:

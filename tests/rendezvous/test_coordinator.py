@@ -22,6 +22,7 @@ from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     EndJob,
     NodeInfo,
+    RestartRequested,
     RoundStopped,
     RoundSucceeded,
     StartRound,
@@ -1104,3 +1105,59 @@ def test_an_unchanged_order_is_sent_once() -> None:
         harness.settle(now)
     assert len(harness.sent) == sent
     assert ("d", StandBy(0, 2)) in harness.sent
+
+
+# ------------------------------------------------------- requested restarts
+
+
+def test_a_requested_restart_forms_another_round_of_the_same_members() -> None:
+    """It counts neither as a failure nor as a change of the membership."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=0)
+    harness.members["b"].report(RestartRequested(0, "new data"))
+    harness.settle()
+    assert harness.ranks == {"a": 0, "b": 1}
+    placement = harness.places["a"]
+    assert placement is not None
+    assert (placement.round, placement.attempt) == (1, 1)
+    assert (placement.restarts, placement.changes) == (0, 0)
+    assert harness.members["b"].status.restart_reason == ""
+    assert harness.events(Restarting) == [
+        Restarting(attempt=1, why="new data (on b)", delay=0.0, restarts=0)
+    ]
+    assert not harness.events(MembershipChanged)
+
+
+def test_a_requested_restart_of_a_former_round_is_dropped() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.members["b"].report(RestartRequested(-1, "late"))
+    harness.settle()
+    assert not harness.events(Restarting)
+
+
+def test_another_coordinator_grants_a_requested_restart() -> None:
+    """The request is in the status of the member until a round follows."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.members["b"].report(RestartRequested(0, "new data"))
+    harness.elect("d")
+    harness.settle()
+    assert harness.events(Restarting) == [
+        Restarting(attempt=1, why="new data (on b)", delay=0.0, restarts=0)
+    ]
+    placement = harness.places["b"]
+    assert placement is not None
+    assert placement.attempt == 1
+
+
+def test_a_lost_member_comes_before_a_requested_restart() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b")
+    harness.stop_slowly("a")
+    harness.members.pop("b")
+    harness.coordinator.on_gone("b", is_lost=True)
+    harness.members["a"].report(RestartRequested(0, "new data"))
+    harness.settle()
+    harness.members["a"].report(RoundStopped(0))
+    harness.settle(100)
+    assert not harness.events(Restarting)
+    assert harness.events(MembershipChanged) == [
+        MembershipChanged(attempt=1, why="b is lost", round=1, nodes=1)
+    ]
