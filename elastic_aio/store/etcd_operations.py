@@ -132,12 +132,16 @@ class Operations:
             other = txn_body(equal, [put], [read_op(place)])
             absent = [compare(place, "create_revision", 0)]
             reply = yield txn(absent, [put], [txn_op(other)])
-            if not reply.succeeded:
-                reply = reply.nested
+        is_repeat = reply.is_repeat
+        if not expected and not reply.succeeded:
+            reply = reply.nested
         if reply.succeeded:
             return desired
         found = reply.ranges[0].kvs
-        return found[0].value if found else expected
+        value: bytes = found[0].value if found else expected
+        if is_repeat and value != desired:
+            raise ChangeUnknown  # made by the first request, and replaced since
+        return value
 
     def add(self, key: bytes, amount: int) -> Operation:
         def added(value: bytes | None) -> bytes:

@@ -101,25 +101,28 @@ class RedisLink:
         *,
         is_repeatable: bool = True,
         deadline: float | None = None,
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         """Call `use` with a connection until it succeeds, until `deadline` (of the loop) if given.
+
+        Returns:
+            The result, and whether an earlier call may have been carried out too.
 
         Raises:
             StoreRefused: Redis refuses the request.
             StoreLost: the link is lost, or the request must not be sent again.
             StoreTimeout: no server has answered until `deadline`.
         """
-        began = asyncio.get_running_loop().time()
+        began, is_repeat = asyncio.get_running_loop().time(), False
         attempt = 0
         while True:
             self.check()
             member = self._current
             try:
-                return await self._attempt(member, use)
+                return await self._attempt(member, use), is_repeat
             except NotDone as error:
                 reason = str(error)
             except (OSError, RedisError) as error:
-                reason = reason_of(error)
+                reason, is_repeat = reason_of(error), True
                 if not is_repeatable:
                     self.check()
                     self._fail_over(member, reason)

@@ -71,9 +71,10 @@ class RedisRequests:
                     raise
             return await connection.ask("EVAL", SCRIPT, *tail)
 
-        status, *reply = await self._link.request(
+        answer, is_repeat = await self._link.request(
             use, is_repeatable=op not in _UNREPEATABLE, deadline=deadline
         )
+        status, *reply = answer
         if status == LOST:
             self.known = KnownHistory()  # another store enters what is there now
             self._link.fail(StoreLost(_LOST))
@@ -84,6 +85,9 @@ class RedisRequests:
         if status == LEASE_ENDED:
             raise StoreRefused("the lease has ended")
         assert status == DONE
+        if is_repeat and op == "cas" and result != arguments[2]:
+            # Made by the first request, and replaced since.
+            raise StoreLost("the connection to Redis failed; the change may have been made or not")
         return result
 
     async def scan(self, pattern: bytes) -> list[bytes]:
@@ -100,7 +104,7 @@ class RedisRequests:
             async def use(connection: RedisConnection, position: bytes = position) -> Any:
                 return await connection.ask("SCAN", position, "MATCH", pattern, "COUNT", _SCANNED)
 
-            cursor, keys = await self._link.request(use)
+            (cursor, keys), _ = await self._link.request(use)
             found += keys
             if cursor == b"0":
                 return found

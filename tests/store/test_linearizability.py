@@ -1,0 +1,540 @@
+"""Concurrent clients under faults: what they saw of each key has one order.
+
+Workloads and faults are made by hypothesis.  Faults happen after a number of operations, and
+last until the clients have carried out some more, or a time has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_aio.errors import StoreLost, StoreRefused
+from elastic_aio.store import Change, Lease, MemoryStore, Store, StoreServer, connect
+from elastic_aio.store.engine import EngineStore
+from elastic_aio.store.etcd import EtcdStore
+from elastic_aio.store.redis import RedisStore
+from tests.support import etcd, redis
+from tests.support.chaos import ChaosProxy
+from tests.support.linearizability import Call, History, is_linearizable
+
+EXAMPLES = int(os.environ.get("ELASTIC_AIO_HISTORIES", "4"))
+CLIENTS = 4
+LOST_AFTER_S = 30.0
+FAULT_S = 1.0
+"""The longest time of a fault: clients may all be waiting for its end."""
+
+Fault = Callable[[], Awaitable[None]]
+OPS = st.sampled_from(["set", "peek", "cas", "cas", "add"])
+WORK = st.lists(
+    st.lists(st.tuples(OPS, st.sampled_from("ab")), min_size=8, max_size=20),
+    min_size=CLIENTS,
+    max_size=CLIENTS,
+)
+TIMES = st.lists(st.tuples(st.integers(3, 40), st.integers(0, 9)), max_size=3)
+
+
+Open = Callable[[str, int], AbstractAsyncContextManager[Store]]
+"""Opens a client of the store with a key prefix; odd ones connect through a proxy."""
+
+
+class Service(NamedTuple):
+    """A store under test."""
+
+    open: Open
+    faults: tuple[tuple[Fault, Fault], ...] = ()
+    """What begins each fault, and what ends it."""
+
+
+MakeService = Callable[[], AbstractAsyncContextManager[Service]]
+
+# ------------------------------------------------------------------- the sequential model
+
+
+def call(client: int, op: str, argument: Any, began: int, ended: int, result: Any) -> Call:
+    return Call(client, op, "k", argument, began, ended, result)
+
+
+def test_the_checker_accepts_an_order_within_overlaps() -> None:
+    """The read that returns first may be the later one."""
+    history = [
+        call(0, "set", b"1", 0, 5, None),
+        call(1, "peek", None, 1, 3, b"1"),
+        call(2, "peek", None, 2, 6, None),
+        call(1, "cas", (b"1", b"2"), 7, 8, b"2"),
+        call(1, "add", 3, 9, 10, 5),
+    ]
+    assert is_linearizable(history)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [call(0, "set", b"1", 0, 1, None), call(1, "peek", None, 2, 3, None)],
+        [call(0, "add", 1, 0, 3, 1), call(1, "add", 1, 1, 2, 1)],
+        [call(0, "cas", (b"", b"1"), 0, 3, b"1"), call(1, "cas", (b"", b"2"), 1, 2, b"2")],
+        [
+            call(0, "set", b"1", 0, 9, None),
+            call(0, "set", b"2", 1, 2, None),
+            *(call(1, "peek", None, 2 * n + 3, 2 * n + 4, b"%d" % (n + 1)) for n in range(2)),
+            call(1, "peek", None, 7, 8, b"1"),
+        ],
+    ],
+    ids=["stale read", "lost addition", "two winners", "a value comes back"],
+)
+def test_the_checker_rejects_what_no_order_explains(history: list[Call]) -> None:
+    assert not is_linearizable(history)
+
+
+def test_an_unknown_outcome_may_take_effect_at_any_time_or_never() -> None:
+    lost = Call(0, "set", "k", b"1", 0)
+    none, some = (call(1, "peek", None, 1, 2, None), call(1, "peek", None, 3, 4, b"1"))
+    assert is_linearizable([lost, none])
+    assert is_linearizable([lost, none, some])
+    assert not is_linearizable(
+        [lost, call(1, "peek", None, 1, 2, b"1"), call(1, "peek", None, 3, 4, None)]
+    )
+
+
+# ---------------------------------------------------------------------- a recorded history
+
+
+class Injector:
+    """Injects faults into a service while clients work."""
+
+    def __init__(self, service: Service, history: History) -> None:
+        self._service = service
+        self._history = history
+        self._count = 0
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    def progress(self) -> None:
+        """Count an operation that has returned."""
+        self._count += 1
+        self._changed.set()
+
+    async def run(
+        self, times: list[tuple[int, int]], work: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        """Carry out the work; a fault begins at each time, a number of operations."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._inject(times))
+            await asyncio.wait([group.create_task(one) for one in work])
+            self._is_over = True
+            self._changed.set()
+
+    async def _inject(self, times: list[tuple[int, int]]) -> None:
+        for after, which in times if self._service.faults else ():
+            await self._wait_count(after)
+            if self._is_over:
+                return
+            begin, end = self._service.faults[which % len(self._service.faults)]
+            self._history.faults += 1
+            self._history.is_faulty = True
+            await begin()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAULT_S):
+                    await self._wait_count(self._count + 8)
+            await end()
+            self._history.is_faulty = False
+            self._history.faults += 1
+
+    async def _wait_count(self, count: int) -> None:
+        while self._count < count and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def record(
+    service: Service,
+    work: list[list[tuple[str, str]]],
+    times: list[tuple[int, int]],
+    wrap: Callable[[Store], Any] = lambda store: store,
+) -> History:
+    """Carry out the work of all clients at once, with faults at some times."""
+    history = History()
+    prefix = f"/{uuid.uuid4().hex}"
+    numbers = itertools.count(1)
+    injector = Injector(service, history)
+
+    async def client(number: int, ops: list[tuple[str, str]]) -> None:
+        async with service.open(prefix, number) as store:
+            last: dict[str, bytes] = {}
+            for op, name in ops:
+                # Counters apart: their values are no unique ones.
+                key = f"counter {name}" if op == "add" else name
+                value = b"%d.%d" % (number, next(numbers))
+                argument: Any = {"set": value, "peek": None, "add": 1}.get(op)
+                if op == "cas":
+                    argument = (last.get(key, b""), value)
+                one = await history.record(number, wrap(store), op, key, argument)
+                if one.is_known and op in ("peek", "cas"):
+                    last[key] = one.result or b""
+                injector.progress()
+
+    await injector.run(times, [client(*one) for one in enumerate(work)])
+    return history
+
+
+# ----------------------------------------------------------------------------- the stores
+
+
+@contextlib.asynccontextmanager
+async def memory() -> AsyncIterator[Service]:
+    async with MemoryStore() as first:
+
+        @contextlib.asynccontextmanager
+        async def open_store(prefix: str, number: int) -> AsyncIterator[Store]:
+            async with first.another() as store:
+                yield store
+
+        yield Service(open_store)
+
+
+@contextlib.asynccontextmanager
+async def tcp() -> AsyncIterator[Service]:
+    async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
+
+        @contextlib.asynccontextmanager
+        async def open_store(prefix: str, number: int) -> AsyncIterator[Store]:
+            async with connect(proxy.endpoint if number % 2 else server.endpoint) as store:
+                yield store
+
+        yield Service(open_store, (cut(proxy), lose_replies(proxy)))
+
+
+def cut(*proxies: ChaosProxy) -> tuple[Fault, Fault]:
+    """Break all connections."""
+
+    async def begin() -> None:
+        for proxy in proxies:
+            proxy.cut()
+
+    async def end() -> None:
+        pass
+
+    return begin, end
+
+
+def lose_replies(*proxies: ChaosProxy) -> tuple[Fault, Fault]:
+    """Carry out requests without a reply, and break the connections later."""
+
+    async def begin() -> None:
+        for proxy in proxies:
+            proxy.is_dropping_replies = True
+
+    async def end() -> None:
+        for proxy in proxies:
+            proxy.is_dropping_replies = False
+            proxy.cut()
+
+    return begin, end
+
+
+def pause(process: etcd.EtcdProcess | redis.RedisProcess) -> tuple[Fault, Fault]:
+    async def begin() -> None:
+        process.send(signal.SIGSTOP)
+
+    async def end() -> None:
+        process.send(signal.SIGCONT)
+
+    return begin, end
+
+
+def kill_member(member: etcd.EtcdProcess, members: list[etcd.EtcdProcess]) -> tuple[Fault, Fault]:
+    async def begin() -> None:
+        member.kill()
+
+    async def end() -> None:
+        member.start([one.peer for one in members])
+        await asyncio.to_thread(member.wait_ready)
+
+    return begin, end
+
+
+def restart(server: redis.RedisProcess) -> tuple[Fault, Fault]:
+    async def begin() -> None:
+        server.kill()
+
+    async def end() -> None:
+        await asyncio.to_thread(server.start)
+
+    return begin, end
+
+
+def of_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
+        async with contextlib.AsyncExitStack() as stack:
+            proxies = [await stack.enter_async_context(ChaosProxy(one.port)) for one in members]
+            endpoints = [",".join(one.endpoint for one in some) for some in (members, proxies)]
+            faults = [cut(*proxies), lose_replies(*proxies)]
+            faults += [pause(member) for member in members]
+            faults += [kill_member(member, members) for member in members]
+
+            def open_store(prefix: str, number: int) -> EtcdStore:
+                at = endpoints[number % 2]
+                return EtcdStore(at, key_prefix=prefix, lost_after=LOST_AFTER_S)
+
+            yield Service(open_store, tuple(faults))
+
+    return make
+
+
+def of_redis(server: redis.RedisProcess) -> MakeService:
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
+        async with ChaosProxy(server.port) as proxy:
+            faults = (cut(proxy), lose_replies(proxy), pause(server), restart(server))
+
+            def open_store(prefix: str, number: int) -> RedisStore:
+                at = proxy.endpoint if number % 2 else server.endpoint
+                return RedisStore(at, key_prefix=prefix, lost_after=LOST_AFTER_S)
+
+            yield Service(open_store, faults)
+
+    return make
+
+
+@contextlib.contextmanager
+def served(kind: str, directory: Path) -> Iterator[MakeService]:
+    """Start the servers of a kind of store, which persist what they acknowledge."""
+    match kind:
+        case "memory":
+            yield memory
+        case "tcp":
+            yield tcp
+        case "etcd":
+            if etcd.ETCD is None:
+                pytest.skip(etcd.WHY_NOT)
+            with etcd.etcd_cluster(directory) as members:
+                yield of_etcd(members)
+        case "redis":
+            if redis.REDIS is None:
+                pytest.skip(redis.WHY_NOT)
+            with redis.RedisProcess(directory) as server:
+                yield of_redis(server)
+
+
+KINDS = [
+    "memory",
+    "tcp",
+    pytest.param("etcd", marks=pytest.mark.engine),
+    pytest.param("redis", marks=pytest.mark.engine),
+]
+quick = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_key_has_one_order(kind: str, tmp_path: Path) -> None:
+    with served(kind, tmp_path) as make:
+
+        @quick
+        @given(work=WORK, times=TIMES)
+        def run(work: list[list[tuple[str, str]]], times: list[tuple[int, int]]) -> None:
+            async def one() -> History:
+                async with make() as service:
+                    return await record(service, work, times)
+
+            assert not asyncio.run(one()).violation()
+
+        run()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["etcd", "redis"])
+async def test_a_repeated_compare_set_does_not_deny_its_change(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Its reply is lost, and another client replaces the value before it is sent again."""
+    make: Any = EtcdStore if kind == "etcd" else RedisStore
+    endpoint, prefix = request.getfixturevalue(f"{kind}_endpoint"), f"/{uuid.uuid4().hex}"
+    async with (
+        ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy,
+        make(proxy.endpoint, key_prefix=prefix) as one,
+        make(endpoint, key_prefix=prefix) as two,
+    ):
+        proxy.is_dropping_replies = True
+        changing = asyncio.ensure_future(one.compare_set("k", b"", b"1"))
+        assert await two.get("k") == b"1"
+        assert await two.compare_set("k", b"1", b"2") == b"2"
+        proxy.is_dropping_replies = False
+        proxy.cut()
+        with pytest.raises(StoreLost, match="the change may have been made"):
+            await changing
+        # Its own value is known to be its own.
+        proxy.is_dropping_replies = True
+        changing = asyncio.ensure_future(one.compare_set("k", b"2", b"3"))
+        while await two.peek("k") != b"3":
+            pass
+        proxy.is_dropping_replies = False
+        proxy.cut()
+        assert await changing == b"3"
+
+
+class _Careless:
+    """A store that compares and sets in two steps."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.set, self.peek, self.add = store.set, store.peek, store.add
+
+    async def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        present = await self._store.peek(key)
+        await asyncio.sleep(0)
+        if present == expected or (present is None and not expected):
+            await self._store.set(key, desired)
+            return desired
+        return expected if present is None else present
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_careless_store_is_caught(kind: str, tmp_path: Path) -> None:
+    """The check finds a compare-and-set in two steps, in few histories without any fault."""
+    with served(kind, tmp_path) as make:
+
+        async def violation() -> str:
+            async with make() as service:
+                work = [[("cas", "a")] * 10 for _ in range(CLIENTS)]
+                return (await record(service, work, [], _Careless)).violation()
+
+        assert any(asyncio.run(violation()) for _ in range(10))
+
+
+# ------------------------------------------------------------------------------ the leases
+
+
+class Holders:
+    """Checks the changes of `lock`, and of `data` that its holder writes under the same lease."""
+
+    def __init__(self) -> None:
+        self.holder: bytes | None = None
+        self.taken = 0
+
+    def take(self, change: Change) -> None:
+        """Take the next change, in the order of the store."""
+        if change.key == "h/data":
+            is_checked = change.value is not None and not change.is_resync
+            assert not is_checked or change.value == self.holder, (change, self.holder)
+            return
+        if change.value is not None and not change.is_resync:
+            assert self.holder in (None, change.value), (change, self.holder)
+            self.taken += 1
+        self.holder = change.value
+
+
+async def take_lock(lease: Lease, store: Store, name: bytes) -> bytes:
+    """Take the lock if it is free; return its holder."""
+    return await lease.compare_set("h/lock", b"", name)
+
+
+async def take_carelessly(lease: Lease, store: Store, name: bytes) -> bytes:
+    """Do so in two steps."""
+    present = await store.peek("h/lock")
+    await asyncio.sleep(0)
+    if present is None:
+        await lease.set("h/lock", name)
+    return present or name
+
+
+Take = Callable[[Lease, Store, bytes], Awaitable[bytes]]
+
+
+async def hold(store: Store, name: bytes, take: Take, *, leaves: bool) -> None:
+    """Get the lock, and write beside it under the same lease; perhaps let the lease expire."""
+    async with store.lease(2.0) as lease, store.watch("h/lock") as locks:
+        while await take(lease, store, name) != name:
+            while (await anext(locks)).value is not None:
+                pass
+        for _ in range(5):
+            await lease.set("h/data", name)
+        if leaves and isinstance(store, EngineStore):
+            store._leases.clear()  # type: ignore[attr-defined]
+            await lease.set("h/data", name)
+            while (await anext(locks)).value is not None:
+                pass
+            with pytest.raises(StoreRefused):
+                await lease.set("h/data", name)
+
+
+async def contend(
+    service: Service, times: list[tuple[int, int]], turns: int, take: Take = take_lock
+) -> int:
+    """Let clients contend for a lock under faults; return how often it was taken."""
+    prefix = f"/{uuid.uuid4().hex}"
+    injector, holders = Injector(service, History()), Holders()
+
+    async def client(number: int) -> None:
+        async with service.open(prefix, number) as store:
+            for turn in range(turns):
+                with contextlib.suppress(StoreLost, StoreRefused):
+                    await hold(store, b"%d.%d" % (number, turn), take, leaves=number == turn)
+                injector.progress()
+
+    async with service.open(prefix, 0) as store, store.watch("h/", is_prefix=True) as watch:
+
+        async def observe() -> None:
+            async for change in watch:
+                holders.take(change)
+
+        observing = asyncio.ensure_future(observe())
+        await injector.run(times, [client(number) for number in range(CLIENTS)])
+        holders.holder = None
+        await store.set("h/lock", b"")  # what was before has been observed then
+        while holders.holder != b"" and not observing.done():
+            await asyncio.sleep(0.01)
+        observing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await observing
+    return holders.taken
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_a_careless_holder_is_caught(kind: str, tmp_path: Path) -> None:
+    with served(kind, tmp_path) as make:
+
+        async def several() -> None:
+            for _ in range(10):
+                async with make() as service:
+                    await contend(service, [], 3, take_carelessly)
+
+        with pytest.raises(AssertionError):
+            asyncio.run(several())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_has_one_holder_at_a_time(kind: str, tmp_path: Path) -> None:
+    """A holder writes under its lease, and never after another one has taken the key."""
+    with served(kind, tmp_path) as make:
+
+        @settings(quick, max_examples=max(EXAMPLES // 3, 1))
+        @given(times=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 9)), max_size=3))
+        def run(times: list[tuple[int, int]]) -> None:
+            async def one() -> int:
+                async with make() as service:
+                    return await contend(service, times, 3)
+
+            assert asyncio.run(one())
+
+        run()
