@@ -3,12 +3,16 @@
 Agents run on this host as processes, with real workers, and have two endpoints.  After each
 fault the group must form again: all nodes that can run, one set of workers, no other process.
 The first violation ends the soak test with code 1; the files of the agents are kept then.
+
+Where `unshare` and `nft` work, it runs in a network namespace of its own, in which packets
+can be dropped.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import shutil
 import statistics
@@ -22,12 +26,16 @@ from pathlib import Path
 from tests.soak.faults import FaultyCluster, Round, Violation
 from tests.support.cluster import AgentProcess
 from tests.support.leaks import begin_session
+from tests.support.netns import why_impossible
 
 # Much shorter than the heartbeat_timeout of 2 s.
 _SHORT_SUSPENSION_S = 0.4
 _PAUSE_S = 1.0
+# Some are longer than the heartbeat_timeout.
+_FREEZES_S = (0.5, 1.2, 3.0)
 # Between the faults of one burst.
 _BURST_S = 0.5
+_OWN_NETWORK = "ELASTIC_AIO_SOAK_NETWORK"
 
 
 class Soak:
@@ -55,7 +63,11 @@ class Soak:
             "kill a worker": (3, self._kill_worker),
             "suspend an agent briefly": (2, self._suspend_briefly),
             "suspend an agent until the others re-form": (1, self._suspend_for_long),
+            "replace an agent": (2, self._replace),
+            "freeze the store again and again": (1, self._freeze_store),
         }
+        if _OWN_NETWORK in os.environ:
+            self._kinds["drop packets of the store"] = 2, self._drop_packets
 
     async def run(self, minutes: float) -> None:
         """Inject faults for so long.
@@ -134,6 +146,28 @@ class Soak:
         self._cluster.resume(node)
         return True
 
+    async def _replace(self) -> bool:
+        """Kill an agent and start another at once, as a supervisor of the agent does."""
+        await self._cluster.kill(self._random.choice(self._cluster.active))
+        self._cluster.start_one()
+        return True
+
+    async def _freeze_store(self) -> bool:
+        for _ in range(3):
+            host = self._cluster.store_host()
+            if host not in self._cluster.active:
+                return False
+            self._cluster.suspend(host)
+            await asyncio.sleep(self._random.choice(_FREEZES_S))
+            self._cluster.resume(host)
+            await asyncio.sleep(self._random.uniform(0, _PAUSE_S))
+        return True
+
+    async def _drop_packets(self) -> bool:
+        async with self._cluster.dropping_packets(percent=self._random.choice([5, 30, 90])):
+            await asyncio.sleep(self._random.choice(_FREEZES_S))
+        return True
+
     async def _suspend_for_long(self) -> bool:
         if len(self._cluster.active) < 2:
             return False
@@ -190,6 +224,14 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the soak test; return 1 if an invariant does not hold."""
     arguments = _parser().parse_args()
+    if _OWN_NETWORK not in os.environ:
+        if why := why_impossible():
+            print(f"no packets are dropped: {why}", file=sys.stderr)
+        else:
+            os.environ[_OWN_NETWORK] = "1"
+            command = 'ip link set lo up && exec "$0" -m tests.soak "$@"'
+            argv = ["unshare", "--net", "sh", "-c", command, sys.executable, *sys.argv[1:]]
+            os.execvp(argv[0], argv)
     begin_session()
     directory = Path(tempfile.mkdtemp(prefix="elastic_aio-soak-"))
     holds = False

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,12 @@ class FaultyCluster(Cluster):
     """
 
     def __init__(self, directory: Path, most: int, nproc: int) -> None:
+        self._ports = [free_port() for _ in range(2)]
         super().__init__(
             directory,
             f"1:{most}",
             launcher=UNLIMITED_LOSSES,
-            endpoint=",".join(f"{LOOPBACK}:{free_port()}" for _ in range(2)),
+            endpoint=",".join(f"{LOOPBACK}:{port}" for port in self._ports),
             conf={**dict.fromkeys(CONF), "last_call_timeout": 1, "heartbeat_timeout": 2},
             can_split=True,  # while a node is suspended
             env={"NODE_DIRECTORY": str(directory)},
@@ -131,6 +132,20 @@ class FaultyCluster(Cluster):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             await until(lambda: not _is_worker(pid), "the end of a worker")
+
+    @asynccontextmanager
+    async def dropping_packets(self, percent: int) -> AsyncIterator[None]:
+        """Drop some packets to and from the stores; needs a network namespace of its own."""
+        ports = ", ".join(map(str, self._ports))
+        rule = f"numgen random mod 100 < {percent} drop"
+        await _nft(
+            "table ip soak { chain input { type filter hook input priority 0;"
+            f" tcp dport {{ {ports} }} {rule}; tcp sport {{ {ports} }} {rule}; }}; }}"
+        )
+        try:
+            yield
+        finally:
+            await _nft("delete table ip soak")
 
     # Invariants.
 
@@ -231,6 +246,12 @@ class FaultyCluster(Cluster):
             self._streams.remove(stream)
         self.nodes.remove(node)
         self._programs.remove(node)
+
+
+async def _nft(rules: str) -> None:
+    process = await asyncio.create_subprocess_exec("nft", rules)
+    if await process.wait():
+        raise OSError(f"nft: exit code {process.returncode} (got {rules})")
 
 
 def _is_worker(pid: int) -> bool:
