@@ -31,8 +31,14 @@ _CONNECT_TIMEOUT: Final = 2.0
 """Seconds for a connection: the kernel repeats a lost SYN after one second (tcp(7))."""
 
 _REPLY_TIMEOUT: Final = 2.0
+"""Seconds for the answers of a store that has accepted the connection."""
+
+_REPLY_TIMEOUT_MAX: Final = 8.0
+"""The same, when earlier attempts had no answer: a store at which thousands of nodes arrive at
+once must not have to begin anew with each of them every few seconds."""
+
 _RESOLVE_TIMEOUT: Final = 1.0
-"""Seconds, as the two above."""
+"""Seconds for the addresses of a host."""
 
 _ADDRESS_AGE_MAX: Final = 1.0
 """Seconds for which resolved addresses are used again."""
@@ -128,18 +134,30 @@ class StoreNotFound(Exception):
     """There is no usable store; the message says why, in one line.
 
     `was_accepted`: a program accepted the connection.  `is_refusal`: it, or this node, refuses
-    the other: by a token or a certificate, or it is no store.
+    the other: by a token or a certificate, or it is no store.  `is_silent`: it did not answer.
     """
 
-    def __init__(self, why: str, *, was_accepted: bool = False, is_refusal: bool = False) -> None:
+    def __init__(
+        self,
+        why: str,
+        *,
+        was_accepted: bool = False,
+        is_refusal: bool = False,
+        is_silent: bool = False,
+    ) -> None:
         """Sanitize `why`: a part of it may come from the program that answered."""
         super().__init__(one_line(why, _REASON_MAX))
         self.was_accepted = was_accepted
         self.is_refusal = is_refusal
+        self.is_silent = is_silent
 
 
-async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreHandshake:
-    """Return the first store that answers at one of `addresses`, within 4 s.
+async def dial_any(
+    addresses: Sequence[Address], options: DialOptions, reply_timeout: float = _REPLY_TIMEOUT
+) -> StoreHandshake:
+    """Return the first store that answers at one of `addresses`.
+
+    It has 2 s to accept a connection, and then `reply_timeout` seconds.
 
     All addresses are dialled at once, so that one that drops packets delays no other.
     The caller closes the store.
@@ -151,7 +169,8 @@ async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreH
     """
     if not addresses:
         raise StoreNotFound("its name has no address")
-    tasks = [create_task(_handshake(one, options)) for one in addresses[:_ADDRESSES_MAX]]
+    dialled = addresses[:_ADDRESSES_MAX]
+    tasks = [create_task(_handshake(one, options, reply_timeout)) for one in dialled]
     try:
         best = await _first_handshake(tasks)
         await run_shielded(lambda: _discard(tasks, best))
@@ -185,7 +204,9 @@ async def _discard(
         await task.result().store.aclose()
 
 
-async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
+async def _handshake(
+    address: Address, options: DialOptions, reply_timeout: float
+) -> StoreHandshake:
     store = connect(
         format_endpoint(address[1]),
         reply_timeout=options.reply_timeout,
@@ -199,7 +220,7 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     try:
         sock = await _dial(address, options.network)
         local_address = str(sock.getsockname()[0])
-        async with asyncio.timeout(_REPLY_TIMEOUT):
+        async with asyncio.timeout(reply_timeout):
             await store.connect_over(sock)
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"
@@ -210,9 +231,8 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
                 raise StoreNotFound(why, was_accepted=True)
     except TimeoutError:
         await store.aclose()
-        raise StoreNotFound(
-            "it accepts connections, but does not answer", was_accepted=True
-        ) from None
+        why = "it accepts connections, but does not answer"
+        raise StoreNotFound(why, was_accepted=True, is_silent=True) from None
     except StoreError as error:
         await store.aclose()
         is_refusal = isinstance(error, StoreRefused)
@@ -269,6 +289,7 @@ class EndpointMonitor:
         self._options = options.for_host(endpoint.host)
         self._on_change = on_change
         self._retry = asyncio.Event()
+        self._reply_timeout = _REPLY_TIMEOUT
         self._resolved_at = 0.0
         self._task = create_task(self._run(), f"monitor of {endpoint.text}")
         self._task.add_done_callback(lambda _: on_change())
@@ -323,10 +344,13 @@ class EndpointMonitor:
 
     async def _dial(self) -> None:
         try:
-            self._handshake = await dial_any(self.addresses, self._options)
+            self._handshake = await dial_any(self.addresses, self._options, self._reply_timeout)
         except StoreNotFound as error:
+            longer = min(2 * self._reply_timeout, _REPLY_TIMEOUT_MAX)
+            self._reply_timeout = longer if error.is_silent else _REPLY_TIMEOUT
             self._set_no_store(str(error), is_refused=error.is_refusal)
             return
+        self._reply_timeout = _REPLY_TIMEOUT
         has_run = self._handshake.has_run
         self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
         self._on_change()

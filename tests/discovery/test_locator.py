@@ -22,6 +22,7 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Dropped, StoreServer, connect
 from elastic_aio.store.sockets import Address
 from tests.discovery.conftest import RUN, MakeLocator, StartNode
+from tests.support.chaos import ChaosProxy
 from tests.support.children import until
 from tests.support.leaks import open_descriptors
 from tests.support.sockets import free_port
@@ -510,3 +511,16 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
         assert located.is_host
     finally:
         await locator.aclose()
+
+
+async def test_a_slow_store_gets_more_time_with_each_attempt(
+    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers take longer than the first attempt may."""
+    monkeypatch.setattr(monitor, "_REPLY_TIMEOUT", 0.3)
+    async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
+        proxy.delay = 0.2
+        locator = make_locator(proxy.endpoint, is_host=False)
+        located = await locator.locate(is_first=True)
+        assert located.store.has_extensions
+        assert proxy.connections > 1
