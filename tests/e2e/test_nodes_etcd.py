@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import time
@@ -24,6 +25,7 @@ from elastic_aio import (
 from tests.support.cli import run_cli
 from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
 from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
+from tests.support.netns import Network
 
 pytestmark = [
     pytest.mark.black_box,
@@ -33,6 +35,8 @@ pytestmark = [
 
 # Short, so that an etcd which is away for some seconds outlasts the leases.
 CONF = {"heartbeat_timeout": 4}
+OUTAGE_S = 5.0
+"""Longer than a lease, which must be renewed meanwhile."""
 
 
 @contextlib.contextmanager
@@ -116,6 +120,57 @@ async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) 
             await cluster.workers(*nodes, joining, attempt=1, world_size=3)
             ended = await cluster.finish(*nodes, joining, attempt=1)
             assert {one.code for one in ended} == {0}
+            assert not [event for node in nodes for event in node.events_of(NodeLost)]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Signals) -> None:
+    """Each for longer than the leases, the leader among them: the job does not notice."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(tmp_path / "etcd") as members:
+        endpoints = ",".join(member.endpoint for member in members)
+        async with job(tmp_path / "job", 2, endpoints) as cluster:
+            nodes = [cluster.start(), cluster.start()]
+            await cluster.workers(*nodes)
+            for member in sorted(members, key=lambda one: one.is_leader, reverse=True):
+                if fault == signal.SIGKILL:
+                    member.kill()
+                else:
+                    member.send(signal.SIGSTOP)
+                await asyncio.sleep(OUTAGE_S)
+                if fault == signal.SIGKILL:
+                    member.start([one.peer for one in members])
+                else:
+                    member.send(signal.SIGCONT)
+                await asyncio.to_thread(member.wait_ready)
+            assert {one.code for one in await cluster.finish(*nodes)} == {0}
+            assert_undisturbed(*nodes)
+
+
+@pytest.mark.netns
+async def test_members_are_partitioned_one_after_the_other(tmp_path: Path) -> None:
+    """From nodes and members alike; a node that joins while the leader is away is taken in."""
+    names = ("e0", "e1", "e2")
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(tmp_path / "network", *names, "a", "b", "c"))
+        (tmp_path / "etcd").mkdir()
+        hosts = [network[name] for name in names]
+        members = stack.enter_context(etcd_cluster(tmp_path / "etcd", hosts=hosts))
+        endpoints = ",".join(member.endpoint for member in members)
+        async with job(tmp_path / "job", "2:3", endpoints, last_call_timeout=1) as cluster:
+            nodes = [cluster.start(name, host=network[name]) for name in ("a", "b")]
+            await cluster.workers(*nodes)
+            for name in names:
+                network.isolate(name)
+                await asyncio.sleep(OUTAGE_S)
+                network.heal()
+            assert_undisturbed(*nodes)
+            leader = next(member for member in members if member.is_leader)
+            assert leader.host is not None
+            network.isolate(leader.host.name)
+            nodes.append(cluster.start("c", host=network["c"]))
+            await cluster.workers(*nodes, attempt=1, world_size=3)
+            assert {one.code for one in await cluster.finish(*nodes, attempt=1)} == {0}
             assert not [event for node in nodes for event in node.events_of(NodeLost)]
 
 

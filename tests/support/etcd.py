@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 from elastic_aio import TlsSpec
 from tests.support.leaks import SESSION_VARIABLE
+from tests.support.netns import Host
 from tests.support.sockets import LOOPBACK, free_port
 
 ETCD = shutil.which("etcd")
@@ -29,13 +31,22 @@ _START_S = 60.0
 class EtcdProcess:
     """One member of a cluster; it can be killed and started again with its data."""
 
-    def __init__(self, directory: Path, name: str = "m0", *options: str, tls: bool = False) -> None:
-        """Choose the ports; nothing is started yet."""
+    def __init__(
+        self,
+        directory: Path,
+        name: str = "m0",
+        *options: str,
+        tls: bool = False,
+        host: Host | None = None,
+    ) -> None:
+        """Choose the ports; nothing is started yet.  `host`: the network namespace to run in."""
         self.port = free_port(LOOPBACK)
         self.peer_port = free_port(LOOPBACK)
         self.name = name
-        self.endpoint = f"{LOOPBACK}:{self.port}"
-        self.peer = f"{name}=http://{LOOPBACK}:{self.peer_port}"
+        self.host = host
+        address = LOOPBACK if host is None else host.address
+        self.endpoint = f"{address}:{self.port}"
+        self.peer = f"{name}=http://{address}:{self.peer_port}"
         self._directory = directory
         self._options = options
         self._scheme = "https" if tls else "http"
@@ -75,8 +86,9 @@ class EtcdProcess:
         # Not marked as a process of the test's jobs, which must leave none.
         env = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
         with (self._directory / f"{self.name}.log").open("ab") as log:
+            argv = [ETCD, *options, *self._options]
             self._process = subprocess.Popen(
-                [ETCD, *options, *self._options],
+                argv if self.host is None else self.host.argv(argv),
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -97,6 +109,8 @@ class EtcdProcess:
             with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, self.port), 1):
                 return True
             return False
+        if self.host is not None:
+            return "true" in self._curl("/health")
         try:
             url = f"http://{self.endpoint}/health"
             with urllib.request.urlopen(url, timeout=1) as reply:
@@ -104,10 +118,26 @@ class EtcdProcess:
         except OSError:
             return False
 
+    def _curl(self, path: str, *options: str) -> str:
+        """Return the reply to a request from its own host; empty if there is none."""
+        assert self.host is not None
+        code = (
+            "import sys, urllib.request as r;"
+            " print(r.urlopen(sys.argv[1], timeout=5, data=b'{}' if sys.argv[2:] else None)"
+            ".read().decode())"
+        )
+        url = f"http://{self.endpoint}{path}"
+        argv = self.host.argv([sys.executable, "-c", code, url, *options])
+        return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+
     @property
     def is_leader(self) -> bool:
         """Whether it is the leader of its cluster."""
-        status = ask(self.endpoint, "maintenance/status")
+        status = (
+            ask(self.endpoint, "maintenance/status")
+            if self.host is None
+            else json.loads(self._curl("/v3/maintenance/status", "POST"))
+        )
         return bool(status["header"]["member_id"] == status["leader"])
 
     def send(self, number: int) -> None:
@@ -146,9 +176,14 @@ def leases_of(endpoint: str, prefix: str) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def etcd_cluster(directory: Path, size: int = 3) -> Iterator[list[EtcdProcess]]:
-    """Run a cluster of several members."""
-    members = [EtcdProcess(directory, f"m{number}") for number in range(size)]
+def etcd_cluster(
+    directory: Path, size: int = 3, *, hosts: Sequence[Host] = ()
+) -> Iterator[list[EtcdProcess]]:
+    """Run a cluster of several members, each on one of `hosts` if these are given."""
+    members = [
+        EtcdProcess(directory, f"m{number}", host=host)
+        for number, host in enumerate(hosts or [None] * size)
+    ]
     peers = [member.peer for member in members]
     try:
         for member in members:
