@@ -136,6 +136,8 @@ class SignalForwarded(Event, frozen=True, kw_only=True):
 
     signal: int
     pids: tuple[int, ...]
+    unhandled: tuple[int, ...] = ()
+    """Those of the first 64 that had no handler for it: the signal's default action ends them."""
 
 
 class TimerExpired(Event, frozen=True, kw_only=True):

@@ -46,8 +46,7 @@ def describe(event: Event) -> tuple[int, str]:
             process = f"process {event.pid} did not exit after SIGKILL"
             return Level.WARNING, f"{process} (state {event.state}), left behind"
         case events.SignalForwarded():
-            workers = counted(len(event.pids), "worker")
-            return Level.INFO, f"{signal_name(event.signal)} forwarded to {workers}"
+            return _signal_forwarded(event)
         case events.TimerExpired():
             return Level.WARNING, _timer_expired(event)
         case events.TimerRejected():
@@ -114,6 +113,16 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             server = ", served by this node" if event.is_host else ""
             return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
+
+
+def _signal_forwarded(event: events.SignalForwarded) -> tuple[int, str]:
+    name = signal_name(event.signal)
+    text = f"{name} forwarded to {counted(len(event.pids), 'worker')}"
+    if not event.unhandled:
+        return Level.INFO, text
+    count = "it has" if len(event.pids) == 1 else f"{len(event.unhandled)} have"
+    pids = ", ".join(map(str, event.unhandled[:8])) + (", ..." if event.unhandled[8:] else "")
+    return Level.WARNING, f"{text}; {count} no handler for it and will be ended by it (pid {pids})"
 
 
 def _timer_expired(event: events.TimerExpired) -> str:

@@ -123,7 +123,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     StopRequested: drawn(StopRequested, reason=texts, plan=texts, signal=st.none() | counts),
     StopEscalated: drawn(StopEscalated, signal=counts, pids=pids, reason=texts),
     WorkerAbandoned: drawn(WorkerAbandoned, pid=counts, state=texts),
-    SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids),
+    SignalForwarded: drawn(SignalForwarded, signal=counts, pids=pids, unhandled=pids),
     GuardianLost: drawn(GuardianLost, why=texts),
     TimerExpired: drawn(
         TimerExpired,

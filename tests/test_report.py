@@ -349,6 +349,17 @@ EVENTS: list[tuple[Event, int, str]] = [
         "SIGUSR1 forwarded to 2 workers",
     ),
     (
+        SignalForwarded(signal=10, pids=(5,), unhandled=(5,)),
+        Level.WARNING,
+        "SIGUSR1 forwarded to 1 worker; it has no handler for it and will be ended by it (pid 5)",
+    ),
+    (
+        SignalForwarded(signal=10, pids=tuple(range(1, 20)), unhandled=tuple(range(1, 11))),
+        Level.WARNING,
+        "SIGUSR1 forwarded to 19 workers; 10 have no handler for it and will be ended by it"
+        " (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
+    ),
+    (
         TimerExpired(rank=1, local_rank=0, pid=7, scope="s", age=60.012, limit=60.0, signal=9),
         Level.WARNING,
         "timer 's' of rank 1 (pid 7) expired after 60.01 s (limit 60 s), sending SIGKILL",

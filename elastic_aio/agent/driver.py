@@ -53,6 +53,7 @@ from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
 from elastic_aio.process.base import ChildExit
+from elastic_aio.process.signal_actions import ended_by_default
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
@@ -192,9 +193,14 @@ class Driver:
 
     def forward(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
         """Send a signal to the leader of each live worker, or to one; return their pids."""
+        records = () if self.group is None else self.group.records.values()
+        workers = [record.pid for record in records if pid in (None, record.pid)]
+        unhandled = ended_by_default(workers, signal)
         pids = self._runtime.tree.signal_leaders(signal, pid)
+        unhandled = tuple(one for one in unhandled if one in pids)
+        attempt = self._runtime.attempt
         self._event_log.append(
-            SignalForwarded(attempt=self._runtime.attempt, signal=signal, pids=pids)
+            SignalForwarded(attempt=attempt, signal=signal, pids=pids, unhandled=unhandled)
         )
         return pids
 

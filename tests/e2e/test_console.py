@@ -187,12 +187,13 @@ for n in range(5):
 os.write(1, b"\\r5/5\\nnext\\n")
 """
     )
-    ended = run_program([sys.executable, "-c", ON_TERMINAL, *CLI, "run", "-t1", "--no-python",
-                         *worker])  # fmt: skip
+    ended = run_program([sys.executable, "-c", ON_TERMINAL, *CLI, "run", "-t1",
+                         "--color=never", "--no-python", *worker])  # fmt: skip
     assert ended.code == 0
     assert "\r\x1b[K[default0]:0/5" in ended.out
-    assert ended.out.endswith("\r\x1b[K[default0]:5/5\r\n[default0]:next\r\n")
-    assert ended.out.count("\n") == 3
+    shown, last = ended.out.split("aio-elastic: finished: ")
+    assert shown.endswith("\r\x1b[K[default0]:5/5\r\n[default0]:next\r\n")
+    assert (ended.out.count("\n"), last.count("\n")) == (4, 1)
 
 
 def test_workers_inherit_the_terminal() -> None:

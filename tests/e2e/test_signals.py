@@ -100,6 +100,15 @@ def test_user_signals_are_forwarded(tmp_path: Path) -> None:
         assert job.wait() == 143
 
 
+def test_a_forwarded_signal_without_a_handler_is_warned_about(tmp_path: Path) -> None:
+    """Its default action ends the worker."""
+    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
+        until_sync(noted(tmp_path, 2))
+        job.send(signal.SIGUSR1)
+        assert job.wait() == 128 + signal.SIGUSR1
+        assert "SIGUSR1 forwarded to 2 workers; 2 have no handler for it and will be" in job.err
+
+
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     """A second SIGINT does not wait for the end of the grace period."""
     with running_cli("--nproc-per-node", 2, "--no-python", *ignoring_signals(),
