@@ -50,8 +50,11 @@ from elastic_aio.process.fd_limit import limit
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")
 _MESSAGE_MAX = 1 << 16
-# Seconds until a killed server is left behind: an uninterruptible system call holds it.
 _KILL_S = 10.0
+"""Seconds until a killed server is left behind: an uninterruptible system call holds it."""
+
+_EXIT_S = 1.0
+"""Seconds for a server that has closed its socket to end by itself."""
 
 
 class ForkServer:
@@ -179,8 +182,7 @@ class _Channel:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self._requests: collections.deque[asyncio.Future[Child]] = collections.deque()
         self._workers: dict[int, _ForkedChild] = {}
-        self._problem = "the fork server has ended"
-        self._is_import_error = False
+        self._import_error = ""
         sock.setblocking(False)
         self._loop.add_reader(sock, self._receive)
         server.exited.add_done_callback(lambda _: self._on_exit())
@@ -244,13 +246,13 @@ class _Channel:
         except OSError:
             content, descriptors = b"", []
         if not content:
-            self._on_lost()
+            self._on_end_of_file()
             return True
         match pickle.loads(content):
             case ("ready",):
                 self.ready.set_result(None)
             case ("failed", str(text)):
-                self._problem, self._is_import_error = text, True
+                self._import_error = text
             case ("started", int()) if not descriptors:
                 # None is left here.  The start has failed, and the stop that follows finds it.
                 self._refuse(errno.EMFILE)
@@ -272,16 +274,28 @@ class _Channel:
         if not request.cancelled():
             request.set_exception(OSError(number, os.strerror(number)))
 
+    def _on_end_of_file(self) -> None:
+        """Wait for the server's end, which says how it has ended."""
+        if self._server.exited.done():
+            self._on_lost()
+        else:
+            self._loop.remove_reader(self._socket)
+            # It ends just now, or has closed its socket and can start no worker any more.
+            self._loop.call_later(_EXIT_S, self._server.send_signal, signal.SIGKILL)
+
     def _on_lost(self) -> None:
         if self.is_lost:
             return
         self._loop.remove_reader(self._socket)
         self._socket.close()
+        problem = self._import_error or "the fork server has ended"
+        if not self._import_error and self._server.exited.done():
+            problem += f": {self._server.exited.result().status}"
         pending: list[asyncio.Future[Any]] = [self.ready, *self._requests]
         for future in pending:
             if not future.done():
                 # Another server may not be killed.
-                error = SpawnError(self._problem, permanent=self._is_import_error, exit_code=1)
+                error = SpawnError(problem, permanent=bool(self._import_error), exit_code=1)
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved: it may not be awaited
         self._requests.clear()

@@ -258,13 +258,15 @@ async def test_a_server_that_is_killed_costs_a_restart(preloaded: Any) -> None:
     code += "        os.mkdir(f'{NOTES}/{kill}')\n        os.kill(os.getpid(), signal.SIGKILL)"
     result = await launch(preloaded(code, functions.give, max_restarts=2))
     assert len(result.attempts) in (2, 3)
+    (failure,) = result.attempts[0].failures
+    assert failure.message.endswith("the fork server has ended: killed by SIGKILL")
 
 
 async def test_a_server_that_ends_while_its_fork_lives_is_lost(
     preloaded: Any, tmp_path: Path
 ) -> None:
     """The socket has no end of file then."""
-    with pytest.raises(JobFailed, match="the fork server has ended"):
+    with pytest.raises(JobFailed, match="the fork server has ended: exit code 3"):
         await launch(preloaded(ENDING))
     (fork,) = noted(tmp_path, 1)()
     assert not alive(fork)

@@ -355,7 +355,7 @@ async def test_a_server_that_cannot_answer(
             else:
                 with pytest.raises(SpawnError) as caught:
                     await method.start(functions.sleep)
-                problem = "the fork server has ended"
+                problem = "the fork server has ended: exit code 1"
                 if kind == "started":
                     problem = "cannot run .*: too many references: cannot splice"
                 assert re.fullmatch(problem, str(caught.value))
