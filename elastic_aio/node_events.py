@@ -69,6 +69,8 @@ class RoundForming(Event, frozen=True, kw_only=True):
     """Nodes that were refused, each with the reason."""
     time_left: float | None = None
     """Seconds until the wait ends; None if it has no end."""
+    others: tuple[str, ...] = ()
+    """Ids of other runs that wait at the same store: some of them, seen by one node."""
 
 
 class RoundWaiting(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import time
 from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
-from elastic_aio.text import counted, format_duration
+from elastic_aio.text import counted, format_duration, one_line
 
 _HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _WIDTH_MAX = 60
@@ -194,7 +194,12 @@ def _round_forming(event: node_events.RoundForming) -> str:
         text += f", missing {', '.join(event.missing)}"
     if event.time_left is not None:
         text += f", {event.time_left:.0f} s left"
-    return text + (f"; refused {', '.join(event.refused)}" if event.refused else "")
+    if event.refused:
+        text += f"; refused {', '.join(event.refused)}"
+    if event.others:
+        runs = ", ".join(one_line(run_id) for run_id in event.others)
+        text += f"; other runs that wait at this store: {runs} (is --rdzv-id the same everywhere?)"
+    return text
 
 
 def _worker_exited(event: events.WorkerExited) -> str:

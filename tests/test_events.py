@@ -170,6 +170,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
         missing=names,
         refused=names,
         time_left=st.none() | floats,
+        others=names,
     ),
     RoundFormed: drawn(
         RoundFormed,

@@ -30,6 +30,7 @@ from elastic_aio.node_events import (
     RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
+    RoundForming,
     RoundWaiting,
 )
 from elastic_aio.outcome import EndCause
@@ -47,9 +48,11 @@ from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
+from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
 from elastic_aio.store import Dropped
 
@@ -104,7 +107,6 @@ class DynamicRendezvous(Rendezvous):
         `network` is None for that of this host.
         """
         self._spec = spec
-        self._settings = spec.rendezvous
         self._node = node
         self._agent = agent
         self._locator = self._make_locator(run_id, network, is_exclusive=fixed_ranks)
@@ -135,9 +137,14 @@ class DynamicRendezvous(Rendezvous):
         self._refusals = 0
         self._is_leaving = self._is_hurried = self._has_refused = False
         self._draining: asyncio.Timeout | None = None
+        self._other_runs = OtherRuns(spec.rendezvous, run_id, agent.on_event)
 
     def __repr__(self) -> str:
         return f"<DynamicRendezvous {self._name}: {self._member!r}, {self._session or 'no store'}>"
+
+    @property
+    def _settings(self) -> RendezvousSpec:
+        return self._spec.rendezvous
 
     def _make_locator(
         self, run_id: str, network: StoreNetwork | None, *, is_exclusive: bool
@@ -260,12 +267,16 @@ class DynamicRendezvous(Rendezvous):
         for effect in effects:
             match effect:
                 case StartRound(placement):
+                    self._other_runs.stop()
                     self._await_start(placement.round)
                     self._agent.on_instruction(effect)
                     if not self._shares_store:
                         self._reserve_port()
                 case StopRound() | RestartPending() | EndJob():
                     self._agent.on_instruction(effect)
+                case RoundForming():
+                    looks = self._session is not None and self._session.is_leader
+                    self._agent.on_event(self._other_runs.complete(effect, looks=looks))
                 case Event():
                     self._agent.on_event(effect)
                 case Probe():
@@ -370,7 +381,8 @@ class DynamicRendezvous(Rendezvous):
         self._stop_grace()
         if self._session is not None and not self._is_hurried:
             await self._leave_session(self._session)
-        tasks = {*self._probes, *([self._attending] if self._attending else [])}
+        looking = self._other_runs.stop()
+        tasks = {*self._probes, *filter(None, (self._attending, looking))}
         for task in tasks:
             if not task.cancelling():
                 task.cancel()

@@ -126,8 +126,11 @@ class JobList:
     ) -> None:
         await self._stack.aclose()
 
-    async def read(self) -> list[ListedJob]:
-        """Return all jobs, the latest last.
+    async def read(self, limit: int | None = None) -> list[ListedJob]:
+        """Return all jobs, or some, the latest last.
+
+        Args:
+            limit: most jobs to read; None reads all.
 
         Raises:
             StoreError: the store is lost, or refuses a request.
@@ -140,7 +143,7 @@ class JobList:
             names = await store.list_runs(run_prefix(""))
         is_raw = isinstance(store, EngineStore) and store.is_per_run
         jobs: list[ListedJob] = []
-        for part in _parts(names if is_raw else list(map(run_id_of, names))):
+        for part in _parts((names if is_raw else list(map(run_id_of, names)))[:limit]):
             jobs += filter(None, await asyncio.gather(*map(self._read_one, part)))
         return sorted(jobs, key=lambda job: (job.since, job.run_id))
 

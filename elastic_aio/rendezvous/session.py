@@ -178,6 +178,11 @@ class StoreSession:
             await self._election.resign()
 
     @property
+    def is_leader(self) -> bool:
+        """Whether the coordinator of the run is on this node."""
+        return self._election is not None and self._election.is_leader
+
+    @property
     def serves_others(self) -> bool:
         """Whether other nodes' workers use a store of this node: the job's, or a round's."""
         placement = self._member.status.placement
@@ -216,7 +221,7 @@ class StoreSession:
         Raises:
             StoreError: the store is lost.
         """
-        is_leader = self._election is not None and self._election.is_leader
+        is_leader = self.is_leader
         if not (is_leader or self._located.is_host):
             return
         await self._delete_status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.report import format_success
 from elastic_aio.spec.restart import Backoff, RestartWindow
 from elastic_aio.text import closest, format_duration
-from tests.support.cli import CLI, Ended, run_cli, run_program
+from tests.support.cli import CLI, Ended, run_cli, run_program, running_cli
+from tests.support.sockets import free_port
 
 TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 BASH = ["--no-python", "bash", "-c"]
@@ -81,6 +83,22 @@ def test_a_countdown_until_the_restart() -> None:
     _, countdown = ended.out.split("restarting as attempt 1 after 1.5 s", 1)
     assert "\r\x1b[Kaio-elastic: restarting, 1.5 s left\r\x1b[K" in countdown
     assert "left" not in run_cli(*options).err
+
+
+@pytest.mark.e2e
+def test_a_node_that_waits_names_other_runs() -> None:
+    """Two nodes with two ids would otherwise see only themselves."""
+    at = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    one = [*at, "--rdzv-id=one", "--no-python", "true"]
+    other = [*at, "--rdzv-id=other", "--no-python", "true"]
+    with running_cli(*one) as first:
+        first.wait_err("waiting for nodes")
+        with running_cli(*other) as second:
+            second.wait_err(r"; other runs that wait at this store: one \(is --rdzv-id the same")
+            second.send(signal.SIGTERM)
+            second.wait()
+        first.send(signal.SIGTERM)
+        first.wait()
 
 
 def test_how_much_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
