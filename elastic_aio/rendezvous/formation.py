@@ -42,7 +42,7 @@ lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`
   a missing one has last received a reply: it was before the last one arrived, as they have
   lost the same store, or its host has closed it.  So the next round begins L + F after that
   arrival, unless all have come, or only the node that served the former store is missing: it
-  is dead, or has a store of its own.
+  is dead, or has a store of its own.  That node is known for the first move after a placement.
 * A member that has left while its workers run has gone to another store (or the rounds
   may overlap).  It has L to get there.
 
@@ -207,7 +207,10 @@ def _arrivals_until(state: CoordinatorState) -> float:
     for placement, arrived in rounds.values():
         missing = set(range(placement.span.group_world_size)) - arrived.keys()
         members_done = max(one.status.members_done for one in arrived.values())
-        if len(missing) > members_done and missing != {placement.host_rank}:
+        is_first_move = all(one.status.moves <= 1 for one in arrived.values())
+        if is_first_move and missing == {placement.host_rank}:
+            continue
+        if len(missing) > members_done:
             last = max(one.joined_at for one in arrived.values())
             until = max(last + state.settings.heartbeat_timeout + state.settings.fence, until)
     return until

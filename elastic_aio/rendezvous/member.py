@@ -100,9 +100,12 @@ class Member:
         those of another; at the same store, after a reconnection, they are.
         """
         if instance != self._instance:
+            has_placement = self.status.placement is not None
             self._instance, self._term, self._acked, self._order = instance, 0, (0, 0), None
+            self._update(moves=self.status.moves + has_placement)
+        else:
+            self._update()
         self.job = job
-        self._update()
 
     def on_end(self, outcome: JobOutcome) -> list[MemberEffect]:
         """Take the recorded end of the job, in which this member may have no part."""
@@ -235,6 +238,7 @@ class Member:
         self._update(
             phase=MemberPhase.RUNNING,
             placement=placement,
+            moves=0,
             probed_round=-1,
             probe_error="",
             failures=(),

@@ -76,7 +76,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 28 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 30 fields: each changes on its own, and readers
     need all of them together.
 
     Attributes:
@@ -86,6 +86,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         is_host: whether it hosts the store.
         minimum, maximum: nodes of the job, by its own command line.
         placement: the last one it took.
+        moves: how often it has changed the store since then.
         stopped_round: no worker of this round or of an earlier one runs there.
         probed_round: the round of its last `ProbePeers` order.
         probe_error: why the probe failed; empty if it did not.
@@ -117,6 +118,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     maximum: int = 1
     phase: MemberPhase = MemberPhase.JOINING
     placement: Placement | None = None
+    moves: int = 0
     stopped_round: int = -1
     probed_round: int = -1
     probe_error: str = ""

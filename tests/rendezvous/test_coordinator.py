@@ -294,10 +294,16 @@ def test_a_round_does_not_wait_for_a_node_without_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "store", "waits"), [(None, b"2", 5.25), ("b", b"2", 0.7), (None, None, 0.7)]
+    ("host", "stores", "waits"),
+    [
+        (None, (b"2",), 5.25),
+        ("b", (b"2",), 0.7),
+        ("b", (b"2", b"3"), 5.25),
+        (None, (None,), 0.7),
+    ],
 )
 def test_a_recovered_round_waits_for_missing_members(
-    host: str | None, store: bytes | None, waits: float
+    host: str | None, stores: tuple[bytes | None, ...], waits: float
 ) -> None:
     """At another store they may search for one; but not the node that has served the last."""
     settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
@@ -306,8 +312,11 @@ def test_a_recovered_round_waits_for_missing_members(
         harness.join(name, is_host=name == host)
     harness.join("e")
     assert len(harness.ranks) == 3
+    for store in stores[:-1]:
+        harness.elect("w", store=store)
+        harness.settle()
     del harness.members["b"]
-    harness.elect("x", store=store)
+    harness.elect("x", store=stores[-1])
     harness.settle()
     while not {0, 1} <= set(harness.ranks.values()) or harness.coordinator.round < 1:
         assert harness.coordinator.deadline is not None
