@@ -60,9 +60,9 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     role_world_size: int = -1
     """How many workers have the role."""
     stdout_path: str | None = None
-    """File with its stdout; None if that is not captured."""
+    """File with its stdout; None if the stream is in no file."""
     stderr_path: str | None = None
-    """File with its stderr; None if that is not captured."""
+    """File with its stderr, likewise; a captured one is removed unless the job fails."""
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
@@ -81,6 +81,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     """Whether the supervisor had signalled the worker to stop."""
     usage: ResourceUsage | None = None
     """None for a process that other code of the program reaped."""
+    reason: str = ""
+    """Why it failed, as far as that is known when it exits: as `Failure.reason`."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):

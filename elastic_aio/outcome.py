@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from elastic_aio.reasons import reason_of
+
 # Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
 # x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
 _IN_ORDER: Final = """
@@ -152,17 +154,21 @@ class Failure:
     """File with its stderr; None if that is not captured."""
     notes: tuple[str, ...] = ()
     """What the supervisor adds: an OOM kill, a full disk, a full store."""
+    reason: str = ""
+    """One line that says why: the exception, the last line of stderr, or what the status proves;
+    empty if only the status is known."""
+    cause: str = ""
+    """Name of a known cause, such as "out of memory: ..." or "a port is in use"."""
 
     @property
     def summary(self) -> str:
-        """One line: the worker, how it ended, and the last line of its message."""
+        """One line: the worker, how it ended, and why."""
         worker = f"rank {self.rank}" if self.pid is None else f"rank {self.rank} (pid {self.pid})"
         if self.pid is None and self.message:
             return f"{worker}: {self.message}"
         message = self.error.message if self.error else self.message
-        last = next((line for line in reversed(message.splitlines()) if line.strip()), "")
-        text = f"{worker}: {self.status}"
-        return f"{text}: {last.strip()}" if last else text
+        reason = self.reason or reason_of(message, self.stderr_tail) or self.cause
+        return f"{worker}: {self.status}" + (f": {reason}" if reason else "")
 
 
 def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
@@ -194,6 +200,9 @@ class WorkerResult:
     """None for a process that other code of the program reaped."""
     stdout_path: str | None = None
     stderr_path: str | None = None
+    stderr_tail: str = field(default="", repr=False)
+    """The end of its stderr, 64 KiB at most, if it failed and its stderr is captured; of the
+    first 16 failures of an attempt."""
     # Not in the repr: it may have 100 MB, and asyncio formats what its tasks return.
     return_value: Any = field(default=None, repr=False)
     """What the worker's function returned; None for commands."""

@@ -7,9 +7,11 @@ import time
 from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
+from elastic_aio.reasons import reason_of
 from elastic_aio.text import counted, format_duration, one_line
 
-_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+_GUIDE = "docs/guides/failures.md"
+_HINT = f"none was recorded; see {_GUIDE} of elastic_aio"
 _WIDTH_MAX = 60
 
 
@@ -205,7 +207,8 @@ def _round_forming(event: node_events.RoundForming) -> str:
 def _worker_exited(event: events.WorkerExited) -> str:
     stopped = ", stopped by the supervisor" if event.is_victim else ""
     worker = f"rank {event.rank} (pid {event.pid})"
-    return f"{worker}: {event.status}{stopped}, after {event.duration:.3g} s"
+    why = f": {event.reason}" if event.reason else ""
+    return f"{worker}: {event.status}{stopped}, after {event.duration:.3g} s{why}"
 
 
 def format_success(
@@ -233,9 +236,9 @@ def format_success(
 def format_failure(result: LaunchResult, name: str) -> str:
     """Return the failure report of a job: several lines, without a final newline.
 
-    The layout is torchrun's, with three additions: workers that the supervisor stopped
-    are marked, the last lines of stderr replace a missing traceback, and the log directory
-    is named.
+    The layout is torchrun's, with additions: workers that the supervisor stopped are marked, a
+    known cause is named, the last lines of stderr replace a missing traceback, and the log
+    directory and a guide are named.
 
     Args:
         result: the result of a job that failed.
@@ -265,6 +268,7 @@ def format_failure(result: LaunchResult, name: str) -> str:
     ]
     if result.log_dir:
         parts.append(f"Logs: {result.log_dir}")
+    parts.append(f"Help: {_GUIDE} of elastic_aio")
     return "\n".join(parts)
 
 
@@ -281,6 +285,8 @@ def _block(index: int, failure: Failure) -> str:
     ]
     if failure.is_victim:
         fields.append(("stopped", "by the supervisor, because of the root cause"))
+    if failure.cause:
+        fields.append(("cause", failure.cause))
     fields += [("note", note) for note in failure.notes]
     fields.append(("traceback", _traceback(failure)))
     if failure.stderr_tail and not (failure.error and failure.error.traceback):
@@ -299,4 +305,6 @@ def _traceback(failure: Failure) -> str:
     if failure.status.signal is not None:
         number = failure.status.signal
         return f"Signal {number} ({signal_name(number)}) received by PID {failure.pid}"
+    if failure.stderr_tail:
+        return failure.reason or reason_of("", failure.stderr_tail)
     return _HINT

@@ -256,7 +256,7 @@ def test_the_json_of_a_nested_event() -> None:
         '{"rank":1,"local_rank":1,"pid":42,"host":"here","status":{"code":null,"signal":9},'
         '"time":1.5,"order":0,"is_victim":false,"error":{"message":"ValueError: x",'
         '"traceback":null,"timestamp":1.5,"path":"/logs/error.json"},"message":"",'
-        '"stderr_tail":["a","b"],"stderr_path":null,"notes":[]}'
+        '"stderr_tail":["a","b"],"stderr_path":null,"notes":[],"reason":"","cause":""}'
     )
     assert event_to_json(event).decode() == (
         '{"schema":1,"event":"AttemptFailed","seq":3,"time":2.0,"run_id":"r","attempt":0,'

@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
         "errors",
         "outcome",
         "ranks",
+        "reasons",
         "spec",
         "events",
         "node_events",
@@ -49,6 +50,7 @@ PURE = {
     "event_json",
     "outcome",
     "ranks",
+    "reasons",
     "lazy",
     "text",
     "spec",
@@ -243,6 +245,8 @@ def test_third_parties_are_confined(name: str) -> None:
     if name in ("worker.bootstrap", "worker.bootstrap_main"):
         # Before the package can be found.
         third_parties -= {"bootstrap", "interpreter", "plain_value"}
+    if name == "worker.startup.sitecustomize":
+        third_parties -= {"sitecustomize"}  # the script's own, in place of this one
     if package_of(name) != "worker":
         third_parties -= {"msgspec"}  # values; a worker may run where nothing is installed
     assert third_parties <= CONFINED.keys()

@@ -70,17 +70,17 @@ def failure(
     ("failed", "text"),
     [
         (failure(), "rank 0 (pid 42): exit code 1"),
-        (failure(message="first\nlast\n\n"), "rank 0 (pid 42): exit code 1: last"),
+        (failure(message="\nfirst\nlast\n"), "rank 0 (pid 42): exit code 1: first"),
         (failure(pid=None, message="cannot run x"), "rank 0: cannot run x"),
         (failure(pid=None), "rank 0: exit code 1"),
         (
             failure(message="m", error=WorkerError("ValueError: x\n  y \n", None, 0.0, "p")),
-            "rank 0 (pid 42): exit code 1: y",
+            "rank 0 (pid 42): exit code 1: ValueError: x",
         ),
     ],
 )
 def test_a_failure_has_a_summary_of_one_line(failed: Failure, text: str) -> None:
-    """The worker, how it ended and the last line of its message."""
+    """The worker, how it ended and the first line of its message, which names the exception."""
     assert failed.summary == text
 
 

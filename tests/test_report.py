@@ -145,7 +145,8 @@ Root Cause (first observed failure):
     File x, line 1
   ValueError: no data
 ==========================================================
-Logs: /logs"""
+Logs: /logs
+Help: docs/guides/failures.md of elastic_aio"""
     )
 
 
@@ -167,11 +168,12 @@ Root Cause (first observed failure):
   exitcode  : 7 (pid: 101)
   error_file: <N/A>
   note      : the disk of its log file is full: /logs (/logs/1/stderr.log)
-  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+  traceback : cannot load
   stderr    : last lines of /logs/1/stderr.log:
     loading
     cannot load
-============================================================"""
+============================================================
+Help: docs/guides/failures.md of elastic_aio"""
     )
 
 
@@ -281,7 +283,7 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         AttemptFailed(attempt=1, root=EXIT_7, failures=(EXIT_7,)),
         Level.WARNING,
-        "attempt 1 failed: rank 1 (pid 101): exit code 7",
+        "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load",
     ),
     (
         AttemptFailed(attempt=0, root=CRASH, failures=(CRASH,)),
@@ -413,12 +415,12 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)),
         Level.WARNING,
-        "attempt 1 failed: rank 1 (pid 101): exit code 7",
+        "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load",
     ),
     (
         AttemptFailed(attempt=1, node="other", root=EXIT_7, failures=(EXIT_7,)),
         Level.WARNING,
-        "attempt 1 failed on box: rank 1 (pid 101): exit code 7",
+        "attempt 1 failed on box: rank 1 (pid 101): exit code 7: cannot load",
     ),
     (
         NodeJoined(name="a", member="a_1", address="10.0.0.1", nproc=1, role="default"),

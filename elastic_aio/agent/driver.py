@@ -394,6 +394,9 @@ class Driver:
         outcome = effect.outcome
         if self.group is not None:
             await self.group.close()
+        attempts = [*self._attempts]
+        if outcome.state is not JobState.FAILED:
+            attempts = self._runtime.output.remove_captured(attempts)
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
         goodput = self._event_log.tracker.goodput(time.time())
@@ -401,7 +404,7 @@ class Driver:
             self._runtime.run_id,
             outcome,
             self._machine.attempt,
-            self._attempts,
+            attempts,
             duration,
             log_dir=self._runtime.output.directory.path if has_logs else None,
             goodput=goodput,

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from msgspec import Struct
 
+from elastic_aio.agent.oom import OomCounts
 from elastic_aio.aio import read_file
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import (
-    SIGKILL,
     ExitStatus,
     Failure,
     WorkerError,
@@ -21,10 +21,17 @@ from elastic_aio.outcome import (
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
+from elastic_aio.reasons import known_cause, plain_lines, reason_of
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, parse_error_file
 
+_TAIL_BYTES = 64 * 1024
+# Lines of a failure, which events and messages to other nodes hold, and their characters.
 _TAIL_LINES = 20
-_TAIL_BYTES = 16 * 1024
+_LINES_MAX = 16 * 1024
+# Workers of an attempt whose last lines are kept in full.
+_TAILS_MAX = 16
+# Lines in which a known cause is looked for.
+_CAUSE_LINES = 10
 _MARGIN_S = 0.001
 _NO_RESULT = CallResult(0)
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
@@ -44,6 +51,7 @@ class WorkerRecord(Struct):
         order: position of its exit among all exits of the job.
         stop_signals: the signals that a stop sent to it before it exited.
         expired_timer: which timer it did not release in time, before it exited.
+        stderr_tail: the end of its stderr, if it failed.
     """
 
     ranks: WorkerRanks
@@ -55,6 +63,7 @@ class WorkerRecord(Struct):
     order: int = 0
     stop_signals: frozenset[int] = frozenset()
     expired_timer: str = ""
+    stderr_tail: str = ""
 
     @property
     def is_victim(self) -> bool:
@@ -93,6 +102,7 @@ class WorkerRecord(Struct):
             usage=None if self.exit is None else self.exit.usage,
             stdout_path=self.logs.stdout.path,
             stderr_path=self.logs.stderr.path,
+            stderr_tail=self.stderr_tail,
             return_value=None if call is None else call.value,
         )
 
@@ -103,7 +113,7 @@ async def collect_failures(
     *,
     host: str,
     stopped_at: float,
-    oom_kills_before: int | None,
+    oom_before: OomCounts,
     store_refusals: Sequence[str] = (),
 ) -> tuple[Failure, ...]:
     """Return the failures among workers, the root cause first.
@@ -118,10 +128,12 @@ async def collect_failures(
         results: how their functions ended, by local rank; empty for commands.
         host: name of this host.
         stopped_at: Unix seconds at which the stop of the group began.
-        oom_kills_before: the kernel's counter when the attempt began.
+        oom_before: the kernel's counters when the attempt began.
         store_refusals: the requests that the store of the workers has refused.
     """
     failures = []
+    culprits: dict[int, WorkerRecord] = {}  # by order
+    oom_kills = oom_before.kills_until(OomCounts.read())
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         result = results.get(worker.ranks.local_rank, _NO_RESULT)
@@ -131,24 +143,94 @@ async def collect_failures(
         error = await _read_error(worker.logs.error_file) or result.error
         is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
         is_victim = worker.is_victim and not is_own
-        failures.append(
-            Failure(
-                rank=worker.ranks.rank,
-                local_rank=worker.ranks.local_rank,
-                pid=worker.pid,
-                host=host,
-                status=_RECORDED if is_own and worker.was_ended_by_stop else worker.exit.status,
-                time=error.timestamp if error else worker.exited_at,
-                order=worker.order,
-                is_victim=is_victim,
-                error=error,
-                message=worker.expired_timer or result.problem,
-                stderr_path=worker.logs.stderr.path,
-                stderr_tail=() if is_victim else await _tail(worker.logs.stderr.path),
-                notes=() if is_victim else (*_notes(worker, error), *notes),
-            )
+        lines: list[str] = []
+        if not is_victim:
+            culprits[worker.order] = worker
+            worker.stderr_tail, lines = await _tail(worker.logs.stderr.path)
+        failure = Failure(
+            rank=worker.ranks.rank,
+            local_rank=worker.ranks.local_rank,
+            pid=worker.pid,
+            host=host,
+            status=_RECORDED if is_own and worker.was_ended_by_stop else worker.exit.status,
+            time=error.timestamp if error else worker.exited_at,
+            order=worker.order,
+            is_victim=is_victim,
+            error=error,
+            message=worker.expired_timer or result.problem,
+            stderr_path=worker.logs.stderr.path,
+            stderr_tail=_last_lines(lines),
+            notes=() if is_victim else (*_notes(worker, error), *notes),
         )
-    return root_cause_first(_note_oom(failures, oom_kills_before))
+        failures.append(failure if is_victim else _with_reason(failure, lines, oom_kills))
+    ordered = root_cause_first(failures)
+    for failure in ordered[_TAILS_MAX:]:
+        if failure.order in culprits:
+            culprits[failure.order].stderr_tail = ""
+    return ordered
+
+
+def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the last lines, few enough for an event."""
+    kept: list[str] = []
+    room = _LINES_MAX
+    for line in reversed(lines[-_TAIL_LINES:]):
+        if kept and len(line) > room:
+            break
+        kept.append(line[-room:])
+        room -= len(line)
+    return tuple(reversed(kept))
+
+
+def _with_reason(failure: Failure, stderr: Sequence[str], oom_kills: str) -> Failure:
+    message = failure.error.message if failure.error else failure.message
+    reason, cause = _explain(failure.status, message, stderr, oom_kills)
+    return replace(failure, reason=reason, cause=cause)
+
+
+def _explain(
+    status: ExitStatus, message: str, stderr: Sequence[str], oom_kills: str = ""
+) -> tuple[str, str]:
+    """Return why a worker failed in one line, and the name of a known cause."""
+    reason = reason_of(message, stderr)
+    cause, is_proven = known_cause(
+        reason,
+        [*message.splitlines()[:_CAUSE_LINES], *stderr[-_CAUSE_LINES:]],
+        code=status.code,
+        signal=status.signal,
+        oom_kills=oom_kills,
+        is_shm_full=is_full("/dev/shm"),  # not written to
+    )
+    return cause if is_proven else reason or cause, cause
+
+
+def reason_now(worker: WorkerRecord) -> str:
+    """Return why a worker failed that has just exited, as far as its files say so by now.
+
+    Reads them at once: the event of the exit does not wait.
+    """
+    if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
+        return ""
+    path = worker.logs.error_file
+    error = parse_error_file(_read_end(path, ERROR_FILE_MAX), path, 0.0) if path else None
+    stderr = worker.logs.stderr.path
+    text = _read_end(stderr, _TAIL_BYTES).decode("utf-8", "replace") if stderr else ""
+    message = error.message if error else worker.expired_timer
+    return _explain(worker.exit.status, message, plain_lines(text))[0]
+
+
+def _read_end(path: str, size: int) -> bytes:
+    """Return the last bytes of a regular file; b"" if it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.pread(descriptor, size, max(0, os.fstat(descriptor).st_size - size))
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
 
 
 async def _read_error(path: str) -> WorkerError | None:
@@ -165,22 +247,21 @@ async def _read_error(path: str) -> WorkerError | None:
     return parse_error_file(content, path, status.st_mtime)
 
 
-async def _tail(path: str | None) -> tuple[str, ...]:
-    """Return the last lines of a file, progress bars reduced to their last state."""
+async def _tail(path: str | None) -> tuple[str, list[str]]:
+    """Return the end of a file, and its lines, progress bars reduced to their last state."""
     if path is None:
-        return ()
+        return "", []
     try:
         size = os.stat(path).st_size
         if not size:
-            return ()
+            return "", []
         content = await read_file(path, max(0, size - _TAIL_BYTES), _TAIL_BYTES)
     except OSError:
-        return ()
-    lines = content.decode("utf-8", "replace").rstrip("\n").split("\n")
-    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    if size > _TAIL_BYTES and len(shown) > 1:
-        del shown[0]  # most likely cut
-    return tuple(shown[-_TAIL_LINES:])
+        return "", []
+    text = content.decode("utf-8", "replace")
+    if size > _TAIL_BYTES:
+        text = text.partition("\n")[2] or text  # the first line is most likely cut
+    return text, plain_lines(text)
 
 
 def _notes(worker: WorkerRecord, error: WorkerError | None) -> tuple[str, ...]:
@@ -194,7 +275,7 @@ def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:
     return tuple(
         _full_disk_note(stream, stream.path)
         for stream in (logs.stdout, logs.stderr)
-        if stream.path is not None and is_full(stream.path)
+        if stream.path is not None and not stream.is_captured and is_full(stream.path)
     )
 
 
@@ -220,59 +301,3 @@ def mount_point(path: str) -> str:
     while not os.path.ismount(directory):
         directory = os.path.dirname(directory)
     return directory
-
-
-def oom_kills() -> int | None:
-    """Return how many processes of this cgroup the kernel's OOM killer has killed so far.
-
-    Reads `memory.events` (cgroup v2) or `memory.oom_control` (v1); None where the host
-    has neither.
-    """
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return None
-    for _, controllers, path in (group for group in groups if len(group) == 3):
-        if controllers == "":
-            name = "memory.events"
-            parents = [f"/sys/fs/cgroup{path}", f"/sys/fs/cgroup/unified{path}", "/sys/fs/cgroup"]
-        elif "memory" in controllers.split(","):
-            name = "memory.oom_control"
-            parents = [f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"]
-        else:
-            continue
-        for parent in parents:
-            count = _oom_kill_count(os.path.join(parent, name))
-            if count is not None:
-                return count
-    return None
-
-
-def _oom_kill_count(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii") as file:
-            for line in file:
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-    except (OSError, ValueError):
-        pass  # this cgroup version is not mounted here
-    return None
-
-
-def _note_oom(failures: list[Failure], before: int | None) -> list[Failure]:
-    """Add a note about OOM kills to workers that died by a SIGKILL other than ours."""
-    after = oom_kills() if before is not None else None
-    if before is None or after is None or after <= before:
-        return failures
-    note = (
-        "out of memory: the kernel has killed"
-        f" {after - before} process(es) of this control group during this attempt"
-    )
-    return [
-        replace(failure, notes=(*failure.notes, note))
-        if failure.status.signal == SIGKILL and not failure.is_victim
-        else failure
-        for failure in failures
-    ]

@@ -6,10 +6,12 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
+from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.errors import SpawnError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
@@ -26,6 +28,7 @@ from elastic_aio.logs.paths import (
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import STYLES, Console, Sink, open_console
 from elastic_aio.logs.tee import Tee
+from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
@@ -46,6 +49,7 @@ class JobOutput:
         host: str,
         publish: Callable[[Event], None],
         console: tuple[int, int] | None,
+        may_capture: bool = True,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
@@ -55,12 +59,15 @@ class JobOutput:
             host: name of this host.
             publish: called with every event.
             console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            may_capture: whether streams may be captured, if the spec says so.
         """
         self.directory = RunDirectory(None)
         self._spec = spec
         self._run_id = run_id
         self._host = host
         self._publish = publish
+        self.capture = Capture()
+        self._may_capture = may_capture and spec.logs.capture
         self._console_descriptors = console
         self._console: Console | None = None
         self._tee: Tee | None = None
@@ -82,6 +89,8 @@ class JobOutput:
         """
         self._streams = streams
         self.directory = RunDirectory.make(self._spec.logs, self._run_id)
+        if self._may_capture and self.directory.path is not None:
+            self.capture.open(streams)
 
     async def aclose(self) -> None:
         """Show the rest, for as long as the console takes anything, and close the console.
@@ -93,9 +102,34 @@ class JobOutput:
                 self._on_console_lost(sink, "it was not read since the workers ended", unshown)
             await self._tee.aclose()
             self._tee = None
+        self.capture.close()
         if self._console is not None:
             self._console.close()
             self._console = None
+
+    def remove_captured(self, results: Iterable[AttemptResult]) -> list[AttemptResult]:
+        """Remove what was captured; return the results of attempts without these files."""
+        self.directory.remove_files(self._captured_paths)
+        return [
+            replace(
+                result,
+                workers=tuple(
+                    replace(
+                        worker,
+                        stdout_path=None if logs.stdout.is_captured else worker.stdout_path,
+                        stderr_path=None if logs.stderr.is_captured else worker.stderr_path,
+                    )
+                    for worker in result.workers
+                    for logs in [self.plan(result.number, worker.local_rank)]
+                ),
+            )
+            for result in results
+        ]
+
+    def _captured_paths(self, attempt: int, local_rank: int) -> set[str]:
+        logs = self.plan(attempt, local_rank)
+        plans = [plan for plan in (logs.stdout, logs.stderr) if plan.is_captured]
+        return {plan.path for plan in plans if plan.path is not None}
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary directory; return whether a directory remains."""
@@ -134,10 +168,15 @@ class JobOutput:
             SpawnError: the `LogLayout` of the job raised.
         """
         try:
-            return plan_logs(self._spec.logs, self.directory.path, attempt, local_rank)
+            captured = self.capture.streams
+            return plan_logs(self._spec.logs, self.directory.path, attempt, local_rank, captured)
         except Exception as error:
             message = f"the plan of the logs failed: {type(error).__name__}: {error}"
             raise SpawnError(message, permanent=True, exit_code=1) from error
+
+    def needs_record(self, logs: WorkerLogs) -> bool:
+        """Whether a worker's stderr is in no file, so that it has to record why it fails."""
+        return self._may_capture and logs.stderr.path is None
 
     @contextmanager
     def open_streams(
@@ -156,7 +195,9 @@ class JobOutput:
             try:
                 opened = self.directory.open_streams(logs, inherited, standard.null)
                 streams = stack.enter_context(opened)
-                for plan, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr")):
+                plans = {logs.stderr.path: (logs.stderr, "stderr")}
+                plans[logs.stdout.path] = logs.stdout, "stdout"
+                for plan, name in plans.values():  # two streams may be one
                     if plan.path is not None:
                         fields = PrefixFields(
                             self._spec.role, ranks.rank, ranks.local_rank, attempt, self._host, name
@@ -187,21 +228,22 @@ class JobOutput:
     ) -> None:
         """Show a stream as it grows, or, of a relayed one, what its file does not take."""
         attempt = fields.attempt
-        self._directories[attempt].add(os.path.dirname(path))
         if relay is None and not plan.is_shown:
+            self._directories[attempt].add(os.path.dirname(path))
             return
-        if self._console is None:
-            standard = self._standard_streams
-            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
-            self._console = open_console(*console)
         if self._tee is None:
             self._tee = Tee(self._on_console_lost)
-        sink = self._console.out if fields.stream == "stdout" else self._console.err
+        on_lost = self._loss_reporter(fields, path)
+        if relay is not None and plan.is_captured:
+            token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost)
+            self._tokens[attempt].append(token)
+            return
+        self._directories[attempt].add(os.path.dirname(path))
+        sink = self._sink(fields.stream)
         prefix = make_prefix(self._spec.logs.prefix, fields, _timestamp)
         if own_prefix is not None:
             prefix = fixed_prefix(own_prefix)
 
-        on_lost = self._loss_reporter(fields, path)
         line_filter = self._line_filter(fields, on_lost)
         color = self._spec.logs.color
         is_colored = color == "always" or (color == "auto" and sink.is_terminal)
@@ -224,6 +266,14 @@ class JobOutput:
             if relay.error is not None:
                 self._report_full_disk(attempt, path, relay.why)
         self._tokens[attempt].append(token)
+
+    def _sink(self, stream: str) -> Sink:
+        """Return the console's sink of a stream, and open the console if that is the first one."""
+        if self._console is None:
+            standard = self._standard_streams
+            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
+            self._console = open_console(*console)
+        return self._console.out if stream == "stdout" else self._console.err
 
     def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
         """Return what reports that output of a stream is not shown, or not kept."""

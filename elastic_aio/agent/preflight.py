@@ -20,12 +20,14 @@ from elastic_aio.spec.job import (
     Module,
     Script,
 )
-from elastic_aio.worker.bootstrap import is_importing_main
+from elastic_aio.worker import bootstrap
 from elastic_aio.worker.scripts import run_script
 
 if TYPE_CHECKING:
     from elastic_aio.hardware.accelerators import Accelerator
 
+_STARTUP: Final = os.path.join(os.path.dirname(os.path.abspath(bootstrap.__file__)), "startup")
+"""Directory of the module that the interpreter of a script imports first."""
 ACCELERATORS: Final = "elastic_aio.accelerators"
 """Entry point group of functions that return a number of devices, for `nproc_per_node`."""
 
@@ -175,7 +177,7 @@ def check_main_guard() -> None:
     Raises:
         HostError: the script's main part is not guarded.
     """
-    if is_importing_main():
+    if bootstrap.is_importing_main():
         raise HostError(
             "a worker imports this script to find its functions, and the script starts a job"
             " again; put that part under: if __name__ == '__main__':"
@@ -276,6 +278,18 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     return {**defaults, **os.environ, **spec.env, **own}
+
+
+def startup_env(spec: LaunchSpec, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which a Python script records the exception that ends it.
+
+    Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
+    """
+    former = env.get("PYTHONPATH")
+    is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
+    if not is_script or former == "" or os.pathsep in _STARTUP:
+        return {}
+    return {"PYTHONPATH": _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"}
 
 
 def free_port() -> int:

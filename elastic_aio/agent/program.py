@@ -86,7 +86,7 @@ class Program:
     def descriptors_each(self) -> int:
         """How many descriptors of this process one worker takes."""
         # Asyncio's pidfd and ours, two logs; two pipes; a function's call and result.
-        pipes = 2 if self._spec.logs.on_full == "console" else 0
+        pipes = 2 if self._spec.logs.on_full == "console" else int(self._spec.logs.capture)
         return 4 + pipes + (2 if self.is_function else 0)
 
     @property

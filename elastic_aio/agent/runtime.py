@@ -41,7 +41,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic_aio.agent.output import JobOutput
-from elastic_aio.agent.preflight import device_env, worker_cpus, worker_env
+from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
@@ -74,6 +74,7 @@ from elastic_aio.worker.context import (
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
     from elastic_aio.agent.timers import JobTimers
+    from elastic_aio.logs.paths import WorkerLogs
 
 
 class LocalRuntime:
@@ -115,7 +116,14 @@ class LocalRuntime:
         self._pid = os.getpid()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
-        self.output = JobOutput(spec, run_id=run_id, host=host, publish=publish, console=console)
+        self.output = JobOutput(
+            spec,
+            run_id=run_id,
+            host=host,
+            publish=publish,
+            console=console,
+            may_capture=overrides is None,
+        )
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
         self._adopts_orphans = adopt_orphans
@@ -314,9 +322,10 @@ class LocalRuntime:
         restarts: int,
         round_number: int,
         master: tuple[str, int],
-        error_file: str,
+        logs: WorkerLogs,
     ) -> dict[str, str]:
         """Return the environment variables of one worker."""
+        error_file = logs.error_file
         overrides = self.program.overrides
         if overrides is not None:
             own = {ERROR_FILE: error_file, self.tree.marker: "1"}
@@ -340,7 +349,10 @@ class LocalRuntime:
             own |= device_env(self.spec, ranks.local_rank)
         if self._timers is not None:
             own[TIMER_FILE] = self._timers.path
-        return worker_env(self.spec, ranks.local_world_size, own)
+        env = worker_env(self.spec, ranks.local_world_size, own)
+        if error_file and self.output.needs_record(logs):
+            env |= startup_env(self.spec, env)
+        return env
 
     async def spawn(
         self, local_rank: int, env: Mapping[str, str], streams: tuple[int, int]

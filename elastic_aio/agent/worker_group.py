@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from elastic_aio.agent.failures import WorkerRecord, collect_failures, oom_kills
+from elastic_aio.agent.failures import WorkerRecord, collect_failures, reason_now
+from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.uninterruptible import StuckWatch
@@ -85,7 +86,7 @@ class WorkerGroup:
         self._master = master
         self._log_dir = runtime.begin_attempt(attempt, self.records)
         self._began, self._began_at = time.monotonic(), time.time()
-        self._oom_kills = oom_kills()
+        self._oom_before = OomCounts.read()
         self._starting: asyncio.Task[None] | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
@@ -135,7 +136,7 @@ class WorkerGroup:
                         restarts=self._restarts,
                         round_number=self._round_number,
                         master=master,
-                        error_file=logs.error_file,
+                        logs=logs,
                     )
                     child = await runtime.spawn(ranks.local_rank, env, streams)
             except SpawnError as error:
@@ -172,6 +173,7 @@ class WorkerGroup:
         record.exited_at = time.time()
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._runtime.tree.stop_signals(record.pid)
+        self._runtime.output.capture.read_now(record.logs.stderr.path)
         self._runtime.publish(
             WorkerExited(
                 attempt=self.attempt,
@@ -182,6 +184,7 @@ class WorkerGroup:
                 duration=record.duration,
                 is_victim=record.is_victim,
                 usage=record.exit.usage,
+                reason=reason_now(record),
             )
         )
         self._on_exit(record.ranks.local_rank, record.exit)
@@ -247,7 +250,7 @@ class WorkerGroup:
             self.calls,
             host=self._runtime.host,
             stopped_at=self._stopped_at,
-            oom_kills_before=self._oom_kills,
+            oom_before=self._oom_before,
             store_refusals=self._runtime.master_ports.refusals,
         )
         statuses = {failure.local_rank: failure.status for failure in failures}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from msgspec import Struct
 
@@ -133,9 +133,10 @@ class RunDirectory:
                 if plan.path is None:
                     return own if plan.target is StreamTarget.CONSOLE else devnull
                 if plan.is_relayed:
-                    relay = relays[plan.path] = _open_relay(plan.path)
-                    stack.callback(os.close, relay.writer)
-                    return relay.writer
+                    if plan.path not in relays:
+                        relay = relays[plan.path] = _open_relay(plan.path)
+                        stack.callback(os.close, relay.writer)
+                    return relays[plan.path].writer
                 file = _open_new(plan.path, os.O_WRONLY)
                 stack.callback(os.close, file)
                 return file
@@ -147,6 +148,23 @@ class RunDirectory:
             finally:
                 for relay in relays.values():
                     relay.close()
+
+    def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
+        """Remove some files of each worker of each attempt, and what is empty then.
+
+        `paths` returns them by attempt and local rank.
+        """
+        if self.path is None:
+            return
+        for attempt, directory in _numbered(self.path, "attempt_"):
+            for local_rank, own in _numbered(directory):
+                for path in paths(attempt, local_rank):
+                    with suppress(OSError):  # it was not made
+                        os.unlink(path)
+                with suppress(OSError):  # not empty
+                    os.rmdir(own)
+            with suppress(OSError):
+                os.rmdir(directory)
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""
@@ -177,6 +195,16 @@ class RunDirectory:
         if not entry.is_file(follow_symlinks=False):
             return False
         return is_temporary(entry.name) or (self._is_temporary and not entry.stat().st_size)
+
+
+def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:
+    """Return the numbers and paths of the directories `<prefix><number>` in a directory."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    numbers = [(name.removeprefix(prefix), name) for name in names if name.startswith(prefix)]
+    return [(int(text), f"{directory}/{name}") for text, name in numbers if text.isdecimal()]
 
 
 def _open_new(path: str, access: int) -> int:

@@ -137,6 +137,40 @@ class LineSplitter:
         return b"" if isinstance(self._text, LongLine) or self._held is None else self._text
 
 
+class RawSplitter:
+    """Passes the bytes of one file on at once; a `LineSplitter` for text that stays as it is.
+
+    What is followed by more ends with a line, so that other output comes between two lines.
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        """Begin at an offset of the file."""
+        self.offset = offset
+        self._held = b""
+
+    def __repr__(self) -> str:
+        return f"<RawSplitter at {self.offset}>"
+
+    @property
+    def needed(self) -> int:
+        """Offset of the first byte that later pieces may refer to."""
+        return self.offset - len(self._held)
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """Take the next bytes of the file; return those to be passed on now."""
+        self.offset += len(data)
+        is_last = len(data) < HELD_MAX
+        data, self._held = self._held + data, b""
+        if not is_last and (end := data.rfind(b"\n") + 1):
+            data, self._held = data[:end], data[end:]
+        return [Lines(data)]
+
+    def finish(self) -> list[Piece]:
+        """End the file."""
+        data, self._held = self._held, b""
+        return [Lines(data)] if data else []
+
+
 def _last_frames(block: bytes) -> bytes:
     """Reduce each line of a block to its last frame that is not empty."""
     if b"\r" not in block:

@@ -37,6 +37,7 @@ class StreamPlan(Struct, frozen=True):
         is_relayed: whether it passes through this process, so that a full disk does not
             fail the worker.
         is_muted: whether the console may not show what a full disk does not take.
+        is_captured: whether it is passed on unchanged: its file is for the failure report.
     """
 
     target: StreamTarget
@@ -44,6 +45,25 @@ class StreamPlan(Struct, frozen=True):
     is_shown: bool = False
     is_relayed: bool = False
     is_muted: bool = False
+    is_captured: bool = False
+
+
+class CapturedStreams(Struct, frozen=True):
+    """The streams without a file of their own that are captured.
+
+    Attributes:
+        streams: those that the console shows.
+        is_joined: whether both are the same file for the agent: they go to one file, so that
+            the order of what a worker writes to both of them stays.
+        has_muted: whether the standard error of workers that are not shown is captured.
+    """
+
+    streams: Std = Std.NONE
+    is_joined: bool = False
+    has_muted: bool = False
+
+
+NOT_CAPTURED = CapturedStreams()
 
 
 class WorkerLogs(Struct, frozen=True):
@@ -87,13 +107,17 @@ def filtered_logs(spec: LogSpec, run_directory: str | None, attempt: int) -> dic
 
 
 def plan_logs(
-    spec: LogSpec, run_directory: str | None, attempt: int, local_rank: int
+    spec: LogSpec,
+    run_directory: str | None,
+    attempt: int,
+    local_rank: int,
+    captured: CapturedStreams = NOT_CAPTURED,
 ) -> WorkerLogs:
     """Decide where one worker's output goes.
 
     A tee'd stream is redirected too: the console shows the file.  A stream that is
-    neither is inherited.  Workers outside `local_ranks_filter` are muted: their files are
-    complete, but not shown, and their other streams go to /dev/null.
+    neither is captured or inherited.  Workers outside `local_ranks_filter` are muted: their
+    files are complete, but not shown, and their other streams go to /dev/null.
     `run_directory` is None if no files can or shall be kept.
     """
     if run_directory is None or spec.is_off:
@@ -103,8 +127,10 @@ def plan_logs(
         tee = spec.tee.of(local_rank)
         redirected = spec.redirects.of(local_rank) | tee
         directory = f"{attempt_directory(run_directory, attempt)}/{local_rank}"
+    if directory is None:
+        captured = NOT_CAPTURED
     if isinstance(spec, LogLayout):
-        return _plan_layout(spec, LogLayoutContext(local_rank, attempt, directory))
+        return _plan_layout(spec, LogLayoutContext(local_rank, attempt, directory), captured)
     is_unmuted = spec.is_off or not spec.local_ranks_filter or local_rank in spec.local_ranks_filter
 
     def stream(bit: Std, name: str) -> StreamPlan:
@@ -112,17 +138,57 @@ def plan_logs(
             is_shown = bool(tee & bit) and is_unmuted
             path = f"{directory}/{name}.log"
             return _file_plan(spec, path, is_shown=is_shown, is_muted=not is_unmuted)
-        return StreamPlan(StreamTarget.CONSOLE if is_unmuted else StreamTarget.NOWHERE)
+        if is_unmuted:
+            return StreamPlan(StreamTarget.CONSOLE)
+        if bit == Std.ERR and captured.has_muted:
+            return _captured_plan(f"{directory}/{name}.log", is_muted=True)
+        return StreamPlan(StreamTarget.NOWHERE)
 
+    stdout, stderr = _captured(
+        stream(Std.OUT, "stdout"), stream(Std.ERR, "stderr"), directory, captured
+    )
     return WorkerLogs(
-        stdout=stream(Std.OUT, "stdout"),
-        stderr=stream(Std.ERR, "stderr"),
+        stdout=stdout,
+        stderr=stderr,
         directory=directory,
         error_file="" if directory is None else f"{directory}/error.json",
     )
 
 
-def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
+def _captured(
+    stdout: StreamPlan, stderr: StreamPlan, directory: str | None, captured: CapturedStreams
+) -> tuple[StreamPlan, StreamPlan]:
+    """Return the plans with files for the streams that are captured in place of inherited."""
+    is_out, is_err = (
+        plan.target is StreamTarget.CONSOLE and bool(captured.streams & bit)
+        for plan, bit in ((stdout, Std.OUT), (stderr, Std.ERR))
+    )
+    if captured.is_joined:
+        if is_out and is_err:
+            joined = _captured_plan(f"{directory}/output.log")
+            return joined, joined
+        is_out = False  # its order with another stream does not matter
+    if is_out:
+        stdout = _captured_plan(f"{directory}/stdout.log")
+    if is_err:
+        stderr = _captured_plan(f"{directory}/stderr.log")
+    return stdout, stderr
+
+
+def _captured_plan(path: str, *, is_muted: bool = False) -> StreamPlan:
+    return StreamPlan(
+        StreamTarget.FILE,
+        path,
+        is_shown=not is_muted,
+        is_relayed=True,
+        is_muted=is_muted,
+        is_captured=True,
+    )
+
+
+def _plan_layout(
+    layout: LogLayout, context: LogLayoutContext, captured: CapturedStreams
+) -> WorkerLogs:
     destinations = layout.plan(context)
 
     def stream(name: str, path: str | None) -> StreamPlan:
@@ -132,9 +198,15 @@ def _plan_layout(layout: LogLayout, context: LogLayoutContext) -> WorkerLogs:
             return StreamPlan(StreamTarget.NOWHERE)
         return _file_plan(layout, path, is_shown=name in destinations.shown, is_muted=False)
 
+    stdout, stderr = _captured(
+        stream("stdout", destinations.stdout),
+        stream("stderr", destinations.stderr),
+        context.directory,
+        captured,
+    )
     return WorkerLogs(
-        stdout=stream("stdout", destinations.stdout),
-        stderr=stream("stderr", destinations.stderr),
+        stdout=stdout,
+        stderr=stderr,
         directory=context.directory,
         error_file=destinations.error_file,
         prefix=destinations.prefix,

@@ -111,6 +111,19 @@ class Relay:
         """Continue at `offset` with what is held: the file was truncated by another process."""
         self.kept = self._held_from = offset
 
+    def read_now(self) -> None:
+        """Take what is in the pipe by now."""
+        if self._reader >= 0 and self._timer is None:
+            self._read_rest(self._reader)
+            self.on_data()
+
+    def _read_rest(self, reader: int) -> None:
+        with suppress(OSError):
+            for _ in range(_LAST_READS):
+                if not (data := os.read(reader, CHUNK)):
+                    break
+                self._take(data)
+
     def finish(self) -> None:
         """Take what is left in the pipe, and close it: no process writes any more.  Idempotent."""
         if self._reader < 0:
@@ -120,11 +133,7 @@ class Relay:
             self._timer.cancel()
         reader, self._reader = self._reader, -1  # no pause begins any more
         self._is_dropping = False
-        with suppress(OSError):
-            for _ in range(_LAST_READS):
-                if not (data := os.read(reader, CHUNK)):
-                    break
-                self._take(data)
+        self._read_rest(reader)
         os.close(reader)
         self._write_file()
         self.on_data()

@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from elastic_aio.logs.line_filter import LineFilter
-from elastic_aio.logs.lines import Frame, Lines, LineSplitter, LongLine, Piece, with_prefix
+from elastic_aio.logs.lines import (
+    Frame,
+    Lines,
+    LineSplitter,
+    LongLine,
+    Piece,
+    RawSplitter,
+    fixed_prefix,
+    with_prefix,
+)
 from elastic_aio.logs.log_file import CHUNK, LogFile
 from elastic_aio.logs.sink import Sink, styled
 
@@ -38,6 +47,7 @@ class LogTailer:
         offset: int = 0,
         line_filter: LineFilter | None = None,
         style: bytes = b"",
+        is_raw: bool = False,
     ) -> None:
         """Follow an open file, which this object closes.
 
@@ -50,6 +60,7 @@ class LogTailer:
             offset: where to begin.
             line_filter: gets every line too; of one that is too long for memory its beginning.
             style: escape sequence for the prefix on the sink; the filter gets it plain.
+            is_raw: copy the bytes as they are, without the prefix.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -59,10 +70,11 @@ class LogTailer:
         self.on_lost = on_lost
         self._file = file
         self._is_truncated = False
-        self._prefix = prefix
+        self._prefix = fixed_prefix("") if is_raw else prefix
         self._style = style
         self._filter = line_filter
-        self._splitter = LineSplitter(offset)
+        self._make_splitter = RawSplitter if is_raw else LineSplitter
+        self._splitter: LineSplitter | RawSplitter = self._make_splitter(offset)
         # Read but not written yet; empty except after a cancellation.
         self._queue: deque[Piece | _LongLineRest] = deque()
         self._pending_frame = b""
@@ -112,7 +124,7 @@ class LogTailer:
         """Show what is known of a file that was truncated; go on at its beginning."""
         # A long line is not in memory, so it is gone.
         rest = [piece for piece in self._splitter.finish() if not isinstance(piece, LongLine)]
-        self._splitter = LineSplitter()
+        self._splitter = self._make_splitter()
         self._file.restart()
         if not self._is_truncated:
             self._is_truncated = True

@@ -35,7 +35,7 @@ class Tee:
     def __init__(self, on_lost: Callable[[Sink, str], None]) -> None:
         """Start without files; `on_lost` gets a sink that fails, and the reason."""
         self._on_lost = on_lost
-        self._watcher = InotifyWatcher(self._on_events)
+        self._watcher: InotifyWatcher | None = None  # relays need none
         self._tailers: dict[int, LogTailer] = {}
         self._relays: dict[int, Relay] = {}
         self._pumps: dict[Sink, _Pump] = {}
@@ -71,6 +71,8 @@ class Tee:
         file = LogFile.open(path)
         tailer = LogTailer(file, sink, prefix, on_lost, line_filter=line_filter, style=style)
         self._show(token, tailer)
+        if self._watcher is None:
+            self._watcher = InotifyWatcher(self._on_events)
         self._watcher.add(path, token)
         return token
 
@@ -82,6 +84,7 @@ class Tee:
         on_lost: Callable[[str, int | None], None],
         *,
         is_shown: bool,
+        is_raw: bool = False,
         line_filter: LineFilter | None = None,
         style: bytes = b"",
     ) -> int:
@@ -93,6 +96,7 @@ class Tee:
             prefix: as for `follow`.
             on_lost: as for `follow`.
             is_shown: whether all of it is shown.
+            is_raw: whether its bytes are passed on as they are.
             line_filter: gets every line that is shown too.
             style: as for `follow`.
         """
@@ -112,6 +116,7 @@ class Tee:
                     offset=relay.kept,
                     line_filter=line_filter,
                     style=style,
+                    is_raw=is_raw,
                 )
                 self._show(token, tailer)
                 relay.on_data = partial(self._pumps[sink].wake, tailer)
@@ -133,7 +138,8 @@ class Tee:
 
     def finish(self, tokens: Iterable[int]) -> None:
         """Declare files complete: their rest is shown, then they are closed."""
-        self._watcher.read_events()  # `remove` drops them
+        if self._watcher is not None:
+            self._watcher.read_events()  # `remove` drops them
         for token in tokens:
             if (relay := self._relays.get(token)) is not None:
                 relay.finish()
@@ -141,7 +147,8 @@ class Tee:
                 self._close_relay(token)
                 continue
             tailer.is_ending = True
-            self._watcher.remove(token)
+            if self._watcher is not None:
+                self._watcher.remove(token)
             self._pumps[tailer.sink].wake(tailer)
             tailer.finished.add_done_callback(partial(self._forget, token))
 
@@ -178,7 +185,8 @@ class Tee:
 
     async def aclose(self) -> None:
         """Stop following all files.  Idempotent; safe to call again after cancellation."""
-        self._watcher.close()
+        if self._watcher is not None:
+            self._watcher.close()
         for pump in self._pumps.values():
             await pump.aclose()
         for tailer in list(self._tailers.values()):

@@ -384,6 +384,8 @@ def _truncate(failure: Failure, limit: int) -> Failure:
         stderr_tail=tuple(_end_of(line, limit) for line in tail),
         stderr_path=None if path is None else _end_of(path, limit),
         notes=tuple(_end_of(note, limit) for note in failure.notes[: min(lines, _FAILURES_MAX)]),
+        reason=escape_surrogates(failure.reason)[:limit],
+        cause=escape_surrogates(failure.cause)[:limit],
     )
 
 

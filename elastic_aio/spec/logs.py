@@ -25,6 +25,7 @@ from elastic_aio.spec.checks import (
     MAX_NUMBER,
     checked_integer,
     checked_items,
+    checked_part,
     checked_path,
     checked_text,
     is_integer,
@@ -176,6 +177,12 @@ class LogSpec:
     """
     color: Literal["auto", "always", "never"] = "never"
     """Whether prefixes have the color of their rank; "auto": where the console is a terminal."""
+    capture: bool = True
+    """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.
+
+    It passes through this process, unchanged, and through a file in the run's directory, which
+    is removed unless the job fails.  A terminal is never captured.
+    """
 
     def __init__(
         self,
@@ -189,6 +196,7 @@ class LogSpec:
         duplicate_stderr_filters: Iterable[str] = (),
         on_full: Literal["fail", "console"] = "fail",
         color: Literal["auto", "always", "never"] = "never",
+        capture: bool = True,
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
         ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
@@ -211,6 +219,7 @@ class LogSpec:
             duplicate_stderr_filters=_filters("stderr", duplicate_stderr_filters),
             on_full=on_full,
             color=color,
+            capture=checked_part("logs.capture", capture, kind=bool),
         )
 
     @property

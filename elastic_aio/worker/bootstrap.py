@@ -317,6 +317,15 @@ def _write_end(result: int, kind: int, content: object) -> None:
         pass  # no memory left: the exit code still reports the failure
 
 
+def record_error(error: Exception) -> None:
+    """Write an error file for what has ended a script, unless the script has written one."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
+        stack = _abridge(format_error(error), interpreter.TRACEBACK_MAX)
+        _write_error_file(message, stack, time.time())
+
+
 def _write_error_file(message: str, stack: str, timestamp: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

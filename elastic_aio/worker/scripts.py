@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from elastic_aio.worker import interpreter
+from elastic_aio.worker import bootstrap, interpreter
 from elastic_aio.worker.context import REAL_LOCAL_RANK
 
 
@@ -43,7 +43,10 @@ def run_as_interpreter(arguments: list[str]) -> int:
         return 0
     except BaseException as raised:  # noqa: BLE001  # the script's
         error = raised
-    return interpreter.report_error(error)
+    code = interpreter.report_error(error)
+    if isinstance(error, Exception):
+        bootstrap.record_error(error)
+    return code
 
 
 def first_path(arguments: list[str]) -> list[str]:

@@ -508,14 +508,14 @@ async def test_relayed_streams(start_method: Any, tmp_path: Path) -> None:
 
 
 async def test_inherited_streams_are_the_very_same(tmp_path: Path) -> None:
-    """Without redirects and tee a worker writes to our own open files."""
+    """Without redirects, tee and capture a worker writes to our own open files."""
     script = python(
         "import os, sys\n"
         "same = [os.fstat(n).st_ino == os.stat(f'/proc/{os.getppid()}/fd/{n}').st_ino"
         " for n in (1, 2)]\n"
         "sys.exit(same != [True, True])"
     )
-    result = await launch(LaunchSpec(script))
+    result = await launch(LaunchSpec(script, logs=LogSpec(capture=False)))
     assert result.exit_code == 0
 
 

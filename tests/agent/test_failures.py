@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point, oom_kills
+from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point
+from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.process.base import ChildExit
@@ -59,9 +60,13 @@ class Case:
             )
         )
 
-    async def failures(self, *, oom_kills_before: int | None = None) -> tuple[Failure, ...]:
+    async def failures(self, *, oom_before: OomCounts | None = None) -> tuple[Failure, ...]:
         return await collect_failures(
-            self.workers, {}, host="h", stopped_at=STOPPED_AT, oom_kills_before=oom_kills_before
+            self.workers,
+            {},
+            host="h",
+            stopped_at=STOPPED_AT,
+            oom_before=oom_before or OomCounts(),
         )
 
     async def failure(self) -> Failure:
@@ -192,7 +197,7 @@ async def test_an_exit_that_the_stop_did_not_cause_stays(case: Case, ended: Exit
         (b"caf\xe9\n", ("caf�",)),
         (b"".join(b"%d\n" % n for n in range(50)), tuple(str(n) for n in range(30, 50))),
         (b"x" * 20_000 + b"\nlast\n", ("last",)),
-        (b"y" * 20_000 + b"\n", ("y" * (16 * 1024 - 1),)),
+        (b"y" * 20_000 + b"\n", ("y" * (16 * 1024),)),
     ],
 )
 async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[str, ...]) -> None:
@@ -211,19 +216,20 @@ async def test_a_log_that_is_gone_has_no_last_lines(case: Case) -> None:
 
 
 async def test_a_kill_for_lack_of_memory_is_named(case: Case) -> None:
-    """The kernel's counter rose: workers that died by a SIGKILL not sent by us get a note."""
-    before = oom_kills()
-    if before is None:
+    """A counter of the kernel rose: that is why workers died by a SIGKILL not sent by us."""
+    before = OomCounts.read()
+    if before.host is None:
         pytest.skip("this host has no counter of OOM kills")
-    case.worker(ExitStatus(signal=9))
+    case.worker(ExitStatus(signal=9), stderr=b"step 7\n")
     case.worker(BAD)
     case.worker(ExitStatus(signal=9), is_victim=True)
-    notes = {one.rank: one.notes for one in await case.failures(oom_kills_before=before - 2)}
-    assert len(notes[0]) == 1
-    assert notes[0][0].startswith("out of memory: the kernel has killed 2 process(es)")
-    assert notes[1] == notes[2] == ()
-    same = {one.rank: one.notes for one in await case.failures(oom_kills_before=before)}
-    assert same == {0: (), 1: (), 2: ()}
+    case.worker(ExitStatus(code=137))
+    found = await case.failures(oom_before=OomCounts(host=before.host - 2))
+    causes = {one.rank: one.cause for one in found}
+    text = "out of memory: the kernel has killed 2 processes of this host during this attempt"
+    assert causes == {0: text, 1: "", 2: "", 3: text}
+    assert found[0].summary == f"rank 0 (pid 100): killed by SIGKILL: {text}"
+    assert {one.cause for one in await case.failures(oom_before=before)} == {""}
 
 
 async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_aio import ExitStatus, Failure, JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent import failures
 from elastic_aio.agent.failures import WorkerRecord, collect_failures
+from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import plan_logs
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
@@ -134,7 +135,8 @@ def test_stderr_is_shown_without_a_record() -> None:
     assert tail[-4:-2] == ["     100%", "    end"] or "    end" in tail
     assert "    line 100" in tail
     assert "    line 1" not in tail
-    assert "To enable traceback see" in ended.err
+    assert re.search(r"traceback : .*\S", ended.err)
+    assert "\nHelp: docs/guides/failures.md" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -266,8 +268,8 @@ async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) 
 
 
 async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernel's count of OOM kills rises, a worker killed by SIGKILL gets a note."""
-    monkeypatch.setattr(failures, "oom_kills", lambda: 3)
+    """If the kernel's count of OOM kills rises, that is the cause of a death by SIGKILL."""
+    monkeypatch.setattr(OomCounts, "read", lambda: OomCounts(group=3, host=9))
 
     def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> WorkerRecord:
         logs = plan_logs(LogSpec(), None, 0, rank)
@@ -275,9 +277,9 @@ async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         signals = frozenset({9} if is_victim else ())
         return WorkerRecord(ranks[rank], 100 + rank, logs, 0.0, exit_, time.time(), rank, signals)
 
-    async def collect(oom_kills_before: int | None) -> tuple[Failure, ...]:
+    async def collect(before: OomCounts) -> tuple[Failure, ...]:
         return await collect_failures(
-            workers, {}, host="h", stopped_at=time.time(), oom_kills_before=oom_kills_before
+            workers, {}, host="h", stopped_at=time.time(), oom_before=before
         )
 
     ranks = assign_node_ranks([NodeSize("default", 3)])[0].worker_ranks(3)
@@ -287,13 +289,14 @@ async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ended(1, ExitStatus(signal=9), is_victim=True),
         ended(2, ExitStatus(code=1)),
     ]
-    found = await collect(2)
-    notes = {failure.rank: failure.notes for failure in found}
-    assert "out of memory" in notes[0][0]
-    assert notes[1] == notes[2] == ()
-    for before in (3, None):
-        found = await collect(before)
-        assert all(failure.notes == () for failure in found)
+    for group, host, what in ((2, 9, "this control group"), (3, 8, "this host")):
+        found = await collect(OomCounts(group, host))
+        causes = {failure.rank: failure.cause for failure in found}
+        assert causes[0].startswith("out of memory: the kernel has killed 1 process of " + what)
+        assert causes[1] == causes[2] == ""
+    for counts in (OomCounts(3, 9), OomCounts(), OomCounts(host=9)):
+        found = await collect(counts)
+        assert all(failure.cause == "" for failure in found)
 
 
 def test_failures_before_a_restart() -> None:

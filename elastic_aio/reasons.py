@@ -1,0 +1,241 @@
+"""Why a worker failed, in one line: read from what it has written, and from its status.
+
+Pure: texts in, texts out.  `exception_line` knows the layouts of Python (chained tracebacks,
+exception groups, syntax errors), of rich, and of aborts of the interpreter and of C++.
+Lines may have prefixes, such as torch's `[rank0]: ` or a time, as long as those of one
+traceback differ in their digits only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from elastic_aio.text import one_line
+
+REASON_MAX: Final = 500
+"""Characters of a reason."""
+
+_HEADER = "Traceback (most recent call last):"
+_RICH_HEADER = "Traceback (most recent call last) ─"
+_GROUP = "Exception Group "
+# Frames of a traceback that is cut by other output: so many lines of it are skipped.
+_FOREIGN_MAX = 20
+
+_NAME = r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*"
+_EXCEPTION = rf"{_NAME}(?:: .*|:?)$"
+_ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+
+# What a text says about the cause, the most specific first.
+_KNOWN_TEXTS: Final = (
+    (
+        r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        r"|cudaErrorMemoryAllocation|OutOfMemoryError: (?:CUDA|HIP)",
+        "out of GPU memory",
+    ),
+    (
+        r"/dev/shm|out of shared memory|insufficient shared memory|shared memory limit",
+        "/dev/shm is full",
+    ),
+    (r"No module named '?([\w.]+)", "module {} is missing"),
+    (r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use", "a port is in use"),
+    (r"\[Errno 28\]|ENOSPC|No space left on device", "a disk is full"),
+    (r"\[Errno 122\]|EDQUOT|[Dd]isk quota exceeded", "a disk quota is exceeded"),
+    (
+        r"MemoryError|\[Errno 12\]|ENOMEM|Cannot allocate memory|std::bad_alloc"
+        r"|DefaultCPUAllocator: (?:can't|not enough)",
+        "out of memory",
+    ),
+)
+_KNOWN_CODES: Final = {
+    126: "a command cannot be executed",
+    127: "a command was not found",
+}
+_SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 7, 9, 24, 25
+
+
+def plain_lines(text: str) -> list[str]:
+    """Return the lines of a text as a terminal shows them: no colours, the last frames only."""
+    lines = text.rstrip("\n").split("\n") if text else []
+    return [_plain(line) for line in lines]
+
+
+def _plain(line: str) -> str:
+    line = line.rstrip("\r").rpartition("\r")[2]
+    return re.sub(_ESCAPES, "", line) if "\x1b" in line else line
+
+
+def reason_of(message: str, stderr: Sequence[str] = ()) -> str:
+    """Return in one line why a worker failed; empty if the texts do not say it.
+
+    Args:
+        message: what it has recorded, or is known about it; the exception is in its first
+            line, unless it holds a traceback.
+        stderr: the last lines that it has written there.
+    """
+    lines = plain_lines(message)
+    if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
+        return one_line(found, REASON_MAX)
+    if said := _first_text(lines):
+        return one_line(said, REASON_MAX)
+    lines = [_plain(line) for line in stderr]
+    return one_line(exception_line(lines) or _last_text(lines), REASON_MAX)
+
+
+def known_cause(
+    reason: str,
+    output: Sequence[str] = (),
+    *,
+    code: int | None = None,
+    signal: int | None = None,
+    oom_kills: str = "",
+    is_shm_full: bool = False,
+) -> tuple[str, bool]:
+    """Return the name of a known cause and whether the status proves it; ("", False) for none.
+
+    Args:
+        reason: as `reason_of` has returned it.
+        output: the lines after the exception, or the last ones.
+        code: the exit code, which may be a shell's for a signal.
+        signal: the signal that has ended the worker.
+        oom_kills: what the kernel says about processes that it has killed meanwhile.
+        is_shm_full: whether /dev/shm has no space left.
+    """
+    number = code - 128 if signal is None and code is not None and code > 128 else signal
+    if number == _SIGKILL and oom_kills:
+        return f"out of memory: {oom_kills}", True
+    if number == _SIGBUS and is_shm_full:
+        return "/dev/shm is full", True
+    if number in (_SIGXCPU, _SIGXFSZ):
+        limit = "CPU time" if number == _SIGXCPU else "file size"
+        return f"the limit of {limit} was exceeded", True
+    for text in (reason, "\n".join(output)):
+        for pattern, cause in _KNOWN_TEXTS:
+            if match := re.search(pattern, text):
+                return cause.format(*match.groups()), False
+    return _KNOWN_CODES.get(code if code is not None else -1, ""), False
+
+
+# ------------------------------------------------------------------ the exception
+
+
+def exception_line(lines: Sequence[str]) -> str:
+    """Return the line of the exception that a text ends with; empty if there is none.
+
+    That is the one of the last traceback.  Of an exception group the line of its first
+    exception follows.
+
+    Args:
+        lines: without escape sequences.
+    """
+    for index in range(len(lines) - 1, -1, -1):
+        if found := _read_end(lines, index):
+            return found
+    return ""
+
+
+def _read_end(lines: Sequence[str], index: int) -> str:
+    """Return the exception of what begins at a line; empty if nothing does."""
+    line = lines[index]
+    if _HEADER in line:
+        head, _, rest = line.partition(_HEADER)
+        is_ignored = index > 0 and "Exception ignored " in lines[index - 1]
+        return "" if rest.strip() or is_ignored else _read_traceback(lines, index, head)
+    if _RICH_HEADER in line:
+        return _read_rich(lines, index)
+    if "Fatal Python error: " in line:
+        return line[line.index("Fatal Python error: ") :]
+    if match := re.match(r"\s*what\(\):\s*(.*\S)", line):
+        return f"C++ exception: {match[1]}"
+    if match := re.match(r'(.*?)  File ".*", line \d+$', line):
+        return _read_syntax_error(lines, index, match[1])
+    return ""
+
+
+def _read_traceback(lines: Sequence[str], index: int, head: str) -> str:
+    if head.endswith(_GROUP):
+        return _read_group(lines, index, head.removesuffix(_GROUP))
+    if re.search(r"\| $", head) and (group := _group_of(lines, index)) is not None:
+        return _read_end(lines, group)
+    found = _after_frames(lines, index + 1, head)
+    return found or (_after_frames(lines, index + 1, "") if head else "")
+
+
+def _read_rich(lines: Sequence[str], index: int) -> str:
+    below = range(index + 1, len(lines))
+    end = next((number for number in below if lines[number].lstrip().startswith("╰")), None)
+    return "" if end is None else _first_text(lines[end + 1 :])
+
+
+def _read_syntax_error(lines: Sequence[str], index: int, head: str) -> str:
+    """Read the error of a script that cannot be compiled, which has no header."""
+    for line in lines[index + 1 : index + 5]:
+        body = line.removeprefix(head)
+        if re.match(r"(?:Syntax|Indentation|Tab)Error: ", body):
+            return body
+        if not body.startswith("    "):
+            break
+    return ""
+
+
+def _after_frames(lines: Sequence[str], start: int, head: str) -> str:
+    """Return the first line with a prefix that is no frame, but an exception."""
+    prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(head)))
+    foreign = 0
+    for index in range(start, len(lines)):
+        match = prefix.match(lines[index])
+        body = lines[index][match.end() :] if match else ""
+        if match and (not body or body[0] in " \t"):
+            continue
+        if match and re.match(_EXCEPTION, body):
+            return _with_message(lines, index, body, prefix)
+        foreign += 1
+        if foreign > _FOREIGN_MAX:
+            break
+    return ""
+
+
+def _with_message(lines: Sequence[str], index: int, body: str, prefix: re.Pattern[str]) -> str:
+    """Add the first words of a message that begins with an empty line."""
+    if not body.rstrip().endswith(":"):
+        return body
+    below = [line[match.end() :] for line in lines[index + 1 :] if (match := prefix.match(line))]
+    return f"{body.rstrip()} {_first_text(below)}".rstrip()
+
+
+def _read_group(lines: Sequence[str], index: int, head: str) -> str:
+    if head.endswith("| ") and (outer := _group_of(lines, index)) is not None:
+        return _read_end(lines, outer)
+    own = _after_frames(lines, index + 1, f"{head.removesuffix('+ ')}| ")
+    first = _first_of_group(lines, index + 1)
+    return f"{own}: {first}" if own and first else own
+
+
+def _group_of(lines: Sequence[str], index: int) -> int | None:
+    """Return the line at which the outermost group around a line begins."""
+    above = range(index - 1, -1, -1)
+    return next((n for n in above if f"+ {_GROUP}{_HEADER}" in lines[n]), None)
+
+
+def _first_of_group(lines: Sequence[str], start: int) -> str:
+    """Return the first exception of a group that is no group itself."""
+    for index in range(start, len(lines)):
+        if not re.search(r"\+-{5,} \d+ -{5,}$", lines[index]):
+            continue
+        head, _, body = lines[index + 1].rpartition("| ") if index + 1 < len(lines) else ("",) * 3
+        if body == _HEADER:
+            return _after_frames(lines, index + 2, f"{head}| ")
+        if re.match(_EXCEPTION, body) and "ExceptionGroup: " not in body:
+            return body  # it was never raised
+    return ""
+
+
+def _first_text(lines: Sequence[str]) -> str:
+    """Return the first line with a letter or a digit."""
+    return next((line.strip() for line in lines if any(map(str.isalnum, line))), "")
+
+
+def _last_text(lines: Sequence[str]) -> str:
+    """Return the last line with more than white space and control characters."""
+    return next((line for line in reversed(lines) if one_line(line)), "")

@@ -1,0 +1,76 @@
+"""Lets a script record the exception that ends it, although it does not use `record`.
+
+A worker whose stderr is a terminal starts with this directory in front of PYTHONPATH, so that
+`site` imports this module before the script.  It first undoes what led to it: the script finds
+the variable, `sys.path` and `sys.modules` as without it, and so do the processes that it
+starts; a `sitecustomize` of its own is imported in this one's place.
+
+`sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores
+an exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is
+the last one to run, writes that to the error file.
+
+The interpreter may be any, also one without this package: nothing here is new, and a problem
+leaves no more than the error file out.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_OWN)))
+
+
+def _undo() -> None:
+    first, separator, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+    if first == _OWN:
+        if separator:
+            os.environ["PYTHONPATH"] = rest
+        else:
+            del os.environ["PYTHONPATH"]
+    if _OWN in sys.path:
+        sys.path.remove(_OWN)
+    sys.path_importer_cache.pop(_OWN, None)
+    sys.modules.pop("sitecustomize", None)
+
+
+def _record_at_exit(path: str) -> None:
+    is_loaded = "atexit" in sys.modules
+    import atexit
+
+    if not is_loaded:
+        del sys.modules["atexit"]
+    atexit.register(_make_hook(path, os.getpid()))
+
+
+def _make_hook(path: str, pid: int) -> "Callable[[], None]":
+    def record() -> None:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # A fork has inherited the hook; `record` of the script has written the file already.
+        if os.getpid() != pid or not isinstance(error, Exception) or os.path.exists(path):
+            return
+        sys.path.insert(0, _ROOT)
+        try:
+            from elastic_aio.worker.errorfile import write_error_file
+            from elastic_aio.worker.recorder import worker_error
+
+            write_error_file(worker_error(error, path))
+        except Exception:  # noqa: BLE001  # another version of Python, a full disk
+            pass  # stderr has the exception
+
+    return record
+
+
+def _start() -> None:
+    _undo()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        _record_at_exit(path)
+
+
+_start()
+# In place of this module.  `site` ignores that there is none.
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # the script's own

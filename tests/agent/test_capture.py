@@ -1,0 +1,328 @@
+"""Captured standard error: passed on unchanged, and the reason of each failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from elastic_aio import (
+    AttemptFailed,
+    Event,
+    JobFailed,
+    LaunchSpec,
+    LogSpec,
+    WorkerExited,
+    WorkerStarted,
+    launch,
+)
+from tests.support.children import DEADLINE_S, python, shell, until_sync
+from tests.support.cli import CLI, environment, run_cli
+from tests.support.disk import fill, small_disk
+
+FAILING = python("import sys; print('noise', file=sys.stderr); raise ValueError('boom')")
+REASON = "ValueError: boom"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make temporary files in a directory of the test's own."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+@pytest.fixture
+def stderr(tmp_path: Path) -> Iterator[Stderr]:
+    """A file that can take the place of this process's standard error."""
+    saved = os.dup(2)
+    with (tmp_path / "stderr").open("a+b") as file:
+        yield Stderr(file)
+    os.dup2(saved, 2)
+    os.close(saved)
+
+
+class Stderr:
+    """A file in place of standard error, from `take` on: pytest sets that before each test."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def take(self) -> None:
+        os.dup2(self._file.fileno(), 2)
+
+    @property
+    def content(self) -> bytes:
+        """All that was written to it."""
+        return os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+
+
+# ------------------------------------------------------------------------ the reason
+
+
+@pytest.mark.both_loops
+async def test_the_reason_is_everywhere(temporary: Path, stderr: Stderr) -> None:
+    """In the exception, the result, and the events of the worker and of the attempt."""
+    stderr.take()
+    seen: list[Event] = []
+    with pytest.raises(JobFailed, match=REASON) as caught:
+        await launch(LaunchSpec(FAILING), listeners=[seen.append])
+    root = caught.value.root_cause
+    assert root is not None
+    assert root.reason == REASON
+    assert root.summary == f"rank 0 (pid {root.pid}): exit code 1: {REASON}"
+    assert root.stderr_tail[0] == "noise"
+    (worker,) = caught.value.result.attempts[-1].workers
+    assert worker.stderr_tail == stderr.content.decode()
+    (exited,) = (event for event in seen if isinstance(event, WorkerExited))
+    (failed,) = (event for event in seen if isinstance(event, AttemptFailed))
+    assert (exited.reason, failed.root.reason) == (REASON, REASON)
+
+
+async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None:
+    """The files are there while the job runs, and are removed also of earlier attempts."""
+    stderr.take()
+    paths = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            paths.append(event.stderr_path)
+            assert event.stderr_path is not None
+            assert os.path.exists(event.stderr_path)
+
+    script = 'echo "$TORCHELASTIC_RESTART_COUNT" >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))'
+    result = await launch(LaunchSpec(shell(script), max_restarts=1), listeners=[on_event])
+    assert stderr.content == b"0\n1\n"
+    assert list(temporary.iterdir()) == []
+    assert result.log_dir is None
+    assert [worker.stderr_path for attempt in result.attempts for worker in attempt.workers] == [
+        None,
+        None,
+    ]
+    assert len(paths) == 2
+
+
+async def test_a_failure_keeps_the_file(temporary: Path, stderr: Stderr) -> None:
+    """The result names the directory; streams without text leave no file."""
+    stderr.take()
+    with pytest.raises(JobFailed) as caught:
+        await launch(
+            LaunchSpec(shell('[ "$RANK" = 1 ] && exit; echo text >&2; exit 3'), nproc_per_node=2)
+        )
+    result = caught.value.result
+    assert result.log_dir is not None
+    files = [path for path in Path(result.log_dir).rglob("*") if path.is_file()]
+    assert [path.read_text() for path in files] == ["text\n"]
+    assert result.failures[0].stderr_path == str(files[0])
+
+
+async def test_a_log_directory_gets_no_captured_file_of_a_success(
+    tmp_path: Path, stderr: Stderr
+) -> None:
+    stderr.take()
+    spec = LaunchSpec(shell("echo out; echo err >&2"), logs=LogSpec(log_dir=tmp_path, redirects=1))
+    result = await launch(spec)
+    files = [path.name for path in Path(result.log_dir or "").rglob("*") if path.is_file()]
+    assert files == ["stdout.log"]
+
+
+async def test_without_capture_the_stream_is_inherited(temporary: Path, stderr: Stderr) -> None:
+    """And only the status is known."""
+    stderr.take()
+    spec = LaunchSpec(FAILING, logs=LogSpec(capture=False))
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    assert stderr.content.endswith(b"ValueError: boom\n")
+    root = caught.value.failures[0]
+    assert (root.stderr_path, root.stderr_tail, root.reason) == (None, (), "")
+
+
+async def test_the_end_of_a_long_stream(temporary: Path, stderr: Stderr) -> None:
+    """Of each worker that failed 64 KiB are in the result, in whole lines."""
+    stderr.take()
+    script = "import sys; sys.stderr.write('x' * 99 + '\\n'); sys.stderr.write('line\\n' * 99999)"
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(python(f"{script}; sys.exit(3)")))
+    (worker,) = caught.value.result.attempts[0].workers
+    assert 60_000 < len(worker.stderr_tail) <= 64 * 1024
+    assert set(worker.stderr_tail.splitlines()) == {"line"}
+    assert len(caught.value.failures[0].stderr_tail) == 20
+    assert len(stderr.content) == 100 + 5 * 99999
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "reason", "cause"),
+    [
+        ("exec nope_nope_nope", 127, "nope_nope_nope: not found", "a command was not found"),
+        ("exec /etc/passwd", 126, "Permission denied", "a command cannot be executed"),
+        ("exec python3 -m nope_nope", 1, "No module named nope_nope",
+         "module nope_nope is missing"),
+        ("ulimit -f 1; exec head -c 9999 /dev/zero > $NOTES/f", 153, "the limit of file size",
+         "the limit of file size was exceeded"),
+    ],
+)  # fmt: skip
+async def test_known_causes_of_real_workers(
+    script: str, code: int, reason: str, cause: str, tmp_path: Path, stderr: Stderr
+) -> None:
+    stderr.take()
+    spec = LaunchSpec(["sh", "-c", script], env={"NOTES": str(tmp_path)})
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    root = caught.value.failures[0]
+    assert root.status.shell_code == code
+    assert reason in root.reason
+    assert root.cause == cause
+
+
+async def test_a_port_in_use_and_a_full_disk_are_named(tmp_path: Path, stderr: Stderr) -> None:
+    stderr.take()
+    bind = "import socket as s; a = s.create_server(('', 0)); s.create_server(a.getsockname())"
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(python(bind)))
+    assert caught.value.failures[0].cause == "a port is in use"
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(python("open('/dev/full', 'w', 1).write('x\\n')")))
+    assert caught.value.failures[0].cause == "a disk is full"
+
+
+# ---------------------------------------------------------------------- passed on
+
+
+@pytest.mark.e2e
+def test_a_pipe_gets_the_same_bytes_in_the_same_order() -> None:
+    """Also of both streams of a worker, if both are this pipe."""
+    code = """
+import os
+for number in range(2000):
+    os.write(1 + number % 2, b"%d\\r%d\\0\\xff" % (number, number) + b"\\n" * (number % 3))
+os.write(2, b"no newline")
+"""
+    texts = [b"%d\r%d\0\xff" % (number, number) + b"\n" * (number % 3) for number in range(2000)]
+    for redirection in (subprocess.STDOUT, subprocess.PIPE):
+        ended = subprocess.run(
+            [*CLI, "run", "--no-python", sys.executable, "-c", code],
+            env=environment({"LOGLEVEL": "ERROR"}),
+            stdout=subprocess.PIPE,
+            stderr=redirection,
+            check=True,
+            timeout=DEADLINE_S,
+        )
+        if redirection == subprocess.STDOUT:
+            assert ended.stdout == b"".join(texts) + b"no newline"
+        else:
+            assert ended.stdout == b"".join(texts[::2])
+            assert ended.stderr == b"".join(texts[1::2]) + b"no newline"
+
+
+@pytest.mark.e2e
+def test_a_worker_opens_its_stderr_anew() -> None:
+    """As in a shell: each line of `echo text > /dev/stderr` arrives."""
+    script = "for n in 1 2 3 4 5; do echo $n > /dev/stderr; done"
+    ended = run_cli("--no-python", "bash", "-c", script, env={"LOGLEVEL": "ERROR"})
+    assert ended.err.split() == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.e2e
+def test_a_stalled_reader_delays_no_worker(tmp_path: Path) -> None:
+    """What it does not take stays in the file; what it takes later is complete."""
+    script = (
+        f"import sys; sys.stderr.write('line\\n' * 400000); open({str(tmp_path / 'done')!r}, 'w')"
+    )
+    process = subprocess.Popen(
+        [*CLI, "run", "--no-python", *python(script)],
+        env=environment({"LOGLEVEL": "ERROR"}),
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    until_sync((tmp_path / "done").exists, "the end of the worker")
+    assert process.stderr.read() == b"line\n" * 400000
+    assert process.wait(DEADLINE_S) == 0
+    process.stderr.close()
+
+
+@pytest.mark.e2e
+def test_a_full_disk_fails_no_worker(tmp_path: Path) -> None:
+    """Its stderr is passed on all the same."""
+    with small_disk(tmp_path / "disk", 64) as disk:
+        script = f"{FAILING[-1].partition(';')[0]}, os; os.write(2, b'y' * 99999 + b'\\n')"
+        fill(disk)
+        ended = run_cli(
+            "--no-python", *python(script), env={"TMPDIR": str(disk), "LOGLEVEL": "ERROR"}
+        )
+        assert ended.code == 0
+        assert ended.err == "y" * 99999 + "\n"
+        (disk / "filler").unlink()
+        ended = run_cli(
+            "--no-python", *python(script), env={"TMPDIR": str(disk), "LOGLEVEL": "ERROR"}
+        )
+        assert (ended.code, ended.err) == (0, "y" * 99999 + "\n")
+        assert os.listdir(disk) == []
+
+
+@pytest.mark.e2e
+def test_muted_workers_have_a_reason_too() -> None:
+    script = "import os, sys; sys.exit('no data') if os.environ['RANK'] == '1' else input()"
+    ended = run_cli(
+        "--nproc-per-node", 2, "--local-ranks-filter", "0", "--no-python", *python(script)
+    )
+    assert re.search(r"attempt 0 failed: rank . \(pid \d+\): exit code 1: ", ended.err)
+
+
+# --------------------------------------------------------------------- a terminal
+
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def run_on_terminal(*args: object, cwd: Path) -> str:
+    """Run a job whose streams are a terminal; return what it shows."""
+    command = [sys.executable, "-c", TERMINAL, *CLI, "run", *map(str, args)]
+    ended = subprocess.run(
+        command,
+        env=environment({"TMPDIR": str(cwd)}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        cwd=cwd,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    return ended.stdout.decode()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("options", [[], ["-m"], ["--preload=json"]])
+def test_on_a_terminal_a_script_records_its_exception(options: list[str], tmp_path: Path) -> None:
+    """Without `record`; the worker sees the terminal itself."""
+    (tmp_path / "script.py").write_text(
+        "import sys\nassert sys.stderr.isatty()\nraise ValueError('on\\nterminal')\n"
+    )
+    shown = run_on_terminal(*options, "script" if "-m" in options else "script.py", cwd=tmp_path)
+    assert re.search(
+        r"attempt 0 failed: rank 0 \(pid \d+\): exit code 1: ValueError: on\r\n", shown
+    )
+    assert "in <module>" in shown[shown.index("Root Cause") :]
+
+
+@pytest.mark.e2e
+def test_on_a_terminal_no_capture_means_no_hook(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nos.environ['PYTHONPATH']\nraise ValueError\n")
+    code = (
+        "import sys; from elastic_aio import LaunchSpec, LogSpec, run\n"
+        f"run(LaunchSpec({str(tmp_path / 'script.py')!r}, logs=LogSpec(capture=False)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", TERMINAL, sys.executable, "-c", code],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    assert b"JobFailed" in ended.stdout
+    assert re.search(rb"exit code 1; no restarts", ended.stdout)

@@ -1,0 +1,230 @@
+"""Why a worker failed, from its last lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.reasons import (
+    REASON_MAX,
+    exception_line,
+    known_cause,
+    plain_lines,
+    reason_of,
+)
+
+RAISED = """
+def raised(error):
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+"""
+SCRIPTS = {
+    "one line": ("raise ValueError('x')", "ValueError: x"),
+    "no message": ("raise KeyError", "KeyError"),
+    "many lines": ("raise ValueError('first\\nsecond\\n  third')", "ValueError: first"),
+    "an empty first line": ("raise ValueError('\\n\\n====\\ntext\\n')", "ValueError: text"),
+    "a local class": (
+        "def f():\n class E(Exception): pass\n raise E('a: b')\nf()",
+        "f.<locals>.E: a: b",
+    ),
+    "a cause": (
+        "try:\n 1/0\nexcept Exception as e:\n raise RuntimeError('outer') from e",
+        "RuntimeError: outer",
+    ),
+    "a context": (
+        "try:\n 1/0\nexcept Exception:\n raise RuntimeError('outer')",
+        "RuntimeError: outer",
+    ),
+    "a note": ("e = ValueError('x'); e.add_note('a note'); raise e", "ValueError: x"),
+    "a group": (
+        f"{RAISED}\nraise ExceptionGroup('two', [raised(ValueError('a\\nb')), KeyError('k')])",
+        "ExceptionGroup: two (2 sub-exceptions): ValueError: a",
+    ),
+    "a group never raised": (
+        "raise ExceptionGroup('two', [ExceptionGroup('in', [ValueError('a')]), KeyError('k')])",
+        "ExceptionGroup: two (2 sub-exceptions): ValueError: a",
+    ),
+    "nested groups": (
+        f"{RAISED}\ninner = raised(ExceptionGroup('in', [raised(ValueError('a'))]))\n"
+        "raise ExceptionGroup('out', [inner, raised(KeyError('k'))])",
+        "ExceptionGroup: out (2 sub-exceptions): ValueError: a",
+    ),
+    "a task group": (
+        "import asyncio\nasync def bad(): raise OSError(98, 'Address already in use')\n"
+        "async def main():\n async with asyncio.TaskGroup() as g: g.create_task(bad())\n"
+        "asyncio.run(main())",
+        "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception):"
+        " OSError: [Errno 98] Address already in use",
+    ),
+    "compiled text": ("compile('x = (', 'q', 'exec')", "SyntaxError: '(' was never closed"),
+    "an exception of a __del__ at the end": (
+        "class A:\n def __del__(self): raise ValueError('no')\na = A()\nraise TypeError('main')",
+        "TypeError: main",
+    ),
+    "a recursion": ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+    "a crash": (
+        "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()",
+        "Fatal Python error: Segmentation fault",
+    ),
+}  # fmt: skip
+WITHOUT_A_HEADER = {
+    "a syntax error": ("import sys\ndef f(:\n  pass", "SyntaxError: invalid syntax"),
+    "an indentation": ("if 1:\nx", "IndentationError: expected an indented block"),
+    "an exit": ("import sys; sys.exit('no config')", "no config"),
+}
+
+
+def stderr_of(script: str, directory: Path) -> list[str]:
+    """Run a script; return what it has written."""
+    path = directory / "script.py"
+    path.write_text(script)
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    return plain_lines(ended.stderr)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_exception_of_a_script(name: str, tmp_path: Path) -> None:
+    """Also behind the prefixes of launchers and of times."""
+    script, expected = SCRIPTS[name]
+    lines = stderr_of(script, tmp_path)
+    assert exception_line(lines) == expected
+    assert reason_of("", ["before", *lines, ""]) == expected
+    assert exception_line([f"[rank0]: {line}" for line in lines]) == expected
+    stamped = [f"2026-01-02 03:04:{n % 60:02} ERROR {line}" for n, line in enumerate(lines)]
+    assert exception_line(stamped) == expected
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_HEADER)
+def test_what_has_no_traceback(name: str, tmp_path: Path) -> None:
+    script, expected = WITHOUT_A_HEADER[name]
+    assert reason_of("", ["before", *stderr_of(script, tmp_path)]).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("\n \n", ""),
+        ("a\nlast words\n\n", "last words"),
+        ("10%\r 90%\r100%\n", "100%"),
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07end", "red end"),
+        ("terminate called after throwing\n  what():  bad fit\nAborted", "C++ exception: bad fit"),
+        (
+            "ERROR:root:failed Traceback (most recent call last):\n  File x\nValueError: y\n",
+            "ValueError: y",
+        ),
+        (
+            "Traceback (most recent call last):\n  File x\n12:00 a thread\nValueError: y\n",
+            "ValueError: y",
+        ),
+        (
+            "╭──── Traceback (most recent call last) ────╮\n│ x │\n╰───╯\nValueError: y\nmore\n",
+            "ValueError: y",
+        ),
+        ("Traceback (most recent call last):\n  File x\n", "File x"),
+    ],
+)
+def test_other_texts(text: str, expected: str) -> None:
+    assert reason_of("", plain_lines(text)) == expected
+
+
+def test_a_message_counts_more_than_stderr() -> None:
+    """It was recorded by the worker, or is known about it."""
+    assert reason_of("ValueError: x\nmore", ["last words"]) == "ValueError: x"
+    nested = (
+        "ProcessRaisedException: \n\n-- Process 1\nTraceback (most recent call last):\n  F\nE: y"
+    )
+    assert reason_of(nested) == "E: y"
+
+
+@given(st.lists(st.text(st.characters(), max_size=40), max_size=12), st.text(max_size=200))
+def test_a_reason_is_one_short_line(lines: list[str], message: str) -> None:
+    """Whatever the texts are, and it is never empty when they say anything."""
+    header = "Traceback (most recent call last):"
+    headers = [
+        header,
+        f"  + Exception Group {header}",
+        f"    | {header}",
+        f"+{'-' * 9} 1 {'-' * 9}",
+    ]
+    for stderr in (
+        lines,
+        [*headers, *lines],
+        [*lines, *headers],
+        [*headers[:1], *lines, *headers[1:]],
+    ):
+        reason = reason_of(message, stderr)
+        assert len(reason) <= REASON_MAX
+        assert reason.isprintable()
+        if any(line.strip() and line.strip().isascii() and line.isprintable() for line in stderr):
+            assert reason
+
+
+@given(
+    st.sampled_from(["ValueError", "a.b.Error", "f.<locals>.E"]),
+    st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=20),
+    st.sampled_from(["", "[rank3]: ", "12:59:01 | ", "\t"]),
+    st.lists(st.text(st.characters(categories=["L", "N"]), max_size=9), max_size=6),
+)
+def test_what_follows_an_exception_does_not_hide_it(
+    name: str, message: str, prefix: str, rest: list[str]
+) -> None:
+    """As long as it is no traceback itself."""
+    traceback = ["Traceback (most recent call last):", '  File "x", line 1', f"{name}: {message}"]
+    lines = [f"{prefix}{line}" for line in [*traceback, *rest]]
+    assert exception_line(lines) == f"{name}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "is_proven"),
+    [
+        ({"signal": 9, "oom_kills": "k"}, "out of memory: k", True),
+        ({"code": 137, "oom_kills": "k"}, "out of memory: k", True),
+        ({"signal": 9}, "", False),
+        ({"code": 1, "oom_kills": "k"}, "", False),
+        ({"signal": 7, "is_shm_full": True}, "/dev/shm is full", True),
+        ({"code": 135, "is_shm_full": True}, "/dev/shm is full", True),
+        ({"signal": 7}, "", False),
+        ({"signal": 24}, "the limit of CPU time was exceeded", True),
+        ({"signal": 25}, "the limit of file size was exceeded", True),
+        ({"code": 127}, "a command was not found", False),
+        ({"code": 126}, "a command cannot be executed", False),
+        ({"code": 1}, "", False),
+        ({}, "", False),
+    ],
+)
+def test_causes_that_a_status_shows(facts: dict[str, object], cause: str, is_proven: bool) -> None:
+    assert known_cause("", **facts) == (cause, is_proven)  # type: ignore[arg-type]  # a table
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "out of GPU memory"),
+        ("RuntimeError: CUDA error: out of memory", "out of GPU memory"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"
+         " that dataloader's workers are out of shared memory.", "/dev/shm is full"),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/nccl-x'", "/dev/shm is full"),
+        ("OSError: [Errno 28] No space left on device", "a disk is full"),
+        ("bash: echo: write error: No space left on device", "a disk is full"),
+        ("OSError: [Errno 122] Disk quota exceeded", "a disk quota is exceeded"),
+        ("ModuleNotFoundError: No module named 'a.b'", "module a.b is missing"),
+        ("/usr/bin/python: No module named train", "module train is missing"),
+        ("OSError: [Errno 98] Address already in use", "a port is in use"),
+        ("Error: listen EADDRINUSE: address already in use :::80", "a port is in use"),
+        ("MemoryError", "out of memory"),
+        ("OSError: [Errno 12] Cannot allocate memory", "out of memory"),
+        ("C++ exception: std::bad_alloc", "out of memory"),
+        ("ValueError: x", ""),
+    ],
+)  # fmt: skip
+def test_causes_that_a_text_names(reason: str, cause: str) -> None:
+    assert known_cause(reason, code=1) == (cause, False)
+    assert known_cause("RuntimeError: failed", ["x", reason], code=1) == (cause, False)
