@@ -18,6 +18,9 @@ _SUSPENDED_AFTER: Final = 0.5
 """A timer this late, in seconds, shows that this process was suspended (SIGSTOP, a paused
 virtual machine): it cannot have received what its peers have sent meanwhile."""
 
+_AFTER_SUSPENSION: Final = 0.25
+"""Seconds that a peer which is pinged then has for its answer, if its time is over."""
+
 
 class LinkLost(Exception):
     """The connection has ended; the message says why."""
@@ -37,8 +40,10 @@ class Link(asyncio.Protocol):
         # Replies that the peer owes now; that of a pending wait is not counted.
         self._replies_due = 0
         self.last_received_at = 0.0
-        """When the peer last sent a reply that was due, or one was first due, in loop seconds."""
+        """When the peer last sent a reply that was due, in loop seconds; of a peer that is not
+        pinged, also when a reply was first due."""
         self._ping_interval = 0.0
+        self._ends_after = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.instance = b""
         self.refusal = ""
@@ -121,14 +126,28 @@ class Link(asyncio.Protocol):
     def _expect_reply(self) -> None:
         """Count a reply as due, and start the timer of the reply timeout."""
         if not self._replies_due:
-            # The peer owed no reply, so its silence had no meaning until now.  A peer that
-            # is pinged owed one at most an interval ago; longer ago only if this process was
-            # suspended.
-            now = self._loop.time()
-            self.last_received_at = max(self.last_received_at, now - self._ping_interval)
+            self._begin_silence()
         self._replies_due += 1
         if self._timer is None:
-            self._check_at(self.last_received_at + self._reply_timeout)
+            self._check_at(self._end)
+
+    def _begin_silence(self) -> None:
+        """Give the peer time: it owed no reply until now, or this process was suspended.
+
+        A peer that is pinged owed a reply at most an interval ago, or this process was
+        suspended since.  It gets little time: it counts what it has received, and ends the
+        leases of this connection.
+        """
+        now = self._loop.time()
+        if self._ping_interval:
+            self._ends_after = now + min(_AFTER_SUSPENSION, self._reply_timeout)
+        else:
+            self.last_received_at = now
+
+    @property
+    def _end(self) -> float:
+        """When the connection ends without a reply."""
+        return max(self.last_received_at + self._reply_timeout, self._ends_after)
 
     def _check_at(self, when: float) -> None:
         self._timer = self._loop.call_at(when, self._check_replies, when)
@@ -139,14 +158,12 @@ class Link(asyncio.Protocol):
             return
         now = self._loop.time()
         if now - due > _SUSPENDED_AFTER:
-            # The peer's replies are still in the socket.
-            self.last_received_at = now
-        end = self.last_received_at + self._reply_timeout
+            self._begin_silence()  # the peer's replies are still in the socket
         # Timers are exact to a millisecond.
-        if end - now < 0.002:
+        if self._end - now < 0.002:
             self.fail(f"no answer for {self._reply_timeout:g} s")
         else:
-            self._check_at(end)
+            self._check_at(self._end)
 
 
 def fail_if_pending(future: asyncio.Future[Any], error: Exception) -> None:

@@ -151,6 +151,21 @@ def test_a_partition_and_its_end() -> None:
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
+@pytest.mark.parametrize("seconds", [0.7, 2.0, 3.0, 4.0])
+def test_a_member_is_suspended_and_cut_off(seconds: float) -> None:
+    """Its silence counts from the last reply, and not from the end of its suspension."""
+    sim, a, b, c = three(seed=3)
+    sim.run(1.7)
+    sim.suspend("c", seconds)
+    sim.partition(["a", "b"], ["c"])
+    sim.run(seconds + 0.01)
+    awake_at = sim.now
+    sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+    sim.run_until(lambda: c.running is None, max(0.0, awake_at + 0.6 - sim.now))
+    sim.heal()
+    sim.run_until(lambda: sim.is_settled(3), 60)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None:
     """Its messages arrive, so the store sees that it gives the connection up."""
