@@ -36,6 +36,11 @@ class EventHistory(Generic[T]):
         state = "closed" if self._is_closed else "open"
         return f"<EventHistory {state} after {self.count} items, {len(self._items)} kept>"
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the stream has ended."""
+        return self._is_closed
+
     def append(self, item: T) -> None:
         """Add an item and wake the readers."""
         self._items.append(item)

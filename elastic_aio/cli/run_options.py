@@ -138,8 +138,8 @@ RUN_OPTIONS: Final = (
     ),
     Option(
         "http",
-        "serve /healthz, /readyz, /metrics and /status over HTTP, without a password; port 0"
-        " takes a free one (default: none)",
+        "serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP, without a"
+        " password; port 0 takes a free one (default: none)",
         metavar="HOST:PORT",
         has_variable=False,
         is_own=True,

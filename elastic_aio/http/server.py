@@ -4,21 +4,39 @@ It shares the event loop with the job, so every request costs little: a bounded 
 short answer from memory, and a time limit.  Of too many connections the oldest is closed:
 slow clients do not keep out one that sends its request at once.  A burst of connections does:
 of those that arrive together, only the last are served.
+
+A stream of events has a position in the kept events and no queue, so that a client which
+reads slowly costs no memory; one that reads nothing for `PATIENCE` seconds is closed.  Log files
+are read off the loop, a few at a time: a disk may not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
-from elastic_aio.aio import cancel_and_wait, create_task, running_loop
-from elastic_aio.discovery.addresses import resolve
+from elastic_aio.aio import cancel_and_wait, create_task, read_file, run_in_thread, running_loop
+from elastic_aio.channel import EventHistory, EventReader
+from elastic_aio.discovery.addresses import is_loopback, resolve
 from elastic_aio.errors import SpecError
-from elastic_aio.events import Event
-from elastic_aio.http.responses import HEAD_MAX, response
+from elastic_aio.events import Event, EventsMissed, JobFinished
+from elastic_aio.http.responses import (
+    HEAD_MAX,
+    LOG_MAX,
+    STREAM_ALIVE,
+    STREAM_HEAD,
+    HttpRequest,
+    answer,
+    log_path,
+    parse_request,
+    response,
+    server_sent,
+)
 from elastic_aio.spec.checks import format_host_port, parse_host_port
 from elastic_aio.status import StatusTracker
 from elastic_aio.store.sockets import bind_addresses
@@ -27,7 +45,14 @@ CONNECTIONS_MAX: Final = 32
 """Connections at a time."""
 
 PATIENCE: Final = 5.0
-"""Seconds for a client to send its request and to take the answer."""
+"""Seconds for a client to send its request and to take the answer, or a part of a stream."""
+
+KEEP_ALIVE: Final = 15.0
+"""Seconds without an event after which a stream has a comment."""
+
+_EVENTS_KEPT: Final = 1_000
+_READERS_MAX: Final = 4
+"""Log files that are read at a time."""
 
 
 class StatusServer:
@@ -38,9 +63,10 @@ class StatusServer:
         async with StatusServer("127.0.0.1:9000") as status:
             await launch(spec, listeners=[status])
 
-    The pages are `/healthz` (200 while the job goes on, else 503), `/readyz` (200 while all
-    workers of this node run, else 503), `/metrics` (OpenMetrics) and `/status` (JSON).  They
-    are read-only and need no password: every client that reaches the port can read them.
+    The pages are `/` (for people), `/healthz` (200 while the job goes on, else 503), `/readyz`
+    (200 while all workers of this node run, else 503), `/metrics` (OpenMetrics), `/status`
+    (JSON), `/events` (server-sent events) and `/logs/RANK/stdout` or `stderr` (the end of a log).
+    They are read-only and need no password: every client that reaches the port can read them.
     """
 
     def __init__(self, address: str) -> None:
@@ -57,6 +83,10 @@ class StatusServer:
         self._status = StatusTracker()
         self._servers: list[asyncio.Server] = []
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
+        self._page = b""
+        self._is_loopback = False
+        self._log_readers = threading.BoundedSemaphore(_READERS_MAX)
 
     def __repr__(self) -> str:
         return f"<StatusServer at {self.address}, {len(self._connections)} connections>"
@@ -64,6 +94,9 @@ class StatusServer:
     def __call__(self, event: Event) -> None:
         """Take in an event of the job."""
         self._status(event)
+        self._events.append(event)
+        if isinstance(event, JobFinished):
+            self._events.close()
 
     @property
     def address(self) -> str:
@@ -86,6 +119,7 @@ class StatusServer:
             reason = (error.strerror or str(error)).lower()
             raise SpecError("address", self._given, f"cannot listen: {reason}") from None
         self._port = sockets[0].getsockname()[1]
+        self._is_loopback = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
         try:
             for sock in sockets:
                 server = await asyncio.start_server(
@@ -127,13 +161,88 @@ class StatusServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A client that breaks off or takes too long gets no answer.
         with suppress(OSError, EOFError):
+            # Without a buffer, `drain` waits until the kernel has all of the answer.
+            writer.transport.set_write_buffer_limits(0)
             async with asyncio.timeout(PATIENCE):
                 try:
                     head = await reader.readuntil(b"\r\n\r\n")
                 except asyncio.LimitOverrunError:
                     head = None
-                # Without a buffer, `drain` waits until the kernel has all of the answer.
-                writer.transport.set_write_buffer_limits(0)
-                writer.write(response(head, self._status, time.time()))
-                await writer.drain()
-                writer.write_eof()
+                request = parse_request(head, is_loopback=self._is_loopback)
+                if isinstance(request, bytes):
+                    whole = request
+                elif request.path == "/events" and not request.is_head:
+                    whole = None
+                else:
+                    whole = await self._answer(request)
+                if whole is not None:
+                    await _send(writer, whole)
+            if whole is None and isinstance(request, HttpRequest):
+                await self._stream(request, reader, writer)
+            writer.write_eof()
+
+    async def _answer(self, request: HttpRequest) -> bytes:
+        if (path := log_path(request.path, self._status)) is not None:
+            return await self._read_log(path, request)
+        if request.path == "/" and not self._page:
+            self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
+        return response(request, self._status, time.time(), self._page)
+
+    async def _read_log(self, path: str, request: HttpRequest) -> bytes:
+        if not self._log_readers.acquire(blocking=False):
+            return answer(503, "too many log files are being read\n")
+        try:
+            end = await run_in_thread(_read_end, path, self._log_readers, daemon=True)
+        except OSError as error:
+            return answer(404, f"the log cannot be read: {error.strerror}\n")
+        return answer(200, end, has_body=not request.is_head)
+
+    async def _stream(
+        self, request: HttpRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Send events until the job ends or the client closes the connection."""
+        if self._events.is_closed and request.last_event + 1 >= self._events.count:
+            await _send(writer, answer(204, b""))  # a browser does not come back
+            return
+        await _send(writer, STREAM_HEAD)
+        events = self._events.read(request.last_event + 1)
+        sending = create_task(_send_events(events, writer), name="stream events")
+        closed = create_task(reader.read(1), name="wait for the client")
+        try:
+            await asyncio.wait([sending, closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait([sending, closed])
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    async with asyncio.timeout(PATIENCE):
+        writer.write(data)
+        await writer.drain()
+
+
+async def _send_events(events: EventReader[Event], writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError, StopAsyncIteration):  # a TimeoutError is an OSError
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE):
+                    event = await anext(events)
+            except TimeoutError:
+                await _send(writer, STREAM_ALIVE)
+            else:
+                await _send(writer, server_sent(event))
+
+
+def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
+    """Return the end of a file, from the beginning of a line; called in a thread."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG_MAX))
+            data = file.read(LOG_MAX)
+    finally:
+        readers.release()
+    return data if size <= LOG_MAX else data[data.find(b"\n") + 1 :]
+
+
+def _missed(count: int, following: int) -> Event:
+    return EventsMissed(seq=following - 1, time=time.time(), count=count)

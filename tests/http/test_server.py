@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elastic_aio import LaunchSpec, SpecError, StatusServer, launch
-from elastic_aio.events import JobStarted
+from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.http import server as server_module
+from elastic_aio.http.responses import LOG_MAX
 from elastic_aio.http.server import CONNECTIONS_MAX
+from elastic_aio.outcome import JobState
 
 DEADLINE_S = 30.0
 GET = b"GET /healthz HTTP/1.1\r\n\r\n"
@@ -64,7 +69,7 @@ async def receive_all(sock: socket.socket) -> bytes:
 
 async def test_a_probe(server: StatusServer) -> None:
     assert (await ask(server)).startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"# EOF" in await ask(server, b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+    assert b"# EOF" in await ask(server, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
 
 
 async def test_garbage(server: StatusServer) -> None:
@@ -183,3 +188,173 @@ async def test_a_job_is_shown_until_it_ends(server: StatusServer) -> None:
     await launch(spec, listeners=[server])
     assert (await ask(server)).endswith(b"\r\n\r\nsucceeded\n")
     assert b'workers{state="succeeded"} 2\n' in await ask(server, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+def get(path: str, *fields: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", *fields, "", ""]).encode()
+
+
+def publish(server: StatusServer, *events: Event) -> None:
+    """Give events to a server as the agent of a job does, with their numbers."""
+    for event in events:
+        server(replace(event, seq=server._events.count))
+
+
+def stop_requested(number: int, size: int = 0) -> StopRequested:
+    return StopRequested(reason=f"number {number}" + "x" * size, plan="")
+
+
+STARTED = JobStarted(entrypoint="x", nproc_per_node=1, nnodes="1", max_restarts=0, agent_pid=1)
+FINISHED = JobFinished(state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=0)
+
+
+def messages(stream: bytes) -> list[tuple[int, str]]:
+    """Return the ids and the kinds of the events in a stream."""
+    found = []
+    for text in stream.partition(b"\r\n\r\n")[2].split(b"\n\n"):
+        if text.startswith(b"id: "):
+            first, data = text.decode().split("\ndata: ")
+            found.append((int(first[4:]), json.loads(data)["event"]))
+    return found
+
+
+async def test_a_stream_has_all_events_until_the_end(server: StatusServer) -> None:
+    publish(server, STARTED)
+    reader, writer = await connect(server)
+    writer.write(get("/events"))
+    head = await reader.readuntil(b"id: 0\n")
+    assert b"Content-Type: text/event-stream\r\n" in head
+    publish(server, stop_requested(1), FINISHED)
+    rest = await reader.read()
+    assert messages(head + rest) == [(0, "JobStarted"), (1, "StopRequested"), (2, "JobFinished")]
+    writer.close()
+
+
+async def test_a_stream_goes_on_where_it_was(server: StatusServer) -> None:
+    """A browser that comes back after the end is sent away for good (204)."""
+    publish(server, STARTED, stop_requested(1), FINISHED)
+    assert messages(await ask(server, get("/events", "last-event-id: 1"))) == [(2, "JobFinished")]
+    answer = await ask(server, get("/events", "Last-Event-ID: 2"))
+    assert answer.startswith(b"HTTP/1.1 204 No Content\r\n")
+    assert b"Content-Length" not in answer
+    assert len(messages(await ask(server, get("/events", "Last-Event-ID: x")))) == 3
+
+
+async def test_a_stream_that_comes_too_late_has_a_gap(server: StatusServer) -> None:
+    publish(server, *map(stop_requested, range(1005)), FINISHED)
+    found = messages(await ask(server, get("/events")))
+    assert found[0] == (5, "EventsMissed")
+    assert (found[1], found[-1], len(found)) == ((6, "StopRequested"), (1005, "JobFinished"), 1001)
+
+
+async def test_an_idle_stream_has_comments(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "KEEP_ALIVE", 0.05)
+    reader, writer = await connect(server)
+    writer.write(get("/events"))
+    assert await reader.readuntil(b":\n\n:\n\n")
+    writer.close()
+
+
+async def test_the_end_of_a_client_ends_its_stream(server: StatusServer) -> None:
+    reader, writer = await connect(server)
+    writer.write(get("/events"))
+    await reader.readuntil(b"retry: 2000\n\n")
+    (task,) = server._connections
+    writer.close()
+    await asyncio.wait([task])
+    assert not server._connections
+
+
+async def test_a_stream_that_is_not_read_is_closed(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes on meanwhile: the events are kept once, for all clients."""
+    monkeypatch.setattr(server_module, "PATIENCE", 0.2)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        host, _, port = server.address.rpartition(":")
+        await loop.sock_connect(sock, (host, int(port)))
+        await loop.sock_sendall(sock, get("/events"))
+        while not server._connections:
+            await asyncio.sleep(0)
+        (task,) = server._connections
+        publish(server, *(stop_requested(number, 2**16) for number in range(1000)))
+        await asyncio.wait([task])
+        assert len(await receive_all(sock)) < 1000 * 2**16
+    assert (await ask(server)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_logs(server: StatusServer, tmp_path: Path) -> None:
+    """The last lines of the file of a rank; no path of a request is one of a file."""
+    log = tmp_path / "stdout.log"
+    log.write_text("".join(f"line {number}\n" for number in range(20_000)))
+    publish(server, STARTED, WorkerStarted(rank=3, local_rank=0, pid=1, stdout_path=str(log)))
+    head, _, body = (await ask(server, get("/logs/3/stdout"))).partition(b"\r\n\r\n")
+    assert b"Content-Type: text/plain; charset=utf-8\r\n" in head
+    assert b"X-Content-Type-Options: nosniff\r\n" in head
+    assert body.startswith(b"line ")
+    assert body.endswith(b"\nline 19999\n")
+    assert LOG_MAX - 20 < len(body) <= LOG_MAX
+    for path in ("/logs/3/stderr", "/logs/0/stdout", "/logs/3/../3/stdout", "/logs//etc/passwd"):
+        assert (await ask(server, get(path))).startswith(b"HTTP/1.1 404 ")
+    log.unlink()
+    assert b"no such file" in (await ask(server, get("/logs/3/stdout"))).lower()
+
+
+async def test_a_disk_that_does_not_answer(server: StatusServer, tmp_path: Path) -> None:
+    """A few threads wait for it; further requests are refused at once, and others answered."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    publish(server, STARTED, WorkerStarted(rank=0, local_rank=0, pid=1, stdout_path=str(fifo)))
+    waiting = [await connect(server) for _ in range(4)]
+    for _, writer in waiting:
+        writer.write(get("/logs/0/stdout"))
+    while server._log_readers.acquire(blocking=False):
+        server._log_readers.release()
+        await asyncio.sleep(0)
+    assert (await ask(server, get("/logs/0/stdout"))).startswith(b"HTTP/1.1 503 ")
+    assert (await ask(server)).startswith(b"HTTP/1.1 200 ")
+    writing = os.open(fifo, os.O_WRONLY)  # the disk answers: four threads read the end
+    os.close(writing)
+    for reader, writer in waiting:
+        assert b"HTTP/1.1 404 " in await reader.read()  # a pipe has no end to seek
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:80", 200),
+        ("a.localhost:80", 200),
+        ("127.0.0.1:9000", 200),
+        ("[::1]:9000", 200),
+        ("evil.example:9000", 403),
+        ("localhost.evil.example", 403),
+    ],
+)
+async def test_a_web_site_cannot_read_a_local_server(
+    server: StatusServer, host: str, code: int
+) -> None:
+    """Its name may lead to 127.0.0.1 (DNS rebinding)."""
+    assert (await ask(server, get("/status", f"Host: {host}"))).startswith(b"HTTP/1.1 %d " % code)
+
+
+async def test_a_server_for_other_hosts_has_any_name() -> None:
+    async with StatusServer("0.0.0.0:0") as server, asyncio.timeout(DEADLINE_S):
+        answer = await ask(server, get("/status", "Host: node7.cluster:9000"))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_the_page(server: StatusServer) -> None:
+    """It loads nothing from elsewhere."""
+    answer = await ask(server, get("/"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"Content-Type: text/html; charset=utf-8\r\n" in answer
+    assert b"Content-Security-Policy: default-src 'none'; connect-src 'self';" in answer
+    assert answer.rstrip().endswith(b"</script>")
+    assert b"http://" not in answer
+    assert b"innerHTML" not in answer

@@ -21,7 +21,7 @@ from elastic_aio.events import (
     WorkerStarted,
 )
 from elastic_aio.http.openmetrics import format_metrics
-from elastic_aio.http.responses import HEAD_MAX, response
+from elastic_aio.http.responses import HEAD_MAX, parse_request, response
 from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
 from elastic_aio.status import PHASES, StatusTracker
@@ -75,9 +75,15 @@ def status_after(*events: Event) -> StatusTracker:
     return status
 
 
+def whole_answer(head: bytes | None, status: StatusTracker, now: float) -> bytes:
+    """Return the answer of a server that has no page for people."""
+    request = parse_request(head)
+    return request if isinstance(request, bytes) else response(request, status, now)
+
+
 def get(status: StatusTracker, path: str, now: float = 10.0) -> tuple[int, str]:
     """Return the code and the body of an answer."""
-    answer = response(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), status, now)
+    answer = whole_answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), status, now)
     head, _, body = answer.decode().partition("\r\n\r\n")
     assert f"Content-Length: {len(body.encode())}" in head
     return int(head.split(" ")[1]), body
@@ -266,18 +272,18 @@ def test_labels_are_escaped() -> None:
     ],
 )
 def test_codes(head: bytes, code: int) -> None:
-    answer = response(head + b"\r\n\r\n", StatusTracker(), 0.0)
+    answer = whole_answer(head + b"\r\n\r\n", StatusTracker(), 0.0)
     assert answer.startswith(f"HTTP/1.1 {code} ".encode())
     assert b"Connection: close\r\n" in answer
 
 
 def test_head_has_no_body() -> None:
-    full = response(b"GET /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0)
-    assert response(b"HEAD /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0) == (
+    full = whole_answer(b"GET /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0)
+    assert whole_answer(b"HEAD /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0) == (
         full.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     )
 
 
 @given(st.none() | st.binary(max_size=HEAD_MAX))
 def test_every_request_has_an_answer(head: bytes | None) -> None:
-    assert response(head, StatusTracker(), 0.0).startswith(b"HTTP/1.1 ")
+    assert whole_answer(head, StatusTracker(), 0.0).startswith(b"HTTP/1.1 ")
