@@ -118,9 +118,10 @@ class EtcdStore(EngineStore):
         if self._keeper is not None:
             raise StoreClosed("a store is opened once")
         deadline = asyncio.get_running_loop().time() + timeout
-        await self._link.request(next(self._operations.peek(b"/", None)), deadline)
-        if self._retention is not None:
-            await self._grant_home()
+        if self._retention is None:
+            await self._link.request(next(self._operations.peek(b"/", None)), deadline)
+        else:
+            await self._grant_home(deadline)
         self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
 
     async def list_runs(self, begin: str) -> list[str]:
@@ -294,9 +295,9 @@ class EtcdStore(EngineStore):
                 await self._run(lambda: self._operations.delete_leased(number, reply.keys))
             await self._ask(REVOKE, {"ID": str(number)})
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any], deadline: float | None = None) -> Any:
         kind = Reply if path == REVOKE else LeaseReply
-        return await self._link.request(Request(path, body, kind))
+        return await self._link.request(Request(path, body, kind), deadline)
 
     async def _keep_alive(self) -> None:
         """Renew the leases; without one, ask etcd nothing."""
@@ -322,11 +323,12 @@ class EtcdStore(EngineStore):
             self._leases.pop(lease, None)
             lease._end()
 
-    async def _is_home_alive(self) -> bool:
-        reply: LeaseReply = await self._ask(KEEP_ALIVE, {"ID": str(self._operations.lease)})
+    async def _is_home_alive(self, deadline: float | None = None) -> bool:
+        body = {"ID": str(self._operations.lease)}
+        reply: LeaseReply = await self._ask(KEEP_ALIVE, body, deadline)
         return reply.TTL > 0
 
-    async def _grant_home(self) -> None:
+    async def _grant_home(self, deadline: float | None = None) -> None:
         """Begin or renew the lease of the ordinary keys."""
         assert self._retention is not None
         import hashlib  # OpenSSL is loaded for engines only
@@ -335,10 +337,10 @@ class EtcdStore(EngineStore):
         name = self._keys.prefix + b"\0" + self._retained.encode()
         number = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1 or 1
         self._operations.lease = number
-        if not await self._is_home_alive():
+        if not await self._is_home_alive(deadline):
             body = {"ID": str(number), "TTL": str(math.ceil(self._retention))}
             try:
-                await self._ask(GRANT, body)
+                await self._ask(GRANT, body, deadline)
             except EtcdError as error:
                 if error.fault is not Fault.LEASE_EXISTS:
                     raise StoreRefused(str(error)) from None

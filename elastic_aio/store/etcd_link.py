@@ -220,7 +220,7 @@ class EtcdLink:
 
     async def _stream(self, member: int, body: bytes) -> AsyncGenerator[WatchReply, None]:
         headers = await self._headers(member, None)
-        connection = await self._connection(member, is_new=True)
+        connection = await self._connection(member)
         self._busy[connection] = member
         try:
             async with asyncio.timeout(self._access.attempt_timeout):
@@ -238,13 +238,13 @@ class EtcdLink:
             self._busy.pop(connection, None)
             connection.abort()
 
-    async def _connection(self, member: int, *, is_new: bool = False) -> HttpConnection:
+    async def _connection(self, member: int) -> HttpConnection:
         """Return a connection that is not in use.
 
         Raises:
             _NotSent: the member cannot be reached.
         """
-        while not is_new and self._idle:
+        while self._idle:
             owner, connection = self._idle.pop()
             if owner == member and connection.is_reusable:
                 return connection

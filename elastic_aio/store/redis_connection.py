@@ -6,8 +6,10 @@ This is the only module that imports the package redis.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import ssl
+from collections.abc import Iterable
 from typing import Any, Final
 
 from elastic_aio.errors import SpecError, StoreRefused
@@ -17,12 +19,20 @@ from elastic_aio.text import one_line
 try:
     from redis import exceptions
     from redis.asyncio import Connection
+    from redis.asyncio.connection import AbstractConnection
     from redis.exceptions import NoPermissionError as NoPermissionError
     from redis.exceptions import RedisError as RedisError
     from redis.exceptions import ResponseError as ResponseError
 except ImportError:
     problem = "needs the package redis: pip install 'elastic_aio[redis]'"
     raise SpecError("rendezvous.backend", "redis", problem) from None
+
+# By default the package looks up its own version for every connection (4 ms), and sends it.
+_UNNAMED: Final[dict[str, Any]] = dict.fromkeys(
+    ["driver_info"]
+    if "driver_info" in inspect.signature(AbstractConnection).parameters
+    else ["lib_name", "lib_version"]
+)
 
 _REASON_MAX: Final = 300
 _VERSION_MIN: Final = 5
@@ -67,6 +77,7 @@ class RedisConnection(Connection):
             protocol=2,
             socket_timeout=None,
             socket_connect_timeout=None,
+            **_UNNAMED,
             **options,
         )
         self._context = context
@@ -84,6 +95,37 @@ class RedisConnection(Connection):
         """
         await self.send_command(*command)
         return await self.read_response()
+
+    async def ask_packed(self, command: bytes) -> Any:
+        """Send a command in the form of the protocol and return its reply.
+
+        Cancellation: leaves the connection unusable.
+        """
+        await self.send_packed_command(command, check_health=False)
+        return await self.read_response()
+
+    async def read_server(self) -> None:
+        """Keep the run id of the server.
+
+        Raises:
+            NotDone: it is a replica, or has not loaded its data yet.
+            StoreRefused: its version cannot be used.
+        """
+        # Sections, since the whole is long; together, since a server may be far away.
+        sections = (b"server", b"replication", b"persistence")
+        await self.send_packed_command(b"".join(pack(b"INFO", one) for one in sections))
+        # All are read, so that the next request does not get one of them.
+        replies = [await self._read_info() for _ in sections]
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        check_server(self, b"\r\n".join(replies))
+
+    async def _read_info(self) -> Any:
+        try:
+            return await self.read_response()
+        except exceptions.ResponseError as error:
+            return error
 
     def write(self, *command: Any) -> None:
         """Send a command whose reply is one of the messages."""
@@ -108,6 +150,16 @@ class RedisConnection(Connection):
         """Close it at once; a pending request fails."""
         if self._writer is not None:
             self._writer.transport.abort()
+
+
+def pack(*words: bytes) -> bytes:
+    """Return a command in the form of the protocol."""
+    return b"*%d\r\n%b" % (len(words), pack_words(words))
+
+
+def pack_words(words: Iterable[bytes]) -> bytes:
+    """Return some words of a command in the form of the protocol."""
+    return b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
 def is_script_unknown(error: Exception) -> bool:

@@ -31,7 +31,6 @@ from elastic_aio.store.redis_connection import (
     RedisConnection,
     RedisError,
     ResponseError,
-    check_server,
     close_connection,
     judge,
     reason_of,
@@ -250,7 +249,7 @@ class RedisLink:
             await connection.connect()  # type: ignore[no-untyped-call]
             connection.tune(access.lost_after)
             if has_user:
-                check_server(connection, await connection.ask("INFO"))
+                await connection.read_server()
         except NoPermissionError:
             pass  # a lost change is then detected by the revision alone
         except BaseException:  # a cancellation too: it has no other owner

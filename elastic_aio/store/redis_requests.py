@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any, Final
 
 from msgspec import Struct
@@ -10,11 +11,13 @@ from msgspec import Struct
 from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreLost, StoreRefused
 from elastic_aio.store.keyspace import OperationRefused, parse_counter, wrap
-from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown
+from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown, pack_words
 from elastic_aio.store.redis_link import RedisLink
 from elastic_aio.store.redis_script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
 
 _SHA: Final = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
+_BY_HASH: Final = pack_words([b"EVALSHA", _SHA.encode()])
+_WHOLE: Final = pack_words([b"EVAL", SCRIPT])
 
 _LOST: Final = "Redis has lost changes, by a fail-over or a restart, or has removed all keys"
 
@@ -43,7 +46,10 @@ class RedisRequests:
         """Begin without knowledge; `retention` is in milliseconds, 0 for none."""
         self._link = link
         self._tag = tag
-        self._retention = retention
+        self._keys = pack_words([b"%d" % len(KEYS), *(tag + name for name in KEYS)])
+        self._retention = b"%d" % retention
+        self._nonce = random_bytes(8).hex().encode()
+        self._runs = itertools.count()
         self.known = KnownHistory()
         self.shortest = 0.0
         self.due = 0.0
@@ -59,17 +65,20 @@ class RedisRequests:
 
         async def use(connection: RedisConnection) -> Any:
             known = self.known
-            tail = [
-                len(KEYS), *(self._tag + name for name in KEYS), op, self._tag, known.id,
-                known.epoch, known.revision, connection.run_id, random_bytes(8).hex(),
-                self._retention, *arguments,
-            ]  # fmt: skip
+            nonce = b"%b%x" % (self._nonce, next(self._runs))
+            words = (
+                op.encode(), self._tag, known.id, known.epoch, b"%d" % known.revision,
+                connection.run_id, nonce, self._retention, *arguments,
+            )  # fmt: skip
+            # The package would encode each key anew, and needs longer than all the rest.
+            tail = self._keys + pack_words(words)
+            count = 3 + len(KEYS) + len(words)
             try:
-                return await connection.ask("EVALSHA", _SHA, *tail)
+                return await connection.ask_packed(b"*%d\r\n%b%b" % (count, _BY_HASH, tail))
             except Exception as error:
                 if not is_script_unknown(error):
                     raise
-            return await connection.ask("EVAL", SCRIPT, *tail)
+            return await connection.ask_packed(b"*%d\r\n%b%b" % (count, _WHOLE, tail))
 
         answer, is_repeat = await self._link.request(
             use, is_repeatable=op not in _UNREPEATABLE, deadline=deadline
