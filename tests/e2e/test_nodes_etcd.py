@@ -35,7 +35,8 @@ pytestmark = [
 
 # Short, so that an etcd which is away for some seconds outlasts the leases.
 CONF = {"heartbeat_timeout": 4}
-OUTAGE_S = 5.0
+LEASE_S = 6
+OUTAGE_S = LEASE_S + 1.0
 """Longer than a lease, which must be renewed meanwhile."""
 
 
@@ -129,7 +130,7 @@ async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Si
     (tmp_path / "etcd").mkdir()
     with etcd_cluster(tmp_path / "etcd") as members:
         endpoints = ",".join(member.endpoint for member in members)
-        async with job(tmp_path / "job", 2, endpoints) as cluster:
+        async with job(tmp_path / "job", 2, endpoints, heartbeat_timeout=LEASE_S) as cluster:
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes)
             for member in sorted(members, key=lambda one: one.is_leader, reverse=True):
@@ -145,6 +146,7 @@ async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Si
                 await asyncio.to_thread(member.wait_ready)
             assert {one.code for one in await cluster.finish(*nodes)} == {0}
             assert_undisturbed(*nodes)
+            assert not [event for node in nodes for event in node.events_of(RendezvousStoreLost)]
 
 
 @pytest.mark.netns
@@ -157,7 +159,8 @@ async def test_members_are_partitioned_one_after_the_other(tmp_path: Path) -> No
         hosts = [network[name] for name in names]
         members = stack.enter_context(etcd_cluster(tmp_path / "etcd", hosts=hosts))
         endpoints = ",".join(member.endpoint for member in members)
-        async with job(tmp_path / "job", "2:3", endpoints, last_call_timeout=1) as cluster:
+        conf = {"last_call_timeout": 1, "heartbeat_timeout": LEASE_S}
+        async with job(tmp_path / "job", "2:3", endpoints, **conf) as cluster:
             nodes = [cluster.start(name, host=network[name]) for name in ("a", "b")]
             await cluster.workers(*nodes)
             for name in names:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
-from elastic_aio.store import ChangeKind, Store
+from elastic_aio.store import ChangeKind, MemoryStore, Store
 from tests.store.conftest import Pair
 
 pytestmark = pytest.mark.both_loops
@@ -224,6 +224,29 @@ async def test_cancelling_leaves_the_store_usable(pair: Pair) -> None:
         await asyncio.wait([task])
         assert await pair.one.get("k") == b"v"
         assert await pair.one.compare_set("k", b"v", b"v") == b"v"
+
+
+async def test_no_reply_is_mistaken_after_200_cancellations(pair: Pair) -> None:
+    """Each key has a value of its own, and operations are cancelled in the middle."""
+    keys = {f"k{number}": b"%d" % number for number in range(8)}
+    await pair.two.multi_set(keys)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for key, value in keys.items():
+        assert await pair.one.peek(key) == value
+    trip = (loop.time() - began) / len(keys)
+    cancelled = unfinished = 0
+    while cancelled < 200:
+        tasks = [asyncio.ensure_future(pair.one.peek(key)) for key in keys]
+        await asyncio.sleep(trip * (cancelled % 16) / 8)
+        for task in tasks[::2]:
+            unfinished += task.cancel()
+            cancelled += 1
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        for one, value in zip(found, keys.values(), strict=True):
+            assert isinstance(one, asyncio.CancelledError) or one == value
+    assert unfinished or isinstance(pair.one, MemoryStore)  # whose replies are there at once
+    assert [await pair.one.peek(key) for key in keys] == list(keys.values())
 
 
 async def test_bad_keys_and_values_are_refused(pair: Pair) -> None:
