@@ -21,9 +21,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
-from tests.soak.faults import FaultyCluster, Round, Violation
+from tests.soak.faults import Engine, FaultyCluster, Round, Violation, open_engine
 from tests.support.cluster import AgentProcess
 from tests.support.leaks import begin_session
 from tests.support.netns import why_impossible
@@ -46,10 +48,14 @@ class Soak:
         nodes: how many there are without faults.
         seed: of the random choices.
         bound: seconds within which the group must have formed again.
+        engine: where the nodes meet.
     """
 
-    def __init__(self, cluster: FaultyCluster, nodes: int, seed: int, bound: float) -> None:
+    def __init__(
+        self, cluster: FaultyCluster, nodes: int, seed: int, bound: float, engine: Engine
+    ) -> None:
         self._cluster = cluster
+        self._engine = engine
         self._nodes = nodes
         self._random = random.Random(seed)
         self._bound = bound
@@ -66,7 +72,12 @@ class Soak:
             "replace an agent": (2, self._replace),
             "freeze the store again and again": (1, self._freeze_store),
         }
-        if _OWN_NETWORK in os.environ:
+        if engine.servers:
+            for name in ("kill the store's host", "freeze the store again and again"):
+                del self._kinds[name]
+            self._kinds["kill a server"] = 3, lambda: self._fail_server(engine.restart)
+            self._kinds["pause a server"] = 3, lambda: self._fail_server(engine.pause)
+        elif _OWN_NETWORK in os.environ:
             self._kinds["drop packets of the store"] = 2, self._drop_packets
 
     async def run(self, minutes: float) -> None:
@@ -163,6 +174,11 @@ class Soak:
             await asyncio.sleep(self._random.uniform(0, _PAUSE_S))
         return True
 
+    async def _fail_server(self, fail: Callable[[Any, float], Awaitable[None]]) -> bool:
+        server = self._random.choice(self._engine.servers)
+        await fail(server, self._random.choice(_FREEZES_S))
+        return True
+
     async def _drop_packets(self) -> bool:
         async with self._cluster.dropping_packets(percent=self._random.choice([5, 30, 90])):
             await asyncio.sleep(self._random.choice(_FREEZES_S))
@@ -182,8 +198,12 @@ class Soak:
 async def soak(arguments: argparse.Namespace, directory: Path) -> bool:
     """Run the soak test and print its figures; return whether all invariants hold."""
     violation = ""
-    async with FaultyCluster(directory, arguments.nodes, arguments.nproc) as cluster:
-        run = Soak(cluster, arguments.nodes, arguments.seed, arguments.bound)
+    async with AsyncExitStack() as stack:
+        engine = stack.enter_context(open_engine(arguments.backend, directory / "engine"))
+        cluster = await stack.enter_async_context(
+            FaultyCluster(directory, arguments.nodes, arguments.nproc, engine)
+        )
+        run = Soak(cluster, arguments.nodes, arguments.seed, arguments.bound, engine)
         try:
             await run.run(arguments.minutes)
         except Violation as error:
@@ -214,6 +234,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=30, metavar="M")
     parser.add_argument("--nodes", type=int, default=4, metavar="N")
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="workers of each node")
+    parser.add_argument(
+        "--backend",
+        choices=["c10d", "etcd", "redis"],
+        default="c10d",
+        help="where the nodes meet; the servers of an engine fail too",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
         "--bound", type=float, default=20, metavar="S", help="seconds to form again at most"

@@ -6,20 +6,22 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.children import until
 from tests.support.cluster import CONF, UNLIMITED_LOSSES, WORKER, AgentProcess, Cluster
+from tests.support.etcd import EtcdProcess, etcd_cluster
 from tests.support.leaks import alive, leaked_processes
 from tests.support.line_stream import LineStream
+from tests.support.redis import RedisProcess
 from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note, read_note
 
-__all__ = ["FaultyCluster", "Round", "Violation"]
+__all__ = ["Engine", "FaultyCluster", "Round", "Violation", "open_engine"]
 
 _POLL_S = 0.02
 # An agent must have ended this long after SIGTERM: its workers end at once.
@@ -45,6 +47,51 @@ class Round:
     formed_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Where the nodes meet: at the servers of an engine, or at a store that a node serves."""
+
+    backend: str = "c10d"
+    servers: Sequence[EtcdProcess | RedisProcess] = ()
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoints of the servers; empty without servers."""
+        return ",".join(server.endpoint for server in self.servers)
+
+    async def restart(self, server: EtcdProcess | RedisProcess, away: float) -> None:
+        """Kill a server, and start it again with its data after some seconds."""
+        server.kill()
+        await asyncio.sleep(away)
+        if isinstance(server, EtcdProcess):
+            server.start([one.peer for one in self.servers if isinstance(one, EtcdProcess)])
+            await asyncio.to_thread(server.wait_ready)
+        else:
+            await asyncio.to_thread(server.start)
+
+    async def pause(self, server: EtcdProcess | RedisProcess, away: float) -> None:
+        """Stop a server for some seconds."""
+        server.send(signal.SIGSTOP)
+        await asyncio.sleep(away)
+        server.send(signal.SIGCONT)
+
+
+@contextmanager
+def open_engine(backend: str, directory: Path) -> Iterator[Engine]:
+    """Start the servers of a backend: three of etcd, one of Redis."""
+    match backend:
+        case "etcd":
+            directory.mkdir()
+            with etcd_cluster(directory) as members:
+                yield Engine(backend, members)
+        case "redis":
+            directory.mkdir()
+            with RedisProcess(directory) as server:
+                yield Engine(backend, [server])
+        case _:
+            yield Engine(backend)
+
+
 class FaultyCluster(Cluster):
     """Agents on this host that are to form one group of all that can run.
 
@@ -54,15 +101,18 @@ class FaultyCluster(Cluster):
         directory: for pipes, events and output.
         most: nodes at most.
         nproc: workers of each node.
+        engine: where they meet.
     """
 
-    def __init__(self, directory: Path, most: int, nproc: int) -> None:
+    def __init__(self, directory: Path, most: int, nproc: int, engine: Engine) -> None:
         self._ports = [free_port() for _ in range(2)]
+        endpoint = ",".join(f"{LOOPBACK}:{port}" for port in self._ports)
         super().__init__(
             directory,
             f"1:{most}",
             launcher=UNLIMITED_LOSSES,
-            endpoint=",".join(f"{LOOPBACK}:{port}" for port in self._ports),
+            endpoint=engine.endpoint or endpoint,
+            rdzv_backend=engine.backend,
             conf={**dict.fromkeys(CONF), "last_call_timeout": 1, "heartbeat_timeout": 2},
             can_split=True,  # while a node is suspended
             env={"NODE_DIRECTORY": str(directory)},
