@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import failure, functions, nodes, output, scale, start, store
+from benchmarks import engines, failure, functions, nodes, output, scale, start, store
 from benchmarks.launchers import Launcher, describe_host, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
 from tests.support.leaks import begin_session
@@ -35,6 +35,12 @@ _STORE: dict[str, _Row] = {
     "store-idle": store.store_idle,
     "store-init": store.store_init,
 }
+_ENGINES: dict[str, _Row] = {
+    "engine-round": engines.round,
+    "engine-leader": engines.leader,
+    "engine-jobs": engines.jobs,
+    "engine-client": engines.client,
+}
 _ROWS: dict[str, _Row] = {
     "start": start.start,
     "memory": start.memory,
@@ -50,8 +56,9 @@ _ROWS: dict[str, _Row] = {
     "preload": functions.preload,
     **_NODES,
     **_STORE,
+    **_ENGINES,
 }
-_GROUPS = {"nodes": list(_NODES), "store": list(_STORE)}
+_GROUPS = {"nodes": list(_NODES), "store": list(_STORE), "engines": list(_ENGINES)}
 _ROUNDS = 15
 _ROUNDS_QUICK = 3
 
@@ -96,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         choices=[*_ROWS, *_GROUPS],
         action="append",
-        help=f"run this row, or all those of `nodes` or of `store`; may be given more than once:"
-        f" {', '.join(_ROWS)}",
+        help="run this row, or all those of `nodes`, `store` or `engines`; may be given more than"
+        f" once: {', '.join(_ROWS)}",
     )
     parser.add_argument("--quick", action="store_true", help=f"{_ROUNDS_QUICK} rounds, not more")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")

@@ -55,10 +55,10 @@ def main() -> None:
     """Run in the way of the command line."""
     match sys.argv[1:]:
         case ["ours", count, processes]:
-            _raise_limit()
+            raise_limit()
             asyncio.run(ours(int(count), int(processes)))
         case ["share", endpoint, first, last, count]:
-            _raise_limit()
+            raise_limit()
             asyncio.run(share(endpoint, int(first), int(last), int(count)))
         case other:
             raise SystemExit(f"unknown way: {other}")
@@ -244,7 +244,7 @@ class Member:
         asyncio.get_running_loop().call_soon(self.rendezvous.report, report)
 
 
-def _raise_limit() -> None:
+def raise_limit() -> None:
     """Raise the limit of open files: each member needs a few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -112,6 +112,16 @@ class SentinelProcess(RedisProcess):
         return [str(config), "--sentinel"]
 
 
+def ask_all(endpoint: str, *command: str) -> str:
+    """Return the reply, which is one text of any length."""
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        parts = [f"${len(part.encode())}\r\n{part}\r\n" for part in command]
+        connection.sendall(f"*{len(parts)}\r\n{''.join(parts)}".encode())
+        with connection.makefile("rb") as file:
+            return file.read(int(file.readline()[1:])).decode()
+
+
 def ask(endpoint: str, *command: str) -> str:
     """Return the raw reply of a server to a short command."""
     host, _, port = endpoint.rpartition(":")
