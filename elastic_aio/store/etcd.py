@@ -302,18 +302,21 @@ class EtcdStore(EngineStore):
     async def _keep_alive(self) -> None:
         """Renew the leases; without one, ask etcd nothing."""
         loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
         try:
             while True:
                 self._has_new_lease.clear()
+                times = [renewed_at + math.ceil(lease.ttl) / _RENEWALS for lease in self._leases]
+                if self._operations.lease:
+                    times.append(self._renew_home_at)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(min(times, default=None)):
+                        await self._has_new_lease.wait()
+                        continue
+                renewed_at = loop.time()
                 await asyncio.gather(*(self._renew(lease) for lease in list(self._leases)))
                 if self._operations.lease and loop.time() >= self._renew_home_at:
                     await self._grant_home()
-                intervals = [math.ceil(lease.ttl) / _RENEWALS for lease in self._leases]
-                if self._operations.lease:
-                    intervals.append(max(0.1, self._renew_home_at - loop.time()))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(intervals, default=None)):
-                        await self._has_new_lease.wait()
         except (StoreError, EtcdError) as error:
             self._link.fail(error if isinstance(error, StoreError) else StoreRefused(str(error)))
 

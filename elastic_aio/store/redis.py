@@ -114,7 +114,7 @@ class RedisStore(EngineStore):
         if self._keeper is not None:
             raise StoreClosed("a store is opened once")
         deadline = asyncio.get_running_loop().time() + timeout
-        await self._run("touch", b"0", deadline=deadline)
+        await self._run("touch", b"%d" % bool(self._retention), deadline=deadline)
         self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
 
     async def list_runs(self, begin: str) -> list[str]:
@@ -299,23 +299,28 @@ class RedisStore(EngineStore):
         A client without a lease does so too: the time of leases stands still otherwise.
         """
         loop = asyncio.get_running_loop()
-        retain_at = 0.0
+        touched_at = pinged_at = loop.time()
+        retain_at = touched_at + (self._retention or 0.0) / _RENEWALS
         try:
             while True:
                 self._wake.clear()
-                is_due = bool(self._retention) and loop.time() >= retain_at
+                delays = (_IDLE, self._requests.shortest / _RENEWALS, self._requests.due)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(touched_at + min(filter(None, delays))):
+                        await self._wake.wait()
+                        continue
+                touched_at = loop.time()
+                is_due = bool(self._retention) and touched_at >= retain_at
                 leases = {lease.lease_id: lease for lease in self._leases}
                 for lease_id in await self._run("touch", b"%d" % is_due, *leases):
                     lease = leases[lease_id]
                     self._leases.pop(lease, None)
                     lease._end()
                 if is_due and self._retention:
-                    retain_at = loop.time() + self._retention / _RENEWALS
-                self._feed.ping()
-                delays = (_IDLE, self._requests.shortest / _RENEWALS, self._requests.due)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(delay for delay in delays if delay)):
-                        await self._wake.wait()
+                    retain_at = touched_at + self._retention / _RENEWALS
+                if touched_at >= pinged_at + _IDLE / 2:
+                    self._feed.ping()
+                    pinged_at = touched_at
         except StoreError as error:
             self._link.fail(error)
 
