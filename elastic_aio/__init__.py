@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from elastic_aio.event_json import event_to_json as event_to_json
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
+    from elastic_aio.events import DeadlineMissed as DeadlineMissed
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
     from elastic_aio.events import GuardianLost as GuardianLost
@@ -58,12 +59,16 @@ if TYPE_CHECKING:
     from elastic_aio.events import OutputLost as OutputLost
     from elastic_aio.events import Restarting as Restarting
     from elastic_aio.events import SignalForwarded as SignalForwarded
+    from elastic_aio.events import StacksDumped as StacksDumped
     from elastic_aio.events import StopEscalated as StopEscalated
     from elastic_aio.events import StopRequested as StopRequested
     from elastic_aio.events import TimerExpired as TimerExpired
     from elastic_aio.events import TimerRejected as TimerRejected
     from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
+    from elastic_aio.events import WorkerActivity as WorkerActivity
     from elastic_aio.events import WorkerExited as WorkerExited
+    from elastic_aio.events import WorkerReady as WorkerReady
+    from elastic_aio.events import WorkersIdle as WorkersIdle
     from elastic_aio.events import WorkerStarted as WorkerStarted
     from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
     from elastic_aio.http.server import StatusServer as StatusServer
@@ -105,6 +110,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.job import NumaMode as NumaMode
     from elastic_aio.spec.job import Script as Script
     from elastic_aio.spec.job import StartMethod as StartMethod
+    from elastic_aio.spec.liveness import LivenessSpec as LivenessSpec
     from elastic_aio.spec.logs import LogSpec as LogSpec
     from elastic_aio.spec.logs import Std as Std
     from elastic_aio.spec.logs import StdMap as StdMap
@@ -119,6 +125,10 @@ if TYPE_CHECKING:
     from elastic_aio.spec.stop import StopPlan as StopPlan
     from elastic_aio.spec.stop import StopStep as StopStep
     from elastic_aio.spec.tls import TlsSpec as TlsSpec
+    from elastic_aio.stacks import StackDump as StackDump
+    from elastic_aio.stacks import StackFrame as StackFrame
+    from elastic_aio.stacks import ThreadStack as ThreadStack
+    from elastic_aio.stacks import WorkerStacks as WorkerStacks
     from elastic_aio.status import JobStatus as JobStatus
     from elastic_aio.status import WorkerStatus as WorkerStatus
 else:
@@ -136,11 +146,11 @@ else:
             """,
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.events": """
-                AttemptFailed ConsoleLost Event EventsMissed GuardianLost
+                AttemptFailed ConsoleLost DeadlineMissed Event EventsMissed GuardianLost
                 GuardianRestarted JobFinished JobStarted LogDiskFull OutputLost
-                Restarting SignalForwarded StopEscalated StopRequested TimerExpired
-                TimerRejected WorkerAbandoned WorkerExited WorkerStarted
-                WorkerStoreRefused
+                Restarting SignalForwarded StacksDumped StopEscalated StopRequested
+                TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited
+                WorkerReady WorkersIdle WorkerStarted WorkerStoreRefused
             """,
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
@@ -159,6 +169,7 @@ else:
             "elastic_aio.spec.job": """
                 Command Function LaunchSpec Module NodeRange NumaMode Script StartMethod
             """,
+            "elastic_aio.spec.liveness": "LivenessSpec",
             "elastic_aio.spec.logs": "LogSpec Std StdMap",
             "elastic_aio.spec.rendezvous": "RendezvousSpec",
             "elastic_aio.spec.restart": (
@@ -168,5 +179,6 @@ else:
             "elastic_aio.spec.engine": "EngineSpec",
             "elastic_aio.spec.tls": "TlsSpec",
             "elastic_aio.status": "JobStatus WorkerStatus",
+            "elastic_aio.stacks": "StackDump StackFrame ThreadStack WorkerStacks",
         },
     )

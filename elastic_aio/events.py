@@ -167,6 +167,73 @@ class TimerRejected(Event, frozen=True, kw_only=True):
     why: str
 
 
+class WorkerReady(Event, frozen=True, kw_only=True):
+    """The worker `rank` (on this node `local_rank`) has reported `READY=1`."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    duration: float
+    """Seconds since it was started."""
+
+
+class DeadlineMissed(Event, frozen=True, kw_only=True):
+    """The worker `rank` (on this node `local_rank`) was silent for too long, as `why` says.
+
+    With `LivenessSpec.on_timeout="fail"` the attempt fails now.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    deadline: str
+    """`heartbeat`, `ready`, `progress`, `phase`, or `watchdog`: the worker asked for it."""
+    limit: float
+    """Seconds that it had."""
+    age: float
+    """Seconds for which it was silent."""
+    why: str
+    step: str = ""
+    """Its last step."""
+    phase: str = ""
+    """Its phase."""
+    status: str = ""
+    """Its last status."""
+
+
+class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker was doing: what `/proc` shows of its main thread."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    state: str = ""
+    """A letter of `proc_pid_stat(5)`: `S` waits, `D` waits uninterruptibly, `R` runs."""
+    syscall: str = ""
+    """The system call in which it waits."""
+    wchan: str = ""
+    """The kernel function in which it waits."""
+    reported: str = ""
+    """Its last step, phase and status."""
+
+
+class WorkersIdle(Event, frozen=True, kw_only=True):
+    """No worker of this node has used CPU time or written anything for `seconds`."""
+
+    seconds: float
+    workers: tuple[WorkerActivity, ...]
+
+
+class StacksDumped(Event, frozen=True, kw_only=True):
+    """The stacks of the workers were read, since `why`."""
+
+    why: str
+    summary: str
+    """One line, such as `ranks 0-2 wait in all_reduce, rank 3 is in DataLoader.__next__`."""
+    path: str | None = None
+    """File with all stacks; None if the job has no log directory."""
+
+
 class GuardianRestarted(Event, frozen=True, kw_only=True):
     """The guardian process exited and was replaced."""
 

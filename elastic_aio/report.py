@@ -66,7 +66,33 @@ def describe(event: Event) -> tuple[int, str]:
         case events.JobFinished():
             ended = f"job {event.state.value} after {event.duration:.3g} s"
             return Level.INFO, f"{ended}: {event.why}"
+    return _describe_liveness(event)
+
+
+def _describe_liveness(event: Event) -> tuple[int, str]:
+    """Describe what workers report about themselves, and what is done about silent ones."""
+    match event:
+        case events.WorkerReady():
+            ready = f"rank {event.rank} (pid {event.pid}) is ready"
+            return Level.INFO, f"{ready} after {event.duration:.3g} s"
+        case events.DeadlineMissed():
+            return Level.WARNING, f"rank {event.rank} (pid {event.pid}): {event.why}"
+        case events.WorkersIdle():
+            return Level.WARNING, _workers_idle(event)
+        case events.StacksDumped():
+            where = f" ({event.path})" if event.path else ""
+            return Level.WARNING, f"stacks ({event.why}): {event.summary}{where}"
     return _describe_rendezvous(event)
+
+
+def _workers_idle(event: events.WorkersIdle) -> str:
+    idle = f"no worker has used CPU time or written anything for {event.seconds:.3g} s"
+    states = [
+        f"rank {worker.rank} {worker.syscall or worker.wchan or worker.state or 'unknown'}"
+        for worker in event.workers[:8]
+    ]
+    more = ", ..." if len(event.workers) > 8 else ""
+    return f"{idle}: {', '.join(states)}{more}"
 
 
 def _store_refused(event: events.WorkerStoreRefused) -> str:

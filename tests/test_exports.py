@@ -22,6 +22,7 @@ PUBLIC = [
     "Command",
     "ConsoleLost",
     "CoordinatorChanged",
+    "DeadlineMissed",
     "Decide",
     "ElasticAioError",
     "EndCause",
@@ -48,6 +49,7 @@ PUBLIC = [
     "JobStopped",
     "LaunchResult",
     "LaunchSpec",
+    "LivenessSpec",
     "LogDiskFull",
     "LogSpec",
     "MembershipChanged",
@@ -79,6 +81,9 @@ PUBLIC = [
     "SignalSpec",
     "SpawnError",
     "SpecError",
+    "StackDump",
+    "StackFrame",
+    "StacksDumped",
     "StandbyPromoted",
     "StartMethod",
     "StatusServer",
@@ -93,16 +98,21 @@ PUBLIC = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "ThreadStack",
     "TimerExpired",
     "TimerRejected",
     "TlsSpec",
     "WorkerAbandoned",
+    "WorkerActivity",
     "WorkerError",
     "WorkerExited",
+    "WorkerReady",
     "WorkerResult",
+    "WorkerStacks",
     "WorkerStarted",
     "WorkerStatus",
     "WorkerStoreRefused",
+    "WorkersIdle",
     "__version__",
     "event_from_json",
     "event_to_json",
@@ -259,5 +269,14 @@ def test_the_package_is_typed() -> None:
 
 def test_workers_get_few_names() -> None:
     worker = importlib.import_module("elastic_aio.worker")
-    assert worker.__all__ == ["Timer", "WorkerContext", "expires", "record"]
+    assert worker.__all__ == [
+        "Timer",
+        "WorkerContext",
+        "expires",
+        "heartbeat",
+        "phase",
+        "progress",
+        "ready",
+        "record",
+    ]
     assert all(getattr(worker, name).__doc__ for name in worker.__all__)

@@ -39,6 +39,7 @@ from elastic_aio.spec.checks import (
     checked_integer,
     checked_items,
     checked_part,
+    checked_text,
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
@@ -46,6 +47,7 @@ from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
+    from elastic_aio.stacks import StackDump
 
 
 class Agent:
@@ -308,6 +310,20 @@ class Agent:
             SpecError: there is no such signal.
         """
         return self._started_driver.forward(signal_number("signal", signal))
+
+    async def dump(self, reason: str = "a dump was requested") -> StackDump:
+        """Read what all workers of this node are doing, for two seconds at most.
+
+        Python stacks come from workers that have offered them (functions, scripts of the fork
+        server, users of `elastic_aio.worker`), or from `py-spy`; of others there is what the
+        kernel shows.  The text also goes to `stacks.txt` in the directory of the attempt.
+
+        Cancellation: the workers notice nothing.
+
+        Args:
+            reason: for the text and the event.
+        """
+        return await self._started_driver.dump(checked_text("reason", reason))
 
     async def _handle_signals(
         self,

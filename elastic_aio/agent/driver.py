@@ -19,7 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from signal import SIGCONT, SIGSTOP
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_aio.agent.decision import call_decide
 from elastic_aio.agent.event_log import EventLog
@@ -44,6 +44,7 @@ from elastic_aio.agent.messages import (
     StopGroup,
     StopReceived,
     WorkerEnded,
+    WorkerHung,
 )
 from elastic_aio.agent.results import make_result
 from elastic_aio.agent.runtime import LocalRuntime
@@ -57,6 +58,9 @@ from elastic_aio.process.signal_actions import ended_by_default
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
+
+if TYPE_CHECKING:
+    from elastic_aio.stacks import StackDump
 
 _SHUTDOWN = "the event loop is shutting down"
 
@@ -250,6 +254,13 @@ class Driver:
         stuck = StartFailed(attempt, failure.message, True, 1, local_rank, why)
         self._on_input(stuck)
 
+    def _on_hung(self, local_rank: int, why: str) -> None:
+        self._on_input(WorkerHung(self._current_group.attempt, local_rank, why))
+
+    async def dump(self, reason: str) -> StackDump:
+        """Read the stacks of all workers of the present attempt (see `Liveness.dump`)."""
+        return await self._runtime.liveness.dump(reason)
+
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Publish(event):
@@ -348,6 +359,7 @@ class Driver:
             node.worker_ranks(nproc),
             on_exit=self._on_exit,
             on_stuck=self._on_stuck,
+            on_hung=self._on_hung,
             attempt=effect.attempt,
             restarts=effect.restarts,
             round_number=effect.attempt if placement is None else placement.round,

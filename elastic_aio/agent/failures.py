@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from msgspec import Struct
 
+from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.aio import read_file
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
@@ -52,6 +53,10 @@ class WorkerRecord(Struct):
         stop_signals: the signals that a stop sent to it before it exited.
         expired_timer: which timer it did not release in time, before it exited.
         stderr_tail: the end of its stderr, if it failed.
+        report: what it has reported about itself; None if it was not asked to.
+        hang: which deadline it has missed, so that the attempt fails.
+        hung_at: Unix seconds of that.
+        notes: what is added to its failure.
     """
 
     ranks: WorkerRanks
@@ -64,6 +69,10 @@ class WorkerRecord(Struct):
     stop_signals: frozenset[int] = frozenset()
     expired_timer: str = ""
     stderr_tail: str = ""
+    report: WorkerReport | None = None
+    hang: str = ""
+    hung_at: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def is_victim(self) -> bool:
@@ -137,12 +146,15 @@ async def collect_failures(
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         result = results.get(worker.ranks.local_rank, _NO_RESULT)
-        if worker.exit is None or (worker.exit.status.is_success and not result.problem):
+        has_failed = worker.exit is not None and not worker.exit.status.is_success
+        if not (has_failed or worker.hang or (worker.exit is not None and result.problem)):
             continue
         # An error file has precedence: it was written by the worker's own code.
         error = await _read_error(worker.logs.error_file) or result.error
         is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
-        is_victim = worker.is_victim and not is_own
+        if worker.hang and not is_own:
+            error = None  # of its stop
+        is_victim = worker.is_victim and not is_own and not worker.hang
         lines: list[str] = []
         if not is_victim:
             culprits[worker.order] = worker
@@ -152,12 +164,12 @@ async def collect_failures(
             local_rank=worker.ranks.local_rank,
             pid=worker.pid,
             host=host,
-            status=_RECORDED if is_own and worker.was_ended_by_stop else worker.exit.status,
-            time=error.timestamp if error else worker.exited_at,
+            status=_status_of(worker, has_error=is_own or bool(worker.hang)),
+            time=error.timestamp if error else worker.hung_at or worker.exited_at,
             order=worker.order,
             is_victim=is_victim,
             error=error,
-            message=worker.expired_timer or result.problem,
+            message=worker.hang or worker.expired_timer or result.problem,
             stderr_path=worker.logs.stderr.path,
             stderr_tail=_last_lines(lines),
             notes=() if is_victim else (*_notes(worker, error), *notes),
@@ -168,6 +180,12 @@ async def collect_failures(
         if failure.order in culprits:
             culprits[failure.order].stderr_tail = ""
     return ordered
+
+
+def _status_of(worker: WorkerRecord, *, has_error: bool) -> ExitStatus:
+    """Return how a worker failed: the end by a stop does not say why it was stopped."""
+    was_stopped = worker.was_ended_by_stop or worker.status.is_success
+    return _RECORDED if has_error and was_stopped else worker.status
 
 
 def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
@@ -267,7 +285,7 @@ async def _tail(path: str | None) -> tuple[str, list[str]]:
 def _notes(worker: WorkerRecord, error: WorkerError | None) -> tuple[str, ...]:
     # An error that the worker recorded hides the message.
     timer = (worker.expired_timer,) if error is not None and worker.expired_timer else ()
-    return (*timer, *_full_disks(worker.logs))
+    return (*timer, *worker.notes, *_full_disks(worker.logs))
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ Rules
     RUNNING    StartFailed, a hanging worker STOPPING   StopGroup
     STARTING   WorkerEnded, a failure        STOPPING   StopGroup
     RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
+    STARTING   WorkerHung                    STOPPING   StopGroup
+    RUNNING    WorkerHung                    STOPPING   StopGroup
     RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
     STOPPING   GroupStopped                  (decided by the subclass)
 """
@@ -40,6 +42,7 @@ from elastic_aio.agent.messages import (
     StopGroup,
     StopReceived,
     WorkerEnded,
+    WorkerHung,
 )
 from elastic_aio.errors import InternalError
 from elastic_aio.outcome import SIGTERM, Failure, signal_name
@@ -120,6 +123,9 @@ class AgentMachine(ABC):
                 return self._on_group_started(result)
             case StartFailed():
                 return self._on_start_failed(result)
+            case WorkerHung():
+                why = f"local rank {result.local_rank}: {result.why}"
+                return self._on_failing(why) if self.phase in LIVE else []
             case GroupStopped():
                 if self.phase is not AgentPhase.STOPPING:
                     raise self._impossible("the end of a group")

@@ -42,6 +42,14 @@ class StartFailed(Struct, frozen=True):
     why_permanent: str = "another attempt could not start it either"
 
 
+class WorkerHung(Struct, frozen=True):
+    """A worker of an attempt has missed a deadline, as `why` says."""
+
+    attempt: int
+    local_rank: int
+    why: str
+
+
 class WorkerEnded(Struct, frozen=True):
     """A worker has exited; a victim was signalled by a stop before."""
 
@@ -125,6 +133,7 @@ class LeftRendezvous(Struct, frozen=True):
 EffectResult = (
     GroupStarted
     | StartFailed
+    | WorkerHung
     | WorkerEnded
     | GroupStopped
     | DecisionMade

@@ -85,9 +85,10 @@ class Program:
     @property
     def descriptors_each(self) -> int:
         """How many descriptors of this process one worker takes."""
-        # Asyncio's pidfd and ours, two logs; two pipes; a function's call and result.
+        # Asyncio's pidfd and ours, two logs, the socket of its messages; two pipes; a function's
+        # call and result.
         pipes = 2 if self._spec.logs.on_full == "console" else int(self._spec.logs.capture)
-        return 4 + pipes + (2 if self.is_function else 0)
+        return 5 + pipes + (2 if self.is_function else 0)
 
     @property
     def spawner(self) -> Spawner:

@@ -36,10 +36,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
@@ -63,17 +65,20 @@ from elastic_aio.process.streams import StandardStreams
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.worker.context import (
     ERROR_FILE,
+    NOTIFY_FD,
+    NOTIFY_SOCKET,
     REAL_LOCAL_RANK,
     TIMER_FILE,
+    WATCHDOG_USEC,
     WorkerContext,
 )
 
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
-    from elastic_aio.agent.timers import JobTimers
     from elastic_aio.logs.paths import WorkerLogs
 
 
@@ -116,6 +121,9 @@ class LocalRuntime:
         self._pid = os.getpid()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
+        self.liveness = Liveness(
+            spec.liveness, self.clock, publish, directory=self._stacks_directory
+        )
         self.output = JobOutput(
             spec,
             run_id=run_id,
@@ -133,7 +141,6 @@ class LocalRuntime:
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
-        self._timers: JobTimers | None = None
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -183,12 +190,7 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
-        if self.spec.timers:
-            # Imported here: most jobs have none.
-            from elastic_aio.agent.timers import JobTimers
-
-            self._timers = JobTimers(self.clock, self._tree, self.publish)
-            self._timers.open(self.spec.timers)
+        self.liveness.open(self._tree, self.spec.timers)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         env = worker_env(self.spec, self.nproc, {job.marker: "1"})
@@ -213,8 +215,7 @@ class LocalRuntime:
         if os.getpid() != self._pid:
             return False
         await self.master_ports.aclose()
-        if self._timers is not None:
-            await self._timers.aclose()
+        await self.liveness.aclose()
         await self.output.aclose()
         await self._close_fork_server()
         await self.program.aclose()
@@ -275,8 +276,7 @@ class LocalRuntime:
         `records` will be its workers by local rank.
         """
         self.attempt = attempt
-        if self._timers is not None:
-            self._timers.begin_attempt(attempt, records)
+        self.liveness.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
 
     def is_current(self, attempt: int) -> bool:
@@ -313,7 +313,20 @@ class LocalRuntime:
         await self.program.forget_results()
         self.output.begin_attempt(attempt)
 
+    def _stacks_directory(self, attempt: int) -> str | None:
+        return self.output.attempt_directory(attempt)
+
     # -------------------------------------------------------------- a worker
+
+    def notify_socket(self, local_rank: int) -> AbstractContextManager[int | None]:
+        """Open the socket of one worker that is being spawned; None in a bare group.
+
+        Raises:
+            SpawnError: no descriptor is left.
+        """
+        if self.program.overrides is not None:
+            return nullcontext()
+        return self.liveness.open_worker(local_rank)
 
     def environment(
         self,
@@ -323,13 +336,15 @@ class LocalRuntime:
         round_number: int,
         master: tuple[str, int],
         logs: WorkerLogs,
+        notify: int | None = None,
     ) -> dict[str, str]:
-        """Return the environment variables of one worker."""
+        """Return the environment variables of one worker; `notify` is the socket it inherits."""
         error_file = logs.error_file
         overrides = self.program.overrides
         if overrides is not None:
             own = {ERROR_FILE: error_file, self.tree.marker: "1"}
-            return {**os.environ, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
+            inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
+            return {**inherited, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
         context = WorkerContext(
             **asdict(ranks),
             role=self.spec.role,
@@ -347,15 +362,26 @@ class LocalRuntime:
         if self.spec.virtual_local_rank:
             own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             own |= device_env(self.spec, ranks.local_rank)
-        if self._timers is not None:
-            own[TIMER_FILE] = self._timers.path
+        if self.liveness.timer_file:
+            own[TIMER_FILE] = self.liveness.timer_file
+        if notify is not None:
+            own[NOTIFY_FD] = str(notify)
+        if self.liveness.address:
+            own[NOTIFY_SOCKET] = self.liveness.address
+        if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
+            own[WATCHDOG_USEC] = str(int(seconds * 1e6))
         env = worker_env(self.spec, ranks.local_world_size, own)
-        if error_file and self.output.needs_record(logs):
+        needs_record = bool(error_file) and self.output.needs_record(logs)
+        if needs_record or self.spec.liveness != LivenessSpec():
             env |= startup_env(self.spec, env)
         return env
 
     async def spawn(
-        self, local_rank: int, env: Mapping[str, str], streams: tuple[int, int]
+        self,
+        local_rank: int,
+        env: Mapping[str, str],
+        streams: tuple[int, int],
+        notify: int | None = None,
     ) -> Child:
         """Start one worker of the current attempt.
 
@@ -363,6 +389,7 @@ class LocalRuntime:
             local_rank: its local rank.
             env: its environment variables.
             streams: its stdout and stderr.
+            notify: the socket that it inherits; None for none.
 
         Raises:
             SpawnError: it could not be started.
@@ -378,7 +405,7 @@ class LocalRuntime:
             stdin=standard.inherited(0) if takes_stdin else standard.null,
             stdout=streams[0],
             stderr=streams[1],
-            pass_fds=command.pass_fds,
+            pass_fds=command.pass_fds if notify is None else (*command.pass_fds, notify),
             call=command.call,
             cpus=self._cpus[local_rank] if self._cpus else frozenset(),
         )

@@ -1,8 +1,8 @@
 """The named pipe by which workers acquire timers, and the end of those that expire.
 
 A process of the job that does not release a timer in time gets the timer's signal, and so
-does the worker that it belongs to.  The worker then fails as if it had been killed from
-outside, and the restart policy applies.
+does the worker that it belongs to.  The stacks of all workers are read before.  The worker then
+fails as if it had been killed from outside, and the restart policy applies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from msgspec import Struct
 
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.timer_table import ExpiredTimer, TimerTable
@@ -33,11 +35,23 @@ _EXPIRED_MAX = 256
 """How many timers expire in one turn of the event loop."""
 
 
+class _Owned(Struct, frozen=True):
+    """An expired timer, the worker that it belongs to, and the process if that is another."""
+
+    timer: ExpiredTimer
+    record: WorkerRecord | None
+    process: proc_scan.ProcEntry | None
+
+
 class JobTimers:
     """The timers of one job on this host; must be closed."""
 
     def __init__(
-        self, clock: PausableClock, tree: ProcessTree, publish: Callable[[Event], None]
+        self,
+        clock: PausableClock,
+        tree: ProcessTree,
+        publish: Callable[[Event], None],
+        examine: Callable[[str], Awaitable[object]],
     ) -> None:
         """Prepare; nothing is opened yet.
 
@@ -45,12 +59,14 @@ class JobTimers:
             clock: measures the timers; they stand still while the job is suspended.
             tree: all processes of the job.
             publish: called with every event.
+            examine: awaited before a signal is sent, with the reason.
         """
         self.path = ""
         """The pipe; empty if it is not open."""
         self._clock = clock
         self._tree = tree
         self._publish = publish
+        self._examine = examine
         self._table = TimerTable()
         self._descriptor = -1
         self._status: os.stat_result | None = None
@@ -60,7 +76,7 @@ class JobTimers:
         self._alarm: asyncio.TimerHandle | None = None
         # Of the bytes that were in the pipe at a deadline, how many are not read yet.
         self._ahead = 0
-        self._below: list[ExpiredTimer] = []
+        self._expired: list[ExpiredTimer] = []
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -157,35 +173,53 @@ class JobTimers:
             self._expire()
 
     def _expire(self) -> None:
-        for timer in self._table.expire(self._clock.now(), _EXPIRED_MAX):
-            record = self._record_of(timer.pid)
-            if record is None:
-                self._below.append(timer)
-            elif record.exit is None:
-                self._end(timer, record, None)
-        if self._below and (self._task is None or self._task.done()):
-            self._task = create_task(self._end_below(), name="timers below the workers")
+        self._expired += self._table.expire(self._clock.now(), _EXPIRED_MAX)
+        if self._expired and (self._task is None or self._task.done()):
+            self._task = create_task(self._end_expired(), name="expired timers")
         self._set_alarm()
 
-    async def _end_below(self) -> None:
-        """End the processes below the workers; one scan is for all that wait for one."""
-        while self._below:
-            timers, self._below = self._below, []
-            processes = {entry.pid: entry for entry in await self._tree.descendants() or ()}
-            for timer in timers:
-                process = processes.get(timer.pid)
-                if process is None:
-                    continue  # it has ended, or is none of ours
-                record = self._record_of(process.session)
-                ancestor: proc_scan.ProcEntry | None = process
-                while record is None and ancestor is not None:
-                    record = self._record_of(ancestor.parent)
-                    ancestor = processes.get(ancestor.parent)
-                self._end(timer, record, process)
+    async def _end_expired(self) -> None:
+        """Report the expired timers, examine the workers, and end those that have the timers.
 
-    def _end(
-        self, timer: ExpiredTimer, record: WorkerRecord | None, process: proc_scan.ProcEntry | None
-    ) -> None:
+        One scan is for all timers of processes below the workers that wait for one.
+        """
+        while self._expired:
+            timers, self._expired = self._expired, []
+            found = [item async for item in self._with_owners(timers)]
+            for item in found:
+                self._report(item)
+            # A timer without a signal ends nothing.
+            if fatal := [item for item in found if item.timer.signal]:
+                await self._examine(f"timer {fatal[0].timer.scope!r} expired")
+            for item in fatal:
+                if item.process is not None:
+                    proc_scan.signal_process(item.process, item.timer.signal)
+                if item.record is not None and item.record.exit is None:
+                    self._tree.signal_leaders(item.timer.signal, item.record.pid)
+
+    async def _with_owners(self, timers: list[ExpiredTimer]) -> AsyncIterator[_Owned]:
+        """Yield the timers of workers that run, and of other processes of the job."""
+        records = {timer.pid: self._record_of(timer.pid) for timer in timers}
+        processes: dict[int, proc_scan.ProcEntry] = {}
+        if None in records.values():
+            processes = {entry.pid: entry for entry in await self._tree.descendants() or ()}
+        for timer in timers:
+            process, record = processes.get(timer.pid), records[timer.pid]
+            if record is not None:
+                if record.exit is None:
+                    yield _Owned(timer, record, None)
+                continue
+            if process is None:
+                continue  # it has ended, or is none of ours
+            record = self._record_of(process.session)
+            ancestor: proc_scan.ProcEntry | None = process
+            while record is None and ancestor is not None:
+                record = self._record_of(ancestor.parent)
+                ancestor = processes.get(ancestor.parent)
+            yield _Owned(timer, record, process)
+
+    def _report(self, item: _Owned) -> None:
+        timer, record = item.timer, item.record
         if record is not None:
             times = f"{round(timer.age, 2):g} s (limit {round(timer.limit, 2):g} s)"
             record.expired_timer = f"timer {timer.scope!r} expired after {times}"
@@ -201,10 +235,6 @@ class JobTimers:
                 signal=timer.signal,
             )
         )
-        if timer.signal and process is not None:
-            proc_scan.signal_process(process, timer.signal)
-        if timer.signal and record is not None:
-            self._tree.signal_leaders(timer.signal, record.pid)
 
     def _record_of(self, pid: int) -> WorkerRecord | None:
         return next((record for record in self._records.values() if record.pid == pid), None)

@@ -53,6 +53,7 @@ class WorkerGroup:
         *,
         on_exit: Callable[[int, ChildExit], None],
         on_stuck: Callable[[Failure], None] = lambda failure: None,
+        on_hung: Callable[[int, str], None] = lambda local_rank, why: None,
         attempt: int = 0,
         restarts: int = 0,
         round_number: int = 0,
@@ -66,6 +67,7 @@ class WorkerGroup:
             on_exit: called with the local rank and the exit of each worker, after its
                 record has been updated.
             on_stuck: called once if a worker is in an uninterruptible system call for too long.
+            on_hung: called with the local rank of a worker that is silent for too long, and why.
             attempt: number of the attempt.
             restarts: restarts after failures so far.
             round_number: number of the round; of a single node that of the attempt.
@@ -81,6 +83,7 @@ class WorkerGroup:
         self._ranks = ranks
         self._on_exit = on_exit
         self._watch = StuckWatch(runtime.host, on_stuck)
+        self._on_hung = on_hung
         self._restarts = restarts
         self._round_number = round_number
         self._master = master
@@ -111,6 +114,7 @@ class WorkerGroup:
             check_runnable(self._runtime.spec)
             if (timeout := self._runtime.spec.uninterruptible_timeout) is not None:
                 self._watch.start(self.records, timeout)
+            self._runtime.liveness.watch(self._on_hung)
             # In a task of its own: a stop can wait for the child that is being spawned.
             self._starting = create_task(self._spawn_all(), name=f"start {self.attempt}")
             await asyncio.wait([self._starting])
@@ -130,15 +134,19 @@ class WorkerGroup:
             try:
                 # Each worker's descriptors are open only while it is spawned.
                 logs = runtime.output.plan(self.attempt, ranks.local_rank)
-                with runtime.output.open_streams(logs, self.attempt, ranks) as streams:
+                with (
+                    runtime.output.open_streams(logs, self.attempt, ranks) as streams,
+                    runtime.notify_socket(ranks.local_rank) as notify,
+                ):
                     env = runtime.environment(
                         ranks,
                         restarts=self._restarts,
                         round_number=self._round_number,
                         master=master,
                         logs=logs,
+                        notify=notify,
                     )
-                    child = await runtime.spawn(ranks.local_rank, env, streams)
+                    child = await runtime.spawn(ranks.local_rank, env, streams, notify)
             except SpawnError as error:
                 error.local_rank = ranks.local_rank
                 raise
@@ -152,6 +160,7 @@ class WorkerGroup:
         self._runtime.tree.add(child)
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
         self.records[ranks.local_rank] = record
+        self._runtime.liveness.on_started(record)
         self._runtime.publish(
             WorkerStarted(
                 attempt=self.attempt,
@@ -174,6 +183,7 @@ class WorkerGroup:
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._runtime.tree.stop_signals(record.pid)
         self._runtime.output.capture.read_now(record.logs.stderr.path)
+        self._runtime.liveness.on_exited(record.ranks.local_rank)
         self._runtime.publish(
             WorkerExited(
                 attempt=self.attempt,
@@ -194,6 +204,7 @@ class WorkerGroup:
     def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
         """Note that a stop begins now, and publish why; `stop` follows."""
         self._stopped_at = self._stopped_at or time.time()
+        self._runtime.liveness.end_deadlines()
         self._runtime.publish(
             StopRequested(attempt=self.attempt, reason=reason, plan=str(plan), signal=signal)
         )
@@ -219,6 +230,7 @@ class WorkerGroup:
         Safe to call again after cancellation.
         """
         self._is_abandoned = True
+        self._runtime.liveness.end_deadlines()
         await self._watch.aclose()
         if self._starting is not None:
             if not self._runtime.program.is_importing:
@@ -235,6 +247,7 @@ class WorkerGroup:
         Idempotent; safe to call again after cancellation.
         """
         await self._watch.aclose()
+        self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
 
     # ---------------------------------------------------------------- results

@@ -60,6 +60,39 @@ RUN_OPTIONS: Final = (
         metavar="SECONDS",
     ),
     Option(
+        "heartbeat-timeout",
+        "fail the attempt when a worker has sent no message for so long (see"
+        " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
+        metavar="SECONDS",
+        has_variable=False,
+    ),
+    Option(
+        "ready-timeout",
+        "fail the attempt when a worker has not sent READY=1 so long after its start (default: no"
+        " limit)",
+        metavar="SECONDS",
+        has_variable=False,
+    ),
+    Option(
+        "progress-timeout",
+        "fail the attempt when a worker has sent the same PROGRESS, or none, for so long (default:"
+        " no limit)",
+        metavar="SECONDS",
+        has_variable=False,
+    ),
+    Option(
+        "on-timeout",
+        "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
+        metavar="ACTION",
+        has_variable=False,
+    ),
+    Option(
+        "idle-report",
+        "report once that no worker has used CPU time or written for so long (default: never)",
+        metavar="SECONDS",
+        has_variable=False,
+    ),
+    Option(
         "stdin",
         "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
         " (default 'null')",

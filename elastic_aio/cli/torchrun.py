@@ -37,6 +37,7 @@ from elastic_aio.cli.suggestions import argument_warnings, variable_warnings
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
+from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import SignalSpec, StopPlan
@@ -171,8 +172,7 @@ def _with_local_rank(values: Values, program: list[str]) -> list[str]:
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
     rendezvous = parse_rendezvous_options(values, env)
-    if (http := values["http"]) is not None:
-        parse_host_port("address", http, at_least=0)
+    http = _http(values)
     entrypoint, args = _program(values, program)
     nproc = "1" if values["nproc_per_node"] is None else values["nproc_per_node"]
     number = parse_int(nproc)
@@ -199,6 +199,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         timers=timers_from(env),
         logs=logs,
         stop=_stop_plan(values["shutdown_timeout"], env),
+        liveness=_liveness(values),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
         rendezvous=rendezvous.spec,
         python=env.get("PYTHON_EXEC") or None,
@@ -218,6 +219,12 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         color=_color(values, env),
         level=_level(values),
     )
+
+
+def _http(values: Values) -> str | None:
+    if (address := values["http"]) is not None:
+        parse_host_port("address", address, at_least=0)
+    return address
 
 
 def _color(values: Values, env: Mapping[str, str]) -> str:
@@ -349,6 +356,17 @@ def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
         option = _GRACE_VARIABLE
     return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value, limit=1e9))
+
+
+def _liveness(values: Values) -> LivenessSpec:
+    names = "heartbeat_timeout", "ready_timeout", "progress_timeout", "idle_report"
+    options = {name: f"--{name.replace('_', '-')}" for name in names}
+    seconds = {
+        name: parse_seconds(option, text, is_positive=True, limit=1e9)
+        for name, option in options.items()
+        if (text := values[name]) is not None
+    }
+    return LivenessSpec(**seconds, on_timeout=values["on_timeout"] or "fail")  # type: ignore[arg-type]  # LivenessSpec checks it
 
 
 def uninterruptible_timeout_from(env: Mapping[str, str]) -> float | None:

@@ -158,6 +158,7 @@ class _Server:
 
     def _run_worker(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         from elastic_aio.worker import bootstrap, forked, scripts
+        from elastic_aio.worker.context import NOTIFY_FD
 
         streams, passed = descriptors[:3], descriptors[3:]
 
@@ -176,8 +177,13 @@ class _Server:
                 os.close(descriptor)
             argv = request["argv"]
             arguments = argv[argv.index("-u") + 1 :]  # after the interpreter and its flags
+            numbers = dict(zip(request["numbers"], passed, strict=True))
+            # The socket is inherited under another number than the launcher's.
+            notify = numbers.get(int(request["env"].get(NOTIFY_FD, -1)))
+            if notify is not None:
+                os.environ[NOTIFY_FD] = str(notify)
+                os.set_inheritable(notify, True)
             if arguments[0] == bootstrap.MAIN:
-                numbers = dict(zip(request["numbers"], passed, strict=True))
                 return bootstrap.main(arguments[1:], numbers)
             sys.path[:] = self._path
             return scripts.run_as_interpreter(arguments)

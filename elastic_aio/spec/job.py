@@ -28,6 +28,7 @@ from elastic_aio.spec.checks import (
     is_integer,
     set_fields,
 )
+from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartPolicy
@@ -150,6 +151,8 @@ class LaunchSpec:
     """Which failures are followed by another attempt, and after which delay."""
     stop: StopPlan = StopPlan()
     """How workers are stopped, on every path."""
+    liveness: LivenessSpec = LivenessSpec()
+    """How long workers may be silent, and what follows."""
     rendezvous: RendezvousSpec = RendezvousSpec()
     """How the nodes find each other; without effect for one node."""
     run_id: str | None = None
@@ -224,6 +227,7 @@ class LaunchSpec:
         logs: LogSpec | None = None,
         restart: RestartPolicy | None = None,
         stop: StopPlan | None = None,
+        liveness: LivenessSpec | None = None,
         rendezvous: RendezvousSpec | None = None,
         run_id: str | None = None,
         master_addr: str | None = None,
@@ -250,12 +254,13 @@ class LaunchSpec:
         if self.preload and start_method != "forkserver":
             raise SpecError("preload", ",".join(self.preload), "needs start_method='forkserver'")
         self.restart.check_with(self.max_restarts)
-        if nodes.maximum > 1:
-            self._check_rendezvous()
+        self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):
             self.logs.check_with(self.nproc_per_node)
 
     def _check_rendezvous(self) -> None:
+        if self.nnodes.maximum == 1:
+            return
         self.rendezvous.check_with(self.nnodes.maximum)
         if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:
             problem = "must be one number with the backend 'static', which waits for all nodes"
@@ -397,6 +402,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "logs": partial(checked_part, kind=LogSpec),
     "restart": partial(checked_part, kind=RestartPolicy),
     "stop": partial(checked_part, kind=StopPlan),
+    "liveness": partial(checked_part, kind=LivenessSpec),
     "rendezvous": partial(checked_part, kind=RendezvousSpec),
     "run_id": _optional(_run_id),
     "master_addr": _optional(checked_host),

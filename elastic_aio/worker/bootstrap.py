@@ -243,6 +243,7 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
         The worker's exit code.
     """
     enable_faulthandler()
+    interpreter.offer_stacks()
     is_called = False
     try:
         function, args = prepare()

@@ -13,6 +13,12 @@ from typing import Any
 from elastic_aio.errors import HostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+NOTIFY_FD = "ELASTIC_AIO_NOTIFY_FD"
+"""The inherited socket for the messages of `elastic_aio.worker.notify`."""
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
+"""The address of such a socket, as systemd names it."""
+WATCHDOG_USEC = "WATCHDOG_USEC"
+"""Microseconds within which a worker has to send a heartbeat."""
 REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
 """The local rank where LOCAL_RANK is virtual, and so 0."""
 RUN_ID = "TORCHELASTIC_RUN_ID"

@@ -1,5 +1,7 @@
 """The end of a worker's interpreter: what ended its program, and what is done before it exits.
 
+And one thing of its start: the stacks of its threads, which the launcher may want to read.
+
 A worker that did not start as `python script.py` ends by `os._exit`, after the steps of an
 interpreter's finalization that a program can notice.  The finalization itself would end each
 foreign thread (torch's have no other end) that still needs the interpreter, inside of C++ code
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 MESSAGE_MAX = 16 * 1024
 TRACEBACK_MAX = 64 * 1024
 
+# The signal on which a worker writes the stacks of its threads, SIGRTMAX-4: none of glibc's, and
+# no common library's.
+STACKS_SIGNAL = 60
+# The file in memory into which it writes them; the launcher opens it through /proc.
+STACKS_FILE = "elastic_aio_stacks"
+_STACKS_DESCRIPTOR = 255  # a number that no program expects to be free, or gets by an open
+
 _SIGINT = 2
 _FLUSH_FAILED = 120  # CPython's exit code when the standard streams cannot be flushed
 _PID = os.getpid()
@@ -37,6 +46,49 @@ _busy: list[object] = []  # buffers in which another thread stays
 _BUSY_S = 1.0  # CPython waits as long for such a buffer at its end
 _STEP_S = 10.0  # of one step, after which the process ends without the next ones
 _OWN = os.path.dirname(os.path.abspath(__file__))
+
+
+# ------------------------------------------------------------------------------ the start
+
+_offered_by = 0  # the process that has offered its stacks
+
+
+def offer_stacks() -> None:
+    """Let the launcher read the stacks of all threads, however this process hangs.
+
+    The handler of the signal is C code, and needs neither the GIL nor the main thread.  The
+    file is in memory, and only its owner can open it.
+    """
+    global _offered_by
+    if _offered_by == os.getpid() or "ELASTIC_AIO_NOTIFY_FD" not in os.environ:
+        return
+    _offered_by = os.getpid()
+    import faulthandler
+
+    try:
+        faulthandler.register(STACKS_SIGNAL, _stacks_file(), all_threads=True)
+    except (OSError, ValueError, AttributeError, RuntimeError):
+        pass  # another implementation of Python, or no descriptor is left
+
+
+def _stacks_file() -> int:
+    """Return the file's descriptor: where the program's own get the numbers they would get."""
+    number = _STACKS_DESCRIPTOR
+    try:
+        link = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        link = ""
+    if link == f"/memfd:{STACKS_FILE} (deleted)":
+        return number  # the start of this process has opened it
+    descriptor = os.memfd_create(STACKS_FILE)
+    if link:
+        return descriptor  # the number is in use
+    try:
+        os.dup2(descriptor, number, inheritable=False)
+    except OSError:
+        return descriptor  # the limit is lower
+    os.close(descriptor)
+    return number
 
 
 # ------------------------------------------------------------------ what ended the program

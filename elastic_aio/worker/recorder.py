@@ -15,7 +15,7 @@ from elastic_aio.text import abridge
 from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler, format_error
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
-from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
+from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX, offer_stacks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,6 +56,7 @@ class _Recording:
 
     def __enter__(self) -> None:
         enable_faulthandler()
+        offer_stacks()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         path = os.environ.get(ERROR_FILE)

@@ -38,6 +38,7 @@ def run_as_interpreter(arguments: list[str]) -> int:
     Args:
         arguments: a script's path, or `-m` and a module's name; then its arguments.
     """
+    interpreter.offer_stacks()
     try:
         _run(arguments)
         return 0

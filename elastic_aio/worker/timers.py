@@ -23,6 +23,7 @@ import time
 from types import TracebackType
 
 from elastic_aio.errors import HostError
+from elastic_aio.worker import interpreter
 from elastic_aio.worker.context import TIMER_FILE
 
 # A name for a person; so many characters fit into PIPE_BUF bytes, however they are escaped.
@@ -48,6 +49,7 @@ class Timer:
         Raises:
             HostError: the launcher does not listen.
         """
+        interpreter.offer_stacks()  # before it is killed, the launcher reads what it does
         try:
             self._send(time.time() + self.seconds, signal.SIGKILL)
         except OSError as error:

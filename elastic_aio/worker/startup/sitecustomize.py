@@ -1,9 +1,9 @@
-"""Lets a script record the exception that ends it, although it does not use `record`.
+"""Lets a script record the exception that ends it, and offer its stacks, by itself.
 
-A worker whose stderr is a terminal starts with this directory in front of PYTHONPATH, so that
-`site` imports this module before the script.  It first undoes what led to it: the script finds
-the variable, `sys.path` and `sys.modules` as without it, and so do the processes that it
-starts; a `sitecustomize` of its own is imported in this one's place.
+A worker whose stderr is a terminal, or that has deadlines, starts with this directory in front of
+PYTHONPATH, so that `site` imports this module before the script. It first undoes what led to it:
+the script finds the variable, `sys.path` and `sys.modules` as without it, and so do the processes
+that it starts; a `sitecustomize` of its own is imported in this one's place.
 
 `sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores
 an exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is
@@ -64,8 +64,27 @@ def _make_hook(path: str, pid: int) -> "Callable[[], None]":
     return record
 
 
+def _offer_stacks() -> None:
+    """Let the launcher read the stacks of this process (see `interpreter.offer_stacks`)."""
+    modules, directory = {*sys.modules}, os.path.dirname(_OWN)
+    sys.path.insert(0, directory)
+    try:
+        import interpreter  # type: ignore[import-not-found]  # the package need not be importable
+
+        interpreter.offer_stacks()
+    except Exception:  # noqa: BLE001  # another version of Python
+        pass  # the launcher sees what the kernel shows
+    finally:
+        sys.path.remove(directory)
+        sys.path_importer_cache.pop(directory, None)
+        for name in {*sys.modules} - modules:
+            del sys.modules[name]
+
+
 def _start() -> None:
     _undo()
+    if "ELASTIC_AIO_NOTIFY_FD" in os.environ:
+        _offer_stacks()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         _record_at_exit(path)

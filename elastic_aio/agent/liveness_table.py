@@ -1,0 +1,286 @@
+"""What the workers of an attempt have reported, and which of them is silent for too long; pure.
+
+The words are those of sd_notify(3), and four more::
+
+    READY=1                  the worker has started up
+    WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
+    STATUS=text              what it does, for people
+    STOPPING=1               it ends: it has no deadlines any more
+    EXTEND_TIMEOUT_USEC=n    none of its deadlines ends in the next n microseconds
+    PROGRESS=step            where its work is; any text that changes
+    PHASE=name               a part of its work begins; PHASE_END=name ends it
+    PHASE_TIMEOUT_USEC=n     how long the phase that has begun last may take
+
+Every message is a heartbeat.  A shell sends each line as a message of its own.  While a phase with
+a limit lasts, only that limit counts.  Other words are ignored, and so is what is no message: any
+process below a worker may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.text import one_line
+
+MESSAGE_MAX = 4096
+"""Bytes of a message; a longer one is ignored."""
+_LINES_MAX = 32
+_STATUS_MAX = 200
+_STEP_MAX = 60
+_PHASES_MAX = 16
+_DIGITS_MAX = 15
+
+
+class Phase(Struct):
+    """A part of a worker's work that has begun; `limit` is in seconds, None for none."""
+
+    name: str
+    began: float
+    limit: float | None
+    is_missed: bool = False
+
+
+class WorkerReport(Struct):
+    """What one worker has reported about itself; times are in seconds of the job's clock.
+
+    Attributes:
+        started: when it was started.
+        ready_at: when it was ready; None before.
+        heartbeat_at: when its last message came; None before the first one.
+        step: its last step; empty without one.
+        step_at: when that step began.
+        status: its last status.
+        phases: the phases that have begun, the innermost last.
+        is_stopping: whether it ends.
+        extended_to: before which no deadline ends.
+        is_triggered: whether it has asked to be ended.
+        missed: the deadlines that it has missed since.
+    """
+
+    started: float
+    ready_at: float | None = None
+    heartbeat_at: float | None = None
+    step: str = ""
+    step_at: float | None = None
+    status: str = ""
+    phases: list[Phase] = field(default_factory=list)
+    is_stopping: bool = False
+    extended_to: float = 0.0
+    is_triggered: bool = False
+    missed: set[str] = field(default_factory=set)
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase; empty without one."""
+        return self.phases[-1].name if self.phases else ""
+
+
+class _Deadline(Struct):
+    at: float
+    kind: str
+    limit: float
+    since: float
+    phase: Phase | None = None
+
+
+class MissedDeadline(Struct, frozen=True):
+    """A worker that was silent for too long.
+
+    Attributes:
+        local_rank: the worker.
+        kind: "heartbeat", "ready", "progress", "phase" or "watchdog".
+        limit: seconds that it had.
+        age: seconds since the time from which the limit counts.
+        reason: what happened, for people.
+        status: the last status; empty without one.
+        step: the last step; empty without one.
+        phase: the innermost phase; empty without one.
+    """
+
+    local_rank: int
+    kind: str
+    limit: float
+    age: float
+    reason: str
+    status: str
+    step: str
+    phase: str
+
+
+class LivenessTable:
+    """The workers of one attempt, by local rank."""
+
+    def __init__(self, spec: LivenessSpec) -> None:
+        """Begin without workers."""
+        self.workers: dict[int, WorkerReport] = {}
+        self._spec = spec
+
+    def __repr__(self) -> str:
+        return f"<LivenessTable of {len(self.workers)} workers>"
+
+    def add(self, local_rank: int, now: float) -> WorkerReport:
+        """Add a worker that has been started."""
+        report = self.workers[local_rank] = WorkerReport(now)
+        return report
+
+    def remove(self, local_rank: int) -> None:
+        """Remove a worker that has exited."""
+        self.workers.pop(local_rank, None)
+
+    def clear(self) -> None:
+        """Remove all workers."""
+        self.workers.clear()
+
+    # -------------------------------------------------------------- messages
+
+    def feed(self, local_rank: int, message: bytes, now: float) -> bool:
+        """Read a message; return whether the worker has become ready by it."""
+        report = self.workers.get(local_rank)
+        lines = message.split(b"\n", _LINES_MAX)
+        if report is None or b"=" not in message or len(message) > MESSAGE_MAX:
+            return False
+        was_ready = report.ready_at is not None
+        report.heartbeat_at = now
+        report.missed.discard("heartbeat")
+        for line in lines[:_LINES_MAX]:
+            key, _, value = line.partition(b"=")
+            self._read(report, key, value.decode("utf-8", "replace"), now)
+        return report.ready_at is not None and not was_ready
+
+    def _read(self, report: WorkerReport, key: bytes, text: str, now: float) -> None:
+        match key:
+            case b"READY" if text == "1" and report.ready_at is None:
+                report.ready_at = now
+            case b"STATUS":
+                report.status = one_line(text[:MESSAGE_MAX], _STATUS_MAX)
+            case b"WATCHDOG" if text == "trigger":
+                report.is_triggered = True
+            case b"STOPPING" if text == "1":
+                report.is_stopping = True
+            case b"EXTEND_TIMEOUT_USEC" if (seconds := _seconds(text)) is not None:
+                report.extended_to = max(report.extended_to, now + seconds)
+            case b"PROGRESS":
+                step = one_line(text, _STEP_MAX)
+                if step != report.step:
+                    report.step, report.step_at = step, now
+                    report.missed.discard("progress")
+            case b"PHASE" if len(report.phases) < _PHASES_MAX:
+                report.phases.append(Phase(one_line(text, _STEP_MAX), now, None))
+            case b"PHASE_TIMEOUT_USEC" if report.phases:
+                report.phases[-1].limit = _seconds(text)
+            case b"PHASE_END":
+                self._end_phase(report, one_line(text, _STEP_MAX), now)
+
+    def _end_phase(self, report: WorkerReport, name: str, now: float) -> None:
+        for index in range(len(report.phases) - 1, -1, -1):
+            if report.phases[index].name == name:
+                # With the phases inside of it, whose ends were lost.
+                has_limit = any(phase.limit is not None for phase in report.phases[index:])
+                del report.phases[index:]
+                if has_limit:  # the time of the present step begins again
+                    report.step_at = now
+                return
+
+    # ------------------------------------------------------------- deadlines
+
+    def deadline_of(self, local_rank: int) -> float | None:
+        """Return when the next deadline of a worker ends; None without one."""
+        report = self.workers.get(local_rank)
+        if report is None:
+            return None
+        return min((item.at for item in self._deadlines(report)), default=None)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next deadline ends; None without one."""
+        ends = (item.at for report in self.workers.values() for item in self._deadlines(report))
+        return min(ends, default=None)
+
+    def expire(self, now: float) -> list[MissedDeadline]:
+        """Return the deadlines that have ended by `now`, by time; each once."""
+        found = []
+        for local_rank, report in self.workers.items():
+            due = [item for item in self._deadlines(report) if item.at <= now]
+            for item in due:
+                report.missed.add(item.kind)
+                if item.phase is not None:
+                    item.phase.is_missed = True
+            if due:
+                first = min(due, key=lambda item: item.at)
+                found.append((first.at, self._missed(local_rank, report, first, now)))
+        return [missed for _, missed in sorted(found, key=lambda pair: pair[0])]
+
+    def _deadlines(self, report: WorkerReport) -> Iterator[_Deadline]:
+        if report.is_triggered and "watchdog" not in report.missed:
+            yield _Deadline(0.0, "watchdog", 0.0, report.heartbeat_at or report.started)
+        for item in self._limits(report):
+            is_known = item.phase.is_missed if item.phase else item.kind in report.missed
+            if not is_known:
+                item.at = max(item.since + item.limit, report.extended_to)
+                yield item
+
+    def _limits(self, report: WorkerReport) -> Iterator[_Deadline]:
+        spec = self._spec
+        if report.is_stopping:
+            return
+        limited = [phase for phase in report.phases if phase.limit is not None]
+        if limited:
+            for phase in limited:
+                yield _Deadline(0.0, "phase", phase.limit or 0.0, phase.began, phase)
+            return
+        begin = report.started
+        if spec.ready_timeout is not None:
+            if report.ready_at is None:
+                yield _Deadline(0.0, "ready", spec.ready_timeout, begin)
+                return
+            begin = report.ready_at
+        if spec.heartbeat_timeout is not None:
+            since = max(begin, report.heartbeat_at or begin)
+            yield _Deadline(0.0, "heartbeat", spec.heartbeat_timeout, since)
+        if spec.progress_timeout is not None:
+            since = max(begin, report.step_at or begin)
+            yield _Deadline(0.0, "progress", spec.progress_timeout, since)
+
+    def _missed(
+        self, local_rank: int, report: WorkerReport, item: _Deadline, now: float
+    ) -> MissedDeadline:
+        phase = item.phase.name if item.phase is not None else report.phase
+        return MissedDeadline(
+            local_rank=local_rank,
+            kind=item.kind,
+            limit=item.limit,
+            age=now - item.since,
+            reason=_reason(item, report, phase),
+            status=report.status,
+            step=report.step,
+            phase=phase,
+        )
+
+
+def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
+    seconds = f"{round(item.limit, 3):g} s"
+    match item.kind:
+        case "heartbeat":
+            text = f"no heartbeat for {seconds} (heartbeat_timeout)"
+        case "ready":
+            text = f"not ready {seconds} after its start (ready_timeout)"
+        case "progress":
+            text = f"no progress for {seconds} (progress_timeout)"
+        case "phase":
+            text = f"phase {phase!r} has not ended after {seconds}"
+        case _:
+            text = "the worker asked to be ended (WATCHDOG=trigger)"
+    if report.step:
+        text += f", at step {report.step}"
+    if phase and item.kind != "phase":
+        text += f", in phase {phase!r}"
+    return f"{text}, last status {report.status!r}" if report.status else text
+
+
+def _seconds(text: str) -> float | None:
+    """Return microseconds as seconds; None: it is no such number."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX
+    return int(text) / 1e6 if is_number else None

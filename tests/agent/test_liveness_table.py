@@ -1,0 +1,180 @@
+"""What workers report, and when they are silent for too long: pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_aio.agent.liveness_table import MESSAGE_MAX, LivenessTable, WorkerReport
+from elastic_aio.spec.liveness import LivenessSpec
+
+
+def table_of(**limits: Any) -> tuple[LivenessTable, WorkerReport]:
+    """Return a table with worker 0, which was started at 100 s."""
+    table = LivenessTable(LivenessSpec(**limits))
+    return table, table.add(0, 100.0)
+
+
+def reasons(table: LivenessTable, now: float) -> list[str]:
+    return [missed.reason for missed in table.expire(now)]
+
+
+# Limits, messages as (time, content), and the time and the reason of the first missed deadline.
+CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str]] = [
+    ({}, [], None, ""),
+    ({"idle_report": 1}, [], None, ""),
+    # From the start, and from the last message, whatever it says.
+    ({"heartbeat_timeout": 5}, [], 105, "no heartbeat for 5 s (heartbeat_timeout)"),
+    (
+        {"heartbeat_timeout": 5},
+        [(104, b"WATCHDOG=1")],
+        109,
+        "no heartbeat for 5 s (heartbeat_timeout)",
+    ),
+    (
+        {"heartbeat_timeout": 5},
+        [(104, b"STATUS=loading\nMAINPID=1\n")],
+        109,
+        "no heartbeat for 5 s (heartbeat_timeout), last status 'loading'",
+    ),
+    # What is no message is no heartbeat.
+    ({"heartbeat_timeout": 5}, [(104, b"hello")], 105, "no heartbeat for 5 s (heartbeat_timeout)"),
+    (
+        {"heartbeat_timeout": 5},
+        [(104, b"X=" + b"x" * MESSAGE_MAX)],
+        105,
+        "no heartbeat for 5 s (heartbeat_timeout)",
+    ),
+    # Not before it is ready.
+    (
+        {"heartbeat_timeout": 5, "ready_timeout": 60},
+        [(101, b"WATCHDOG=1")],
+        160,
+        "not ready 60 s after its start (ready_timeout)",
+    ),
+    (
+        {"heartbeat_timeout": 5, "ready_timeout": 60},
+        [(150, b"READY=1\n")],
+        155,
+        "no heartbeat for 5 s (heartbeat_timeout)",
+    ),
+    ({"ready_timeout": 60}, [(150, b"READY=1")], None, ""),
+    ({"ready_timeout": 60}, [(150, b"READY=0")], 160, "not ready 60 s after"),
+    # The same step is no progress.
+    (
+        {"progress_timeout": 5},
+        [(103, b"PROGRESS=7"), (104, b"PROGRESS=7"), (105, b"WATCHDOG=1")],
+        108,
+        "no progress for 5 s (progress_timeout), at step 7",
+    ),
+    ({"progress_timeout": 5}, [(103, b"PROGRESS=7"), (104, b"PROGRESS=8")], 109, "no progress"),
+    # A phase with a limit replaces the other deadlines, until it ends.
+    (
+        {"heartbeat_timeout": 5, "progress_timeout": 5},
+        [(101, b"PHASE=checkpoint\nPHASE_TIMEOUT_USEC=60000000")],
+        161,
+        "phase 'checkpoint' has not ended after 60 s",
+    ),
+    (
+        {"progress_timeout": 5},
+        [(101, b"PHASE=checkpoint\nPHASE_TIMEOUT_USEC=60000000"), (140, b"PHASE_END=checkpoint")],
+        145,
+        "no progress for 5 s",
+    ),
+    (
+        {"heartbeat_timeout": 5},
+        [(101, b"PHASE=load")],
+        106,
+        "no heartbeat for 5 s (heartbeat_timeout), in phase 'load'",
+    ),
+    # The end of an outer phase ends those inside; the end of an unknown one nothing.
+    (
+        {},
+        [
+            (101, b"PHASE=a\nPHASE_TIMEOUT_USEC=60000000"),
+            (102, b"PHASE=b\nPHASE_TIMEOUT_USEC=1000000"),
+            (102.5, b"PHASE_END=c"),
+        ],
+        103,
+        "phase 'b' has not ended after 1 s",
+    ),
+    (
+        {},
+        [
+            (101, b"PHASE=a\nPHASE_TIMEOUT_USEC=60000000"),
+            (102, b"PHASE=b\nPHASE_TIMEOUT_USEC=1000000"),
+            (102.5, b"PHASE_END=a"),
+        ],
+        None,
+        "",
+    ),
+    # sd_notify(3).
+    ({"heartbeat_timeout": 5}, [(104, b"STOPPING=1")], None, ""),
+    ({"heartbeat_timeout": 5}, [(104, b"EXTEND_TIMEOUT_USEC=30000000")], 134, "no heartbeat"),
+    ({"heartbeat_timeout": 5}, [(104, b"EXTEND_TIMEOUT_USEC=1e9")], 109, "no heartbeat"),
+    ({}, [(104, b"WATCHDOG=trigger")], 0, "the worker asked to be ended (WATCHDOG=trigger)"),
+]
+
+
+@pytest.mark.parametrize(("limits", "messages", "at", "reason"), CASES)
+def test_when_a_deadline_is_missed(
+    limits: dict[str, float], messages: list[tuple[float, bytes]], at: float | None, reason: str
+) -> None:
+    table, _ = table_of(**limits)
+    for when, content in messages:
+        table.feed(0, content, when)
+    assert table.next_deadline == table.deadline_of(0) == at
+    if at is None:
+        assert table.expire(1e9) == []
+        return
+    assert table.expire(at - 0.001) == []
+    (missed,) = table.expire(max(at, 104.0))
+    assert missed.reason.startswith(reason)
+    assert table.expire(max(at, 104.0)) == []
+
+
+def test_a_missed_deadline_counts_again_after_a_message() -> None:
+    table, report = table_of(heartbeat_timeout=5)
+    assert len(table.expire(110.0)) == 1
+    table.feed(0, b"WATCHDOG=1", 111.0)
+    assert report.heartbeat_at == 111.0
+    assert table.next_deadline == 116.0
+    assert reasons(table, 116.0) == ["no heartbeat for 5 s (heartbeat_timeout)"]
+
+
+def test_the_first_of_several_workers_comes_first() -> None:
+    table, _ = table_of(heartbeat_timeout=5)
+    table.add(1, 90.0)
+    table.add(2, 1000.0)
+    assert table.next_deadline == 95.0
+    assert [missed.local_rank for missed in table.expire(200.0)] == [1, 0]
+    table.remove(2)
+    assert table.next_deadline is None
+
+
+def test_what_a_worker_says_is_kept_for_people() -> None:
+    table, report = table_of()
+    assert table.feed(0, b"READY=1\nSTATUS=a\x1b[31m\tb\xff\n", 101.0)
+    assert not table.feed(0, b"READY=1\nPROGRESS=12/100", 102.0)
+    table.feed(0, b"PHASE=checkpoint", 103.0)
+    assert (report.ready_at, report.status, report.step) == (101.0, "a [31m b\ufffd", "12/100")
+    assert report.phase == "checkpoint"
+    assert not table.feed(7, b"READY=1", 104.0)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=30))
+def test_hostile_bytes_are_bounded(messages: list[bytes]) -> None:
+    """Whatever they are, and however many."""
+    table, report = table_of(heartbeat_timeout=5)
+    for content in messages:
+        table.feed(0, b"PHASE=" + content, 101.0)
+        table.feed(0, b"PHASE_TIMEOUT_USEC=" + content, 101.0)
+        table.feed(0, b"EXTEND_TIMEOUT_USEC=" + content + b"\nSTATUS=" + content, 101.0)
+    assert len(report.phases) <= 16
+    assert len(report.status) <= 200
+    assert all(len(phase.name) <= 60 for phase in report.phases)
+    table.expire(1e12)
+    assert table.next_deadline is None or table.next_deadline > 1e12
