@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from elastic_aio.event_json import event_to_json as event_to_json
     from elastic_aio.events import AttemptFailed as AttemptFailed
     from elastic_aio.events import ConsoleLost as ConsoleLost
+    from elastic_aio.events import ControlUnavailable as ControlUnavailable
     from elastic_aio.events import DeadlineMissed as DeadlineMissed
     from elastic_aio.events import Event as Event
     from elastic_aio.events import EventsMissed as EventsMissed
@@ -146,7 +147,8 @@ else:
             """,
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.events": """
-                AttemptFailed ConsoleLost DeadlineMissed Event EventsMissed GuardianLost
+                AttemptFailed ConsoleLost ControlUnavailable DeadlineMissed Event EventsMissed
+                GuardianLost
                 GuardianRestarted JobFinished JobStarted LogDiskFull OutputLost
                 Restarting SignalForwarded StacksDumped StopEscalated StopRequested
                 TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited

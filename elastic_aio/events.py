@@ -251,6 +251,12 @@ class GuardianLost(Event, frozen=True, kw_only=True):
     why: str
 
 
+class ControlUnavailable(Event, frozen=True, kw_only=True):
+    """The job has no control socket, because of `why`: `aio-elastic ps` does not show it."""
+
+    why: str
+
+
 class ConsoleLost(Event, frozen=True, kw_only=True):
     """The console accepts no more output (`why`); the logs still receive all of it."""
 

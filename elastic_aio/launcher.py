@@ -31,6 +31,7 @@ async def launch(
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
+    control: bool = False,
 ) -> LaunchResult:
     """Run a job to its end, on any asyncio event loop.
 
@@ -43,7 +44,7 @@ async def launch(
             the former handlers are restored afterwards.
         console: descriptors for the shown stdout and stderr; None is 1 and 2.
         listeners: called with every event as it happens; they must not block.
-        adopt_orphans: as for an `Agent`.
+        adopt_orphans, control: as for an `Agent`.
 
     Returns:
         The result, when every worker has exited with code 0.
@@ -61,7 +62,9 @@ async def launch(
     """
     running_loop()
     if not signals:
-        agent = Agent(spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans)
+        agent = Agent(
+            spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans, control=control
+        )
         async with agent:
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
@@ -75,6 +78,7 @@ async def launch(
             console=console,
             listeners=listeners,
             adopt_orphans=adopt_orphans,
+            control=control,
         )
 
 
@@ -93,9 +97,12 @@ async def supervise(
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
+    control: bool = False,
 ) -> LaunchResult:
     """Run a job to its end as `launch` does, and handle signals that the caller receives."""
-    agent = Agent(spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans)
+    agent = Agent(
+        spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans, control=control
+    )
     return await supervise_agent(agent, chosen, received)
 
 
@@ -124,6 +131,7 @@ def run(
     console: tuple[int, int] | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
+    control: bool = False,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> LaunchResult:
     """Run a job to its end in a program that has no event loop.
@@ -144,6 +152,7 @@ def run(
             console=console,
             listeners=listeners,
             adopt_orphans=adopt_orphans,
+            control=control,
         ),
         loop_factory=loop_factory,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import fcntl
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -53,6 +55,11 @@ hypothesis.settings.register_profile(
     "any host", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any host")
+
+# Control sockets of the tests' jobs, apart from those of the user's.  The paths must be short.
+_control_dir = tempfile.mkdtemp(prefix="ctl-", dir="/tmp")
+os.environ["ELASTIC_AIO_CONTROL_DIR"] = _control_dir
+atexit.register(shutil.rmtree, _control_dir, ignore_errors=True)
 
 # libuv opens a pipe for signals with its first loop and keeps it.
 uvloop.new_event_loop().close()

@@ -15,6 +15,7 @@ from elastic_aio.event_json import SCHEMA, event_from_json, event_to_json
 from elastic_aio.events import (
     AttemptFailed,
     ConsoleLost,
+    ControlUnavailable,
     DeadlineMissed,
     Event,
     EventsMissed,
@@ -223,6 +224,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     RendezvousStoreRecovered: drawn(
         RendezvousStoreRecovered, endpoint=texts, is_host=st.booleans()
     ),
+    ControlUnavailable: drawn(ControlUnavailable, why=texts),
     EventsMissed: drawn(EventsMissed, count=counts),
     JobFinished: drawn(
         JobFinished,

@@ -21,6 +21,7 @@ PUBLIC = [
     "Backoff",
     "Command",
     "ConsoleLost",
+    "ControlUnavailable",
     "CoordinatorChanged",
     "DeadlineMissed",
     "Decide",

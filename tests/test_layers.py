@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"aio", "hardware", "worker"},
     {"channel", "signals"},
     {"process", "logs", "store"},
-    {"discovery"},
+    {"discovery", "control"},
     {"rendezvous"},
     {"agent"},
     {"http", "report", "testing", "torch_events"},
@@ -65,6 +65,7 @@ PURE = {
     "spec.restart",
     "spec.stop",
     "spec.tls",
+    "control.protocol",
     "hardware.cpus",
     "hardware.numa",
     "logs.lines",
@@ -122,6 +123,7 @@ CONFINED = {
     "cloudpickle": {"process.calls"},
     "pynvml": {"hardware.nvml"},
     "redis": {"store.redis_connection"},
+    "rich": {"cli.top"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
         "compat.torch.rendezvous.handlers",
@@ -318,6 +320,7 @@ def test_one_node_does_not_pay_for_many() -> None:
         if name.startswith(("elastic_aio.rendezvous.", "elastic_aio.discovery"))
     } - {"elastic_aio.rendezvous.base"}
     unused = {"elastic_aio.cli.events", "elastic_aio.cli.store", "elastic_aio.http.server"}
+    unused |= {"elastic_aio.control.session", "elastic_aio.control.protocol"}
     assert not loaded & (unused | {"importlib.metadata"})
 
 

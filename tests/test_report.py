@@ -11,6 +11,7 @@ from elastic_aio import (
     AttemptFailed,
     AttemptResult,
     ConsoleLost,
+    ControlUnavailable,
     CoordinatorChanged,
     Event,
     EventsMissed,
@@ -381,6 +382,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         GuardianLost(why="no process left"),
         Level.WARNING,
         "guardian process exited, the job is unguarded: no process left",
+    ),
+    (
+        ControlUnavailable(why="permission denied"),
+        Level.WARNING,
+        "no control socket for this job: permission denied",
     ),
     (
         ConsoleLost(stream="stdout", why="broken pipe"),

@@ -28,9 +28,9 @@ from elastic_aio.agent.single_node import SingleNodeMachine
 from elastic_aio.aio import running_loop, wait_shielded
 from elastic_aio.channel import EventReader
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
-from elastic_aio.events import Event
+from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
-from elastic_aio.process.base import Spawner
+from elastic_aio.process.base import Spawner, reason_of
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.signals import ReceivedSignals
@@ -47,6 +47,7 @@ from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
+    from elastic_aio.control.server import ControlServer
     from elastic_aio.stacks import StackDump
 
 
@@ -76,6 +77,7 @@ class Agent:
         console: tuple[int, int] | None = None,
         listeners: Sequence[EventListener] = (),
         adopt_orphans: bool = False,
+        control: bool = False,
         _spawner: Spawner | None = None,
         _overrides: PerRankOverrides | None = None,
         _rendezvous: RendezvousFactory | None = None,
@@ -89,6 +91,9 @@ class Agent:
             adopt_orphans: make this process the parent of processes of the job that lose
                 theirs (PR_SET_CHILD_SUBREAPER), while the job runs.  Daemons that hide their
                 environment, such as `ssh-agent`, are then found and stopped too.
+            control: let other processes of this user see and control the job, by a Unix socket:
+                `aio-elastic ps`, `status`, `stop` and others.  If that is not possible, the job
+                runs without (`ControlUnavailable`).
         """
         if not isinstance(spec, LaunchSpec):
             raise SpecError("spec", spec, "must be a LaunchSpec")
@@ -106,6 +111,8 @@ class Agent:
         )
         self._console = checked_console(console)
         self._adopts_orphans = checked_part("adopt_orphans", adopt_orphans, kind=bool)
+        self._has_control = checked_part("control", control, kind=bool)
+        self._control: ControlServer | None = None
         self._spawner = _spawner
         self._overrides = _overrides
         self._make_rendezvous = _rendezvous
@@ -136,7 +143,22 @@ class Agent:
             driver.is_left = True
             self._event_log.close()
             raise
+        if self._has_control:
+            self._open_control(driver)
         return self
+
+    def _open_control(self, driver: Driver) -> None:
+        # Imported here: most embedded jobs have none.
+        from elastic_aio.control.server import ControlServer
+
+        server = ControlServer(self)
+        try:
+            server.open()
+        except OSError as error:
+            self._event_log.append(ControlUnavailable(why=reason_of(error)))
+        else:
+            self._control = server
+            driver.done.add_done_callback(lambda _: server.close())
 
     def _make_driver(self, nproc: int) -> Driver:
         runtime = LocalRuntime(
@@ -176,6 +198,8 @@ class Agent:
         self._started_driver.is_left = True
         self._started_driver.request_stop(reason)
         await wait_shielded(self._started_driver.done)
+        if self._control is not None:
+            await self._control.aclose()
 
     def __del__(self) -> None:
         if self._driver is not None:
@@ -300,16 +324,24 @@ class Agent:
         """End the job at once: every stop is shortened to SIGKILL."""
         self._started_driver.kill()
 
-    def forward_signal(self, signal: int | str) -> tuple[int, ...]:
+    def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]:
         """Send a signal to the leader of each live worker; return their pids.
 
         Args:
             signal: number or name.
+            rank: global rank of the only worker to get it; None for all of this node.
 
         Raises:
-            SpecError: there is no such signal.
+            SpecError: there is no such signal, or no such worker runs on this node.
         """
-        return self._started_driver.forward(signal_number("signal", signal))
+        number, driver = signal_number("signal", signal), self._started_driver
+        if rank is None:
+            return driver.forward(number)
+        pids = self.pids()
+        if rank not in pids:
+            problem = f"must be one of this node's running workers: {sorted(pids)}"
+            raise SpecError("rank", rank, problem)
+        return driver.forward(number, pids[rank])
 
     async def dump(self, reason: str = "a dump was requested") -> StackDump:
         """Read what all workers of this node are doing, for two seconds at most.

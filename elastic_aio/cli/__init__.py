@@ -20,6 +20,15 @@ from elastic_aio._version import __version__
 _ALL_SIGNALS = signal.valid_signals()
 
 COMMANDS = {
+    "ps": "elastic_aio.cli.control:main_ps",
+    "status": "elastic_aio.cli.control:main_status",
+    "logs": "elastic_aio.cli.job_logs:main_logs",
+    "top": "elastic_aio.cli.top:main_top",
+    "why": "elastic_aio.cli.why:main_why",
+    "stop": "elastic_aio.cli.control:main_stop",
+    "restart": "elastic_aio.cli.control:main_restart",
+    "signal": "elastic_aio.cli.control:main_signal",
+    "wait": "elastic_aio.cli.control:main_wait",
     "events": "elastic_aio.cli.events:main_events",
     "jobs": "elastic_aio.cli.jobs:main_jobs",
     "gc": "elastic_aio.cli.jobs:main_gc",
@@ -31,7 +40,9 @@ COMMANDS = {
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
-       aio-elastic events [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
+       aio-elastic ps | top | status [JOB] | why [JOB] | logs [-f] [JOB] [RANK]
+       aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
+       aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
        aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
@@ -41,7 +52,8 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic --version
        aio-torchrun [options] script [arguments of the script]
 
-`aio-elastic run --help` lists the options of a run; they are torchrun's.
+`aio-elastic run --help` lists the options of a run; they are torchrun's.  JOB is the id of a run
+or its beginning, the pid of a launcher, or what the workers run; with one job it can be left out.
 """
 
 

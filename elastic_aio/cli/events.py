@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from elastic_aio.cli.local_events import main_local_events, print_event
 from elastic_aio.cli.options import (
     OptionParser,
     UsageError,
@@ -26,10 +27,9 @@ from elastic_aio.cli.options import (
 from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
-from elastic_aio.event_json import event_to_json
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
-from elastic_aio.report import describe
+from elastic_aio.spec.rendezvous import ENGINES
 
 
 def main_events(argv: Sequence[str]) -> int:
@@ -40,6 +40,8 @@ def main_events(argv: Sequence[str]) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
+        if not _is_at_store(arguments):
+            return main_local_events(arguments)
         run_coroutine(lambda: _follow(arguments))
     except SpecError as error:
         return print_error("events", as_option_error(error), 2)
@@ -57,15 +59,27 @@ def main_events(argv: Sequence[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser(
         prog="aio-elastic events",
-        description="Print the events of a multi-node job from its beginning to its end:"
-        " nodes that join and leave, rounds, failures, restarts.",
-        epilog="Exit codes: 0 the job has finished, 1 no store answers, 2 invalid arguments.",
+        description="Print the events of a job: attempts, failures, restarts. With --rdzv-endpoint"
+        " or --rdzv-id those of a multi-node job at its store, from its beginning to its end;"
+        " without, those of one node of a job of this user on this host.",
+        epilog="Exit codes: 0 success, 1 no store or agent answers, 2 invalid arguments.",
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job on this host: as for `aio-elastic status` (default: the only one)",
+    )
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="go on until the end of the job, as is always done with a store",
     )
     add_store_options(parser)
     parser.add_argument(
         "--rdzv-id",
         "--rdzv_id",
-        default="none",
         metavar="ID",
         help="id of the run (default 'none', as for a run)",
     )
@@ -81,6 +95,25 @@ def _parser() -> OptionParser:
     )
     add_timeout_option(parser, 30, "seconds to search for a store, at the start and after a loss")
     return parser
+
+
+def _is_at_store(arguments: argparse.Namespace) -> bool:
+    """Whether the options name a store; it has the events of all nodes.
+
+    Raises:
+        UsageError: they name a job of this host too.
+    """
+    is_at_store = (
+        arguments.rdzv_endpoint is not None
+        or arguments.rdzv_id is not None
+        or arguments.rdzv_backend in ENGINES
+    )
+    if is_at_store and arguments.job is not None:
+        problem = "has no effect with --rdzv-endpoint, --rdzv-id and --rdzv-backend"
+        raise invalid_value("JOB", problem, arguments.job)
+    if arguments.rdzv_id is None:
+        arguments.rdzv_id = "none"
+    return is_at_store
 
 
 def _event_number(text: str) -> int:
@@ -108,9 +141,4 @@ async def _follow(arguments: argparse.Namespace) -> None:
             print_error("events", f"no events of run {arguments.rdzv_id!r} yet: waiting", 0)
         # Printing is the only task of this process, so a slow reader may block the loop.
         async for event in events:
-            if arguments.json:
-                line = event_to_json(event).decode()
-            else:
-                line = f"{event.node}: " if event.node else ""
-                line += describe(event)[1]
-            print(line, flush=True)
+            print_event(event, is_json=arguments.json)

@@ -22,6 +22,7 @@ from elastic_aio.launcher import (
     use_pidfd_child_watcher,
 )
 from elastic_aio.logs.sink import LineWriter, open_sink
+from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.report import Level
@@ -110,13 +111,7 @@ async def _run(
             handler(event)
 
     try:
-        async with AsyncExitStack() as stack:
-            listeners = [on_event]
-            if request.http is not None:
-                listeners.append(await stack.enter_async_context(_server(request.http, printer)))
-            result = await supervise(
-                request.spec, request.signals, received, listeners=listeners, adopt_orphans=True
-            )
+        result = await _supervise(request, received, printer, on_event)
         code = 0
         printer.print_success(result)
     except JobEnded as error:
@@ -134,6 +129,27 @@ async def _run(
             events_sink.close()
             os.close(events)
     return code
+
+
+async def _supervise(
+    request: RunRequest,
+    received: ReceivedSignals,
+    printer: EventPrinter,
+    on_event: Callable[[Event], None],
+) -> LaunchResult:
+    """Run a job to its end, with the servers that its command line asks for."""
+    async with AsyncExitStack() as stack:
+        listeners = [on_event]
+        if request.http is not None:
+            listeners.append(await stack.enter_async_context(_server(request.http, printer)))
+        return await supervise(
+            request.spec,
+            request.signals,
+            received,
+            listeners=listeners,
+            adopt_orphans=True,
+            control=request.has_control,
+        )
 
 
 @asynccontextmanager

@@ -178,6 +178,12 @@ RUN_OPTIONS: Final = (
         is_own=True,
     ),
     Option(
+        "no-control",
+        "make no control socket: `aio-elastic ps`, `status`, `stop` and others do not see the job",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
         "dry-run",
         "print what would be started on this node, and start nothing",
         has_variable=False,

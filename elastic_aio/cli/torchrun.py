@@ -59,6 +59,7 @@ class RunRequest(Struct, frozen=True):
         is_dry_run: whether to print the plan only.
         http: `HOST:PORT` where the state of the job is served; None for nowhere.
         color: "auto", "always" or "never": colors of the launcher's own lines.
+        has_control: whether other processes of this user can see and control the job.
         level: least level of the lines that are printed; None is that of LOGLEVEL.
     """
 
@@ -73,6 +74,7 @@ class RunRequest(Struct, frozen=True):
     http: str | None = None
     color: str = "never"
     level: int | None = None
+    has_control: bool = True
 
 
 _INFO, _ERROR = 20, 40
@@ -174,8 +176,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     rendezvous = parse_rendezvous_options(values, env)
     http = _http(values)
     entrypoint, args = _program(values, program)
-    nproc = "1" if values["nproc_per_node"] is None else values["nproc_per_node"]
-    number = parse_int(nproc)
+    nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
     max_restarts = parse_number("--max-restarts", values["max_restarts"] or "0")
     logs = _logs(values, env)
     if logs.ignored:
@@ -187,7 +188,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         args=args,
         start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
         preload=preload,
-        nproc_per_node=nproc if number is None else number,
+        nproc_per_node=nproc if (number := parse_int(nproc)) is None else number,
         nnodes=rendezvous.nodes,
         max_restarts=max_restarts,
         restart=parse_restart_options(values, max_restarts),
@@ -218,6 +219,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         http=http,
         color=_color(values, env),
         level=_level(values),
+        has_control=not values["no_control"],
     )
 
 

@@ -42,7 +42,7 @@ def in_bash(directory: Path, *words: str) -> list[str]:
 
 
 def test_bash(scripts: Path) -> None:
-    assert in_bash(scripts, "aio-elastic", "st") == ["store"]
+    assert in_bash(scripts, "aio-elastic", "stor") == ["store"]
     assert set(COMMANDS) < set(in_bash(scripts, "aio-elastic", ""))
     run = ["aio-elastic", "run"]
     assert in_bash(scripts, *run, "--nproc") == ["--nproc-per-node"]
@@ -63,7 +63,7 @@ def test_fish(scripts: Path) -> None:
         found = ask(["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"], scripts)
         return [entry.split("\t")[0] for entry in found]
 
-    assert offered("aio-elastic sto") == ["store"]
+    assert offered("aio-elastic stor") == ["store"]
     assert offered("aio-elastic run --nproc") == ["--nproc-per-node"]
     assert offered("aio-elastic events --js") == ["--json"]
     assert offered("aio-torchrun --max-r") == ["--max-restarts"]

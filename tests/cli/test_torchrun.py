@@ -450,7 +450,7 @@ def test_absurd_values_are_one_line(option: Option) -> None:
     ("argv", "named"),
     [
         ([], "a command is required"),
-        (["walk"], "must be 'run', 'events', "),
+        (["walk"], "must be 'run', 'ps', "),
         (["evnets"], "; did you mean events? (got 'evnets')"),
         (["run"], "a script is required"),
         (["run", "--role", "r"], "a script is required"),

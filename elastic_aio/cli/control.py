@@ -1,0 +1,240 @@
+"""`aio-elastic ps`, `status`, `stop`, `restart`, `signal` and `wait`: jobs of this host.
+
+They ask the control sockets of this user's agents, and need no store and no option.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from elastic_aio.cli.local_jobs import (
+    EXIT_CODES,
+    JobError,
+    ask_job,
+    choose_from,
+    choose_job,
+    job_parser,
+    run_command,
+)
+from elastic_aio.cli.options import (
+    OptionParser,
+    UsageError,
+    invalid_value,
+    parse_int,
+    parse_seconds,
+)
+from elastic_aio.cli.status_text import (
+    JOB_COLUMNS,
+    WORKER_COLUMNS,
+    head_lines,
+    job_row,
+    table,
+    worker_row,
+)
+from elastic_aio.control.client import RunningJob, find_jobs
+from elastic_aio.control.protocol import (
+    AwaitEnd,
+    DoneReply,
+    EndReply,
+    GetStatus,
+    RestartJob,
+    SendSignal,
+    StatusReply,
+    StopJob,
+)
+from elastic_aio.errors import SpecError
+from elastic_aio.outcome import signal_name
+from elastic_aio.process.rusage import with_usage
+from elastic_aio.spec.checks import signal_number
+from elastic_aio.status import JobStatus
+from elastic_aio.text import counted, jsonable, one_line
+
+_ANSWER_S = 10.0
+
+
+def main_ps(argv: Sequence[str]) -> int:
+    """Run `aio-elastic ps` with these arguments; return the exit code."""
+    return run_command("ps", _ps, argv)
+
+
+def main_status(argv: Sequence[str]) -> int:
+    """Run `aio-elastic status` with these arguments; return the exit code."""
+    return run_command("status", _status, argv)
+
+
+def main_stop(argv: Sequence[str]) -> int:
+    """Run `aio-elastic stop` with these arguments; return the exit code."""
+    return run_command("stop", _stop, argv)
+
+
+def main_restart(argv: Sequence[str]) -> int:
+    """Run `aio-elastic restart` with these arguments; return the exit code."""
+    return run_command("restart", _restart, argv)
+
+
+def main_signal(argv: Sequence[str]) -> int:
+    """Run `aio-elastic signal` with these arguments; return the exit code."""
+    return run_command("signal", _signal, argv)
+
+
+def main_wait(argv: Sequence[str]) -> int:
+    """Run `aio-elastic wait` with these arguments; return the exit code."""
+    return run_command("wait", _wait, argv)
+
+
+def fresh_status(job: RunningJob) -> JobStatus:
+    """Return the present status of a job, with the usage of its workers.
+
+    Raises:
+        JobError, OSError, ControlError: the job does not answer as it should.
+    """
+    reply = ask_job(job, GetStatus(), _ANSWER_S)
+    if not isinstance(reply, StatusReply):
+        raise JobError("the agent has sent no status")
+    return with_usage(reply.status) if job.is_local else reply.status
+
+
+def _ps(argv: Sequence[str]) -> int:
+    parser = OptionParser(
+        prog="aio-elastic ps",
+        description="List the jobs of this user on this host.",
+        epilog="Exit codes: 0 success, 2 invalid arguments.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per job")
+    arguments = parser.parse_args(argv)
+    jobs, now = find_jobs(), time.time()
+    if arguments.json:
+        for job in jobs:
+            print(_json({"pid": job.pid, "status": msgspec.to_builtins(job.status)}))
+    elif jobs:
+        print("\n".join(table(JOB_COLUMNS, [job_row(job, now) for job in jobs])))
+    else:
+        print("no job of this user runs on this host")
+    return 0
+
+
+def _status(argv: Sequence[str]) -> int:
+    parser = job_parser("status", "Print what a job is doing, and each worker of this node.")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    arguments = parser.parse_args(argv)
+    status, now = fresh_status(choose_job(arguments.job)), time.time()
+    if arguments.json:
+        print(_json(msgspec.to_builtins(status)))
+        return 0
+    rows = [worker_row(worker, now) for worker in status.workers]
+    print("\n".join([*head_lines(status, now), "", *table(WORKER_COLUMNS, rows)]))
+    return 0
+
+
+def _stop(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "stop",
+        "End a job by its stop plan, and wait for its end. A job of several nodes goes on"
+        " without this node.",
+        epilog="Exit codes: 0 the job is over, 1 it does not answer, 2 no such job.",
+    )
+    parser.add_argument("--signal", metavar="NAME", help="in place of the plan's first signal")
+    parser.add_argument("--kill", action="store_true", help="kill all processes at once")
+    parser.add_argument("--no-wait", action="store_true", help="return after the request")
+    parser.add_argument("--reason", metavar="TEXT", help="for the events and the result")
+    arguments = parser.parse_args(argv)
+    number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
+    job = choose_job(arguments.job)
+    reason = _reason("stop", arguments.reason)
+    request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=not arguments.no_wait)
+    reply = ask_job(job, request)
+    if isinstance(reply, EndReply):
+        print(_ended(reply))
+    return 0
+
+
+def _restart(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "restart",
+        "Stop the workers of a job by its stop plan and start them again, on all its nodes. It"
+        " costs no restart of --max-restarts.",
+        epilog="Exit codes: 0 the next attempt runs, 1 the job has ended, or does not answer,"
+        " 2 no such job.",
+    )
+    parser.add_argument("--reason", metavar="TEXT", help="for the events")
+    arguments = parser.parse_args(argv)
+    job = choose_job(arguments.job)
+    reply = ask_job(job, RestartJob(reason=_reason("restart", arguments.reason)))
+    if isinstance(reply, DoneReply) and reply.is_done:
+        print(f"attempt {fresh_status(job).attempt} runs")
+        return 0
+    raise JobError("the job has ended without another attempt")
+
+
+def _signal(argv: Sequence[str]) -> int:
+    parser = OptionParser(
+        prog="aio-elastic signal",
+        usage="aio-elastic signal [-h] [--rank N] [JOB] SIGNAL",
+        description="Send a signal to the first process of each worker of this node.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("words", nargs="*", metavar="[JOB] SIGNAL", help="such as USR1 or 10")
+    parser.add_argument("--rank", metavar="N", help="global rank of the only worker to get it")
+    arguments = parser.parse_args(argv)
+    if not 1 <= len(arguments.words) <= 2:
+        raise UsageError("SIGNAL: must be given, after JOB if that is given too")
+    *name, text = arguments.words
+    number = _signal_number("SIGNAL", text)
+    rank = None
+    if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
+        raise invalid_value("--rank", "must be a whole number", arguments.rank)
+    job = choose_job(name[0] if name else None)
+    reply = ask_job(job, SendSignal(signal=number, rank=rank), _ANSWER_S)
+    if isinstance(reply, DoneReply):
+        print(f"{signal_name(number)} sent to {counted(len(reply.pids), 'worker')}")
+    return 0
+
+
+def _wait(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "wait",
+        "Wait for the end of a job.",
+        epilog="Exit codes: that of the job, 124 after --timeout, 2 no such job.",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=lambda text: parse_seconds("--timeout", text, is_positive=True, limit=1e9),
+        metavar="SECONDS",
+        help="give up after this time (default: none)",
+    )
+    arguments = parser.parse_args(argv)
+    job = choose_from(find_jobs(), arguments.job)
+    try:
+        reply = ask_job(job, AwaitEnd(), arguments.timeout)
+    except TimeoutError:
+        return 124  # as timeout(1)
+    if not isinstance(reply, EndReply):
+        raise JobError("the job has ended by an internal error")
+    print(_ended(reply))
+    return reply.exit_code
+
+
+def _ended(reply: EndReply) -> str:
+    return f"job {reply.state.value}, exit code {reply.exit_code}: {one_line(reply.why)}"
+
+
+def _reason(command: str, given: str | None) -> str:
+    return given or f"requested by aio-elastic {command} (pid {os.getpid()})"
+
+
+def _signal_number(option: str, text: str) -> int:
+    number = parse_int(text)
+    try:
+        name = text.upper()
+        full = name if name.startswith("SIG") else f"SIG{name}"
+        return signal_number(option, full if number is None else number)
+    except SpecError as error:
+        raise UsageError(str(error)) from None
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(jsonable(value)).decode()

@@ -1,0 +1,117 @@
+"""The status of jobs as text: tables of jobs and workers, and the page of one job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_aio.control.client import RunningJob
+from elastic_aio.status import JobStatus, WorkerStatus
+from elastic_aio.text import counted, format_duration, one_line, truncate
+
+JOB_COLUMNS = ("RUN", "PID", "NAME", "PHASE", "WORKERS", "ATTEMPT", "RESTARTS LEFT", "TIME")
+WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "SIGN OF LIFE")
+
+_ID_MAX = 24
+_NAME_MAX = 32
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; each column is as wide as its widest cell."""
+    cells = [columns, *rows]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
+    """Return the cells of a job for `JOB_COLUMNS`."""
+    status = job.status
+    if status is None:
+        return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?")
+    running = sum(worker.state == "running" for worker in status.workers)
+    return (
+        one_line(status.run_id, _ID_MAX),
+        str(job.pid),
+        one_line(status.entrypoint, _NAME_MAX),
+        status.phase,
+        f"{running}/{len(status.workers)}",
+        str(status.attempt),
+        str(status.restarts_left),
+        format_duration(now - (status.started_at or now)),
+    )
+
+
+def worker_row(worker: WorkerStatus, now: float, share: float | None = None) -> tuple[str, ...]:
+    """Return the cells of a worker for `WORKER_COLUMNS`.
+
+    Args:
+        worker: the worker.
+        now: Unix seconds.
+        share: the part of a CPU that it uses now; None if that is not known.
+    """
+    usage = worker.usage
+    state = worker.state if not worker.status else f"{worker.state} ({worker.status})"
+    return (
+        str(worker.rank),
+        str(worker.pid),
+        state,
+        format_duration(now - worker.since),
+        "" if share is None else f"{share:.0%}",
+        "" if usage is None else format_duration(usage.user_s + usage.system_s),
+        "" if usage is None else format_size(usage.max_rss_bytes),
+        "" if worker.heartbeat is None else f"{format_duration(now - worker.heartbeat)} ago",
+    )
+
+
+def head_lines(status: JobStatus, now: float) -> list[str]:
+    """Return what there is to say about a job beside its workers."""
+    since = format_duration(now - status.since)
+    why = f": {one_line(status.reason)}" if status.reason else ""
+    used = f"{status.restarts} of {counted(status.max_restarts, 'restart')} used"
+    lines = [
+        f"run {one_line(status.run_id)}: {one_line(status.entrypoint)} on {status.node}"
+        f" (pid {status.agent_pid})",
+        f"phase     {status.phase} for {since}{why}",
+        f"attempt   {status.attempt} ({used})",
+    ]
+    if status.group_world_size > 1 or status.round > 0:
+        place = f"group rank {status.group_rank} of {status.group_world_size}"
+        workers = counted(status.world_size, "worker")
+        lines.append(f"round     {status.round}: {place}, {workers} in all, master {status.master}")
+    lines.append(f"time      {_time(status, now)}")
+    if status.failure:
+        lines.append(f"failure   {one_line(status.failure)}")
+    if status.log_dir:
+        lines.append(f"logs      {status.log_dir}")
+    return lines
+
+
+def _time(status: JobStatus, now: float) -> str:
+    started = now if status.started_at is None else status.started_at
+    elapsed, spent = max(now - started, 1e-9), status.goodput
+    kinds = (
+        ("productive", spent.productive),
+        ("restarting", spent.restarting),
+        ("waiting", spent.waiting),
+    )
+    shares = ", ".join(
+        f"{min(seconds / elapsed, 1):.0%} {name}" for name, seconds in kinds if seconds
+    )
+    return format_duration(elapsed) + (f": {shares}" if shares else "")
+
+
+def format_size(number: int) -> str:
+    """Return bytes for people: `512 KiB`, `1.4 GiB`."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def fit(lines: Sequence[str], width: int) -> list[str]:
+    """Return lines of at most `width` columns."""
+    return [truncate(line, width) for line in lines]

@@ -1,0 +1,245 @@
+"""`aio-elastic top`: a live view of jobs and their workers.
+
+The agent is asked only when its events say that something has changed; what the workers use
+is read from /proc here.  So a job that is watched stays as idle as one that is not.  With
+`rich` (the extra `tui`) the view has colors and borders, otherwise it is a plain table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_aio.cli.control import fresh_status
+from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_from, job_parser, run_command
+from elastic_aio.cli.options import parse_seconds
+from elastic_aio.cli.status_text import (
+    JOB_COLUMNS,
+    WORKER_COLUMNS,
+    fit,
+    head_lines,
+    job_row,
+    table,
+    worker_row,
+)
+from elastic_aio.control.client import ControlClient, RunningJob, find_jobs
+from elastic_aio.control.protocol import ControlError, EventReply, GetEvents
+from elastic_aio.event_json import event_from_json
+from elastic_aio.events import JobFinished
+from elastic_aio.process.rusage import with_usage
+from elastic_aio.status import JobStatus, WorkerStatus
+
+_INTERVAL_S: Final = 2.0
+_CLEAR: Final = "\x1b[H\x1b[2J"
+
+
+class View(Struct, frozen=True):
+    """What is shown: lines, then a table."""
+
+    head: list[str]
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+Draw = Callable[[View], None]
+
+
+def main_top(argv: Sequence[str]) -> int:
+    """Run `aio-elastic top` with these arguments; return the exit code."""
+    return run_command("top", _top, argv)
+
+
+def _top(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "top",
+        "Show jobs and workers, and go on until Ctrl-C or the end of the job.",
+        epilog=f"Colors need the package rich (pip install 'elastic-aio[tui]'). {EXIT_CODES}",
+    )
+    parser.add_argument(
+        "--interval",
+        type=lambda text: parse_seconds("--interval", text, is_positive=True, limit=1e6),
+        default=_INTERVAL_S,
+        metavar="SECONDS",
+        help=f"time between two views (default {_INTERVAL_S:g})",
+    )
+    parser.add_argument("--once", action="store_true", help="one view, then exit")
+    parser.add_argument("--plain", action="store_true", help="a plain table, without rich")
+    arguments = parser.parse_args(argv)
+    jobs = find_jobs()
+    if arguments.job is None and len(jobs) > 1:
+        return _watch(_Jobs(), arguments)
+    with _Workers(choose_from(jobs, arguments.job)) as workers:
+        return _watch(workers, arguments)
+
+
+def _watch(source: _Jobs | _Workers, arguments: argparse.Namespace) -> int:
+    """Draw views until the end of what is shown."""
+    with _screen(is_plain=arguments.plain) as draw:
+        draw(source.view())
+        while not arguments.once and source.wait(arguments.interval):
+            draw(source.view())
+    return 0
+
+
+class _Jobs:
+    """All jobs of this user; each view asks their agents."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next view."""
+        time.sleep(seconds)
+        return True
+
+    def view(self) -> View:
+        """Return what there is now."""
+        now = time.time()
+        return View([], JOB_COLUMNS, [job_row(job, now) for job in find_jobs()])
+
+
+class _Workers:
+    """The workers of one job, and which part of a CPU each uses.
+
+    The events of the job, which this object follows, say when its agent must be asked again.
+    """
+
+    def __init__(self, job: RunningJob) -> None:
+        """Begin with no measurement."""
+        self._job = job
+        self._status = fresh_status(job)
+        self._asked_at = time.time()
+        self._before: dict[int, tuple[float, float]] = {}
+        self._client = ControlClient(job.path)
+        self._client.send(GetEvents(after=self._status.seq, follow=True))
+        self._end: JobFinished | None = None
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.__exit__()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next view; return False if the job is over and was shown."""
+        if self._end is not None:
+            return False
+        deadline, has_changed = time.monotonic() + seconds, False
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                reply = self._client.receive(left)
+            except TimeoutError:
+                break
+            if isinstance(reply, EventReply):
+                has_changed = True
+                event = event_from_json(bytes(reply.event))
+                if isinstance(event, JobFinished):
+                    self._end = event
+                    break
+            else:
+                return False  # the agent was killed, or the connection ended
+        if self._end is not None:
+            end = self._end
+            self._status = replace(
+                self._status, phase=end.state.value, since=end.time, reason=end.why
+            )
+        elif has_changed:
+            with contextlib.suppress(OSError, ControlError, JobError):  # it is just ending
+                self._status = fresh_status(self._job)
+                self._asked_at = time.time()
+        return True
+
+    def view(self) -> View:
+        """Return what the job does now."""
+        now = time.time()
+        if self._job.is_local:
+            self._status = with_usage(self._status)
+        rows = [worker_row(one, now, self._share(one)) for one in self._status.workers]
+        return View(head_lines(self._advanced(now), now), WORKER_COLUMNS, rows)
+
+    def _advanced(self, now: float) -> JobStatus:
+        """Return the status with the time that all workers have run since it was asked for."""
+        status = self._status
+        if not status.is_ready:
+            return status
+        productive = status.goodput.productive + max(0.0, now - self._asked_at)
+        goodput = dataclasses.replace(status.goodput, productive=productive)
+        return replace(status, goodput=goodput)
+
+    def _share(self, worker: WorkerStatus) -> float | None:
+        if worker.usage is None or worker.state != "running":
+            return None
+        now, seconds = time.monotonic(), worker.usage.user_s + worker.usage.system_s
+        before = self._before.get(worker.pid)
+        self._before[worker.pid] = now, seconds
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, (seconds - before[1]) / (now - before[0]))
+
+
+# ------------------------------------------------------------------ the screen
+
+
+@contextlib.contextmanager
+def _screen(*, is_plain: bool) -> Iterator[Draw]:
+    """Yield what draws a view: with rich on a terminal, if it is installed."""
+    if not sys.stdout.isatty():
+        yield _print
+        return
+    if not is_plain:
+        with contextlib.suppress(ImportError):
+            from rich.live import Live
+
+            with Live(auto_refresh=False, screen=False, transient=False) as live:
+                yield lambda view: live.update(rich_view(view), refresh=True)
+            return
+    yield _redraw
+
+
+def _print(view: View) -> None:
+    print("\n".join([*view.head, *table(view.columns, view.rows), ""]), flush=True)
+
+
+def _redraw(view: View) -> None:
+    width, height = shutil.get_terminal_size()
+    lines = fit([*view.head, "", *table(view.columns, view.rows)], width)
+    print(_CLEAR + "\n".join(lines[: height - 1]), flush=True)
+
+
+_STYLES: Final = {
+    "running": "green",
+    "succeeded": "green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    "stopping": "yellow",
+    "restarting": "yellow",
+}
+
+
+def rich_view(view: View) -> Any:
+    """Return a view as something that rich renders."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in view.columns:
+        is_number = column in ("RANK", "PID", "CPU", "CPU TIME", "PEAK MEM", "ATTEMPT")
+        drawn.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    for row in view.rows:
+        style = next(
+            (
+                _STYLES[cell.split()[0]]
+                for cell in row
+                if cell.split()[:1] and cell.split()[0] in _STYLES
+            ),
+            "",
+        )
+        drawn.add_row(*(Text(cell, style=style) for cell in row))
+    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in view.head), "", drawn)

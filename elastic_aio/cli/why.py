@@ -1,0 +1,197 @@
+"""`aio-elastic why`: the decisions that led to the present state of a job.
+
+Each has its rule (the setting or the request that decided) and its evidence (what had
+happened).  They are read from the events, of a running job or of a file of `--events`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from elastic_aio import events, node_events
+from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, job_parser, run_command
+from elastic_aio.cli.options import UsageError, invalid_value
+from elastic_aio.cli.status_text import head_lines
+from elastic_aio.control.client import ControlClient
+from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
+from elastic_aio.event_json import event_from_json
+from elastic_aio.events import Event
+from elastic_aio.outcome import Failure
+from elastic_aio.report import Level, describe
+from elastic_aio.status import StatusTracker
+from elastic_aio.text import counted, one_line
+
+STEPS_MAX: Final = 20
+"""The latest steps, which are shown without `--all`."""
+
+_TAIL_LINES: Final = 3
+
+
+class Step(Struct, frozen=True):
+    """One decision, or what happened without one: `rule` is empty then."""
+
+    time: float
+    """Unix seconds."""
+    text: str
+    rule: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+def explain(history: Iterable[Event]) -> list[Step]:
+    """Return the steps that led from the start of a job to its present state."""
+    steps: list[Step] = []
+    waiting: Step | None = None
+    for event in history:
+        if isinstance(event, node_events.RoundForming | node_events.RoundWaiting):
+            waiting = Step(event.time, describe(event)[1])  # only the last one still holds
+            continue
+        if isinstance(event, node_events.RoundFormed | events.WorkerStarted | events.StopRequested):
+            waiting = None
+        if (step := _step(event)) is not None:
+            steps.append(step)
+    return steps if waiting is None else [*steps, waiting]
+
+
+def _step(event: Event) -> Step | None:
+    text = describe(event)[1]
+    match event:
+        case events.JobStarted():
+            return Step(event.time, text)
+        case events.AttemptFailed():
+            what = f"attempt {event.attempt} failed"
+            others = sum(not failure.is_victim for failure in event.failures[1:])
+            more = (f"{counted(others, 'other worker')} failed too",) if others else ()
+            return Step(event.time, what, evidence=(*_evidence(event.root), *more))
+        case events.Restarting():
+            after = f" after {event.delay:.3g} s" if event.delay else ""
+            what = f"attempt {event.attempt} follows{after}"
+            return Step(
+                event.time, what, event.why, (f"{counted(event.restarts, 'restart')} so far",)
+            )
+        case node_events.MembershipChanged():
+            what = f"attempt {event.attempt} follows with {counted(event.nodes, 'node')}"
+            return Step(event.time, what, "the membership changed: no restart counts", (event.why,))
+        case events.StopRequested():
+            return Step(event.time, f"the workers are stopped ({event.plan})", event.reason)
+        case events.StopEscalated():
+            return Step(
+                event.time,
+                text,
+                "the grace period of the stop plan" if not event.reason else event.reason,
+            )
+        case events.JobFinished():
+            what = f"the job ended: {event.state.value}, exit code {event.exit_code}"
+            return Step(event.time, what, event.why)
+        case node_events.RoundFormed():
+            return Step(event.time, text)
+    is_warning = describe(event)[0] >= Level.WARNING
+    return Step(event.time, text) if is_warning or _is_about_nodes(event) else None
+
+
+def _is_about_nodes(event: Event) -> bool:
+    kinds = (
+        node_events.NodeJoined,
+        node_events.NodeLeft,
+        node_events.CoordinatorChanged,
+        node_events.StandbyPromoted,
+    )
+    return isinstance(event, kinds)
+
+
+def _evidence(root: Failure) -> tuple[str, ...]:
+    found = [f"{root.summary} (on {root.host})", *root.notes]
+    if root.error is None:
+        found += [f"stderr: {line}" for line in root.stderr_tail[-_TAIL_LINES:]]
+    elif root.error.path:
+        found.append(f"error file {root.error.path}")
+    if root.stderr_path:
+        found.append(f"stderr in {root.stderr_path}")
+    return tuple(found)
+
+
+def format_steps(steps: Sequence[Step]) -> list[str]:
+    """Return lines: each step with its time, then its rule and its evidence."""
+    lines = []
+    for step in steps:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.time))
+        lines.append(f"{at}  {one_line(step.text)}")
+        if step.rule:
+            lines.append(f"    rule:     {one_line(step.rule)}")
+        lines += [f"    evidence: {one_line(text)}" for text in step.evidence]
+    return lines
+
+
+def main_why(argv: Sequence[str]) -> int:
+    """Run `aio-elastic why` with these arguments; return the exit code."""
+    return run_command("why", _why, argv)
+
+
+def _why(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "why",
+        "Print the decisions that led to the present state of a job, each with its rule and its"
+        " evidence.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--all", action="store_true", help=f"all steps (default: {STEPS_MAX})")
+    parser.add_argument(
+        "--from",
+        dest="file",
+        metavar="FILE",
+        help="of the last run in a file that `aio-elastic run --events FILE` has written",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.file is not None and arguments.job is not None:
+        raise UsageError("JOB: has no effect with --from")
+    history = _recorded(arguments.file) if arguments.file else _present(arguments.job)
+    tracker = StatusTracker()
+    for event in history:
+        tracker(event)
+    now = history[-1].time if arguments.file and history else time.time()
+    steps = explain(history)
+    shown = steps if arguments.all else steps[-STEPS_MAX:]
+    lines = [*head_lines(tracker.status(now), now), ""]
+    if len(shown) < len(steps):
+        lines.append(f"({len(steps) - len(shown)} earlier steps: --all)")
+    print("\n".join([*lines, *format_steps(shown)]))
+    return 0
+
+
+def _present(name: str | None) -> list[Event]:
+    """Return the events of a running job so far."""
+    history: list[Event] = []
+    with ControlClient(choose_job(name).path) as client:
+        for reply in client.replies(GetEvents()):
+            if isinstance(reply, EventReply):
+                history.append(event_from_json(bytes(reply.event)))
+            elif isinstance(reply, ErrorReply):
+                raise JobError(reply.problem)
+    return history
+
+
+def _recorded(path: str) -> list[Event]:
+    """Return the events of the last run in a file."""
+    history: list[Event] = []
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break  # it is being written
+                try:
+                    event = event_from_json(line)
+                except ValueError as error:
+                    problem = f"line {number} is no event: {one_line(str(error))}"
+                    raise invalid_value("--from", problem, path) from None
+                if isinstance(event, events.JobStarted):
+                    history.clear()
+                history.append(event)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise invalid_value("--from", f"cannot be read: {reason}", path) from None
+    if not history:
+        raise invalid_value("--from", "must have events", path)
+    return history

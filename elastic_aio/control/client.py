@@ -1,0 +1,187 @@
+"""The client of control sockets: blocking, for commands that do nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from msgspec import Struct
+
+from elastic_aio.control.protocol import (
+    ControlError,
+    ControlRequest,
+    GetStatus,
+    Reply,
+    StatusReply,
+    decode_reply,
+    encode,
+)
+from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, is_peer_allowed, peer_of
+from elastic_aio.status import JobStatus
+
+ANSWER_S: Final = 2.0
+"""Seconds for all agents together to answer: one may be suspended."""
+
+_LINE_MAX: Final = 64 << 20
+_CHUNK: Final = 1 << 18
+
+
+class RunningJob(Struct, frozen=True):
+    """A job of this user on this host: its agent's socket and process, and its status.
+
+    `status` is None if the agent does not answer: it is suspended, or very busy.  `is_local`:
+    the processes of the job have the same pids here as for the agent.
+    """
+
+    path: str
+    pid: int
+    status: JobStatus | None
+    is_local: bool = True
+
+
+class ControlClient:
+    """One connection to the socket of an agent."""
+
+    def __init__(self, path: str) -> None:
+        """Connect.
+
+        Raises:
+            OSError: there is no agent, or it is another user's.
+        """
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._received = bytearray()
+        try:
+            self._socket.settimeout(ANSWER_S)
+            self._socket.connect(path)
+            if not is_peer_allowed(self._socket):
+                raise PermissionError(f"{path} is another user's")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the agent; 0 in another pid namespace."""
+        return peer_of(self._socket)[0]
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def send(self, request: ControlRequest) -> None:
+        """Send the request."""
+        self._socket.sendall(encode(request))
+
+    def receive(self, timeout: float | None = None) -> Reply | None:
+        """Return the next reply; None after the last one.
+
+        Args:
+            timeout: seconds; None waits without a limit.
+
+        Raises:
+            TimeoutError: there is none in time.
+            OSError: the connection is lost.
+            ControlError: the agent sends something else.
+        """
+        while (end := self._received.find(b"\n")) < 0:
+            self._socket.settimeout(None if timeout is None else max(timeout, 1e-3))
+            chunk = self._socket.recv(_CHUNK)
+            if not chunk:
+                if self._received:
+                    raise ControlError("the answer has no end")
+                return None
+            self._received += chunk
+            if len(self._received) > _LINE_MAX:
+                raise ControlError("the answer is too long")
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return decode_reply(line)
+
+    def replies(self, request: ControlRequest) -> Iterator[Reply]:
+        """Send a request, and yield all replies as they come."""
+        self.send(request)
+        while (reply := self.receive()) is not None:
+            yield reply
+
+
+def ask(path: str, request: ControlRequest, timeout: float | None = None) -> Reply:
+    """Return the only reply to a request.
+
+    Raises:
+        OSError: there is no agent, it does not answer in time, or the connection is lost.
+        ControlError: the agent sends something else, or nothing.
+    """
+    with ControlClient(path) as client:
+        client.send(request)
+        reply = client.receive(timeout)
+    if reply is None:
+        raise ControlError("the agent has closed the connection")
+    return reply
+
+
+def find_jobs() -> list[RunningJob]:
+    """Return the jobs of this user on this host, by the time of their start.
+
+    Sockets of launchers that were killed are removed.
+    """
+    clients: list[tuple[str, ControlClient | None]] = []
+    for path in _paths():
+        try:
+            client = ControlClient(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            continue
+        except (BlockingIOError, TimeoutError):
+            clients.append((path, None))  # more clients wait for it than it has room for
+            continue
+        except OSError:
+            continue  # just closed, or another user's
+        with contextlib.suppress(OSError):
+            client.send(GetStatus())
+        clients.append((path, client))
+    deadline = time.monotonic() + ANSWER_S
+    jobs = [_read_job(path, client, deadline) for path, client in clients]
+    found = [job for job in jobs if job is not None]
+    return sorted(found, key=lambda job: (job.status and job.status.started_at) or 0.0)
+
+
+def _paths() -> list[str]:
+    paths = []
+    for directory in directories():
+        with contextlib.suppress(OSError):
+            names = os.listdir(directory)
+            paths += [
+                os.path.join(directory, name)
+                for name in sorted(names)
+                if name.endswith(SOCKET_SUFFIX) and not name.startswith(".")
+            ]
+    return paths
+
+
+def _read_job(path: str, client: ControlClient | None, deadline: float) -> RunningJob | None:
+    """Return the job behind a socket; None if it has ended meanwhile."""
+    named = int(number) if (number := os.path.basename(path).partition("-")[0]).isdigit() else 0
+    if client is None:
+        return RunningJob(path, named, None)
+    with client:
+        try:
+            reply = client.receive(deadline - time.monotonic())
+        except TimeoutError:
+            return RunningJob(path, client.pid or named, None)
+        except (OSError, ControlError):
+            return RunningJob(path, client.pid or named, None)
+        if not isinstance(reply, StatusReply):
+            return None
+        agent = reply.status.agent_pid or named
+        return RunningJob(path, agent, reply.status, is_local=client.pid == agent)

@@ -1,0 +1,159 @@
+"""What a client asks of a job, and what the agent answers: one JSON object per line.
+
+Pure.  A connection carries one request: a line with its `command` and the `version` of the
+protocol.  Every line of the answer has a `reply`; the last one is no `event`.  Readers ignore
+fields that they do not know, and the version grows when a field changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from elastic_aio.outcome import JobState
+from elastic_aio.status import JobStatus
+from elastic_aio.text import jsonable
+
+VERSION: Final = 1
+
+REQUEST_MAX: Final = 64 * 1024
+"""Bytes of a request."""
+
+
+class ControlError(ValueError):
+    """A request or an answer that is not valid; the message is one line."""
+
+
+class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
+    version: int = VERSION
+
+
+class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
+    """Answer with a `StatusReply`."""
+
+
+class GetEvents(_ControlMessage, frozen=True, kw_only=True, tag="events"):
+    """Answer with an `EventReply` for each event after the number `after`, then `DoneReply`.
+
+    With `follow` this goes on until the end of the job.
+    """
+
+    after: int = -1
+    follow: bool = False
+
+
+class StopJob(_ControlMessage, frozen=True, kw_only=True, tag="stop"):
+    """Stop the job by its plan, with `signal` first; `kill`: at once.
+
+    Answer: as `AwaitEnd`; without `wait`: `DoneReply` at once.
+    """
+
+    reason: str = ""
+    signal: int | None = None
+    kill: bool = False
+    wait: bool = True
+
+
+class RestartJob(_ControlMessage, frozen=True, kw_only=True, tag="restart"):
+    """Replace the present attempt.  Answer: `DoneReply`, once another one runs."""
+
+    reason: str = ""
+
+
+class SendSignal(_ControlMessage, frozen=True, kw_only=True, tag="signal"):
+    """Send a signal to the worker `rank`, or to each worker of the node.  Answer: `DoneReply`."""
+
+    signal: int
+    rank: int | None = None
+
+
+class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
+    """Answer with an `EndReply` when the job is over."""
+
+
+ControlRequest = GetStatus | GetEvents | StopJob | RestartJob | SendSignal | AwaitEnd
+
+
+class StatusReply(Struct, frozen=True, tag_field="reply", tag="status"):
+    """What the job is doing."""
+
+    status: JobStatus
+    version: int = VERSION
+
+
+class EventReply(Struct, frozen=True, tag_field="reply", tag="event"):
+    """One event, in its own JSON form."""
+
+    event: Raw
+
+
+class EndReply(Struct, frozen=True, tag_field="reply", tag="end"):
+    """How the job has ended."""
+
+    state: JobState
+    why: str
+    exit_code: int
+
+
+class DoneReply(Struct, frozen=True, tag_field="reply", tag="done"):
+    """A request has been performed; `is_done`: and has had its effect."""
+
+    is_done: bool = True
+    pids: tuple[int, ...] = ()
+    """The processes that got a signal."""
+
+
+class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
+    """A request was refused, because of the `problem`."""
+
+    problem: str
+
+
+Reply = StatusReply | EventReply | EndReply | DoneReply | ErrorReply
+
+_encoder = msgspec.json.Encoder()
+_requests: msgspec.json.Decoder[ControlRequest] = msgspec.json.Decoder(ControlRequest)
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _RequestHead(Struct):
+    version: int
+
+
+def encode(message: ControlRequest | Reply) -> bytes:
+    """Return a request or a reply as a line."""
+    try:
+        return _encoder.encode(message) + b"\n"
+    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
+        return _encoder.encode(jsonable(msgspec.to_builtins(message))) + b"\n"
+
+
+def decode_request(line: bytes) -> ControlRequest:
+    """Read a request.
+
+    Raises:
+        ControlError: it is none, or of another version.
+    """
+    try:
+        if (version := msgspec.json.decode(line, type=_RequestHead).version) != VERSION:
+            problem = f"must be {VERSION} (got {version}): the client is of another release"
+            raise ControlError(f"version: {problem}")
+        return _requests.decode(line)
+    except _DECODE_ERRORS as error:
+        raise ControlError(f"request: is not valid: {error}") from None
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Read a reply.
+
+    Raises:
+        ControlError: it is none.
+    """
+    try:
+        return _replies.decode(line)
+    except _DECODE_ERRORS as error:
+        raise ControlError(f"the answer is not valid: {error}") from None

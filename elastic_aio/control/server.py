@@ -1,0 +1,134 @@
+"""The control socket of one agent: a Unix socket that only its user can connect to.
+
+The job never needs it.  Idle it costs one descriptor and no wake-up; what answers requests is
+loaded with the first connection.
+
+The name of a socket is never used twice, and it appears only when the socket listens.  So a
+socket that refuses connections belongs to a launcher that was killed, and may be removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from elastic_aio.aio import create_task
+from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
+
+if TYPE_CHECKING:
+    from elastic_aio.control.session import ControlledJob
+
+CONNECTIONS_MAX: Final = 64
+"""Connections at a time."""
+
+_BACKLOG: Final = 16
+_RETRY_S: Final = 1.0
+"""Seconds without accepting after a lack of descriptors."""
+_CLOSE_S: Final = 0.25
+"""Seconds for the last answers when the job is over."""
+
+
+class ControlServer:
+    """Answers requests about one job; `close` comes with the end of the job."""
+
+    def __init__(self, job: ControlledJob) -> None:
+        """Prepare; nothing listens before `open`.  The job is not kept alive."""
+        self.path = ""
+        """Of the socket; empty while nothing listens."""
+        self._job = weakref.ref(job)
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._sessions: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<ControlServer at {self.path or 'no path'}, {len(self._sessions)} connections>"
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: that is not possible: no directory, no descriptor.
+        """
+        directory = make_directory()
+        name = f"{self._pid}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
+        unfinished = os.path.join(directory, f".{name}")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(unfinished)
+            os.chmod(unfinished, 0o600)
+            listener.listen(_BACKLOG)
+            self.path = os.path.join(directory, name)
+            os.rename(unfinished, self.path)
+        except OSError:
+            listener.close()
+            self.path = ""
+            raise
+        self._socket = listener
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
+        if self._socket is None or os.getpid() != self._pid:
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._socket = None
+        try:
+            os.unlink(self.path)
+        except OSError:
+            pass  # the directory was cleared
+        self.path = ""
+
+    async def aclose(self) -> None:
+        """Listen no more, and end all connections soon.
+
+        Cancellation: the connections end at once.
+        """
+        self.close()
+        try:
+            if self._sessions:
+                await asyncio.wait(self._sessions, timeout=_CLOSE_S)
+        finally:
+            for session in self._sessions:
+                session.cancel()
+        if self._sessions:
+            await asyncio.wait(self._sessions)
+
+    def _accept(self) -> None:
+        assert self._socket is not None, "the reader is removed before"
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor left; the socket stays readable meanwhile
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_RETRY_S, self._resume)
+            return
+        connection.setblocking(False)
+        job = self._job()
+        if job is None or not is_peer_allowed(connection):
+            connection.close()
+            return
+        from elastic_aio.control.session import refuse, serve  # most jobs are never asked
+
+        if len(self._sessions) >= CONNECTIONS_MAX:
+            refuse(connection, f"{CONNECTIONS_MAX} connections are open already")
+            return
+        task = create_task(serve(connection, job), name="answer a control request")
+        self._sessions.add(task)
+        task.add_done_callback(self._on_answered)
+
+    def _on_answered(self, session: asyncio.Task[None]) -> None:
+        self._sessions.discard(session)
+        if not session.cancelled() and (error := session.exception()) is not None:
+            context = {"message": "a control request failed", "exception": error}
+            self._loop.call_exception_handler(context)
+
+    def _resume(self) -> None:
+        if self._socket is not None:
+            self._loop.add_reader(self._socket, self._accept)

@@ -1,0 +1,168 @@
+"""One connection to the control socket: a request, its answer, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable
+from typing import Final, Protocol
+
+from msgspec import Raw
+
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.channel import EventReader
+from elastic_aio.control.protocol import (
+    REQUEST_MAX,
+    AwaitEnd,
+    ControlError,
+    ControlRequest,
+    DoneReply,
+    EndReply,
+    ErrorReply,
+    EventReply,
+    GetEvents,
+    GetStatus,
+    Reply,
+    RestartJob,
+    SendSignal,
+    StatusReply,
+    StopJob,
+    decode_request,
+    encode,
+)
+from elastic_aio.errors import SpecError
+from elastic_aio.event_json import event_to_json
+from elastic_aio.events import Event, JobFinished
+from elastic_aio.status import JobStatus
+
+PATIENCE: Final = 5.0
+"""Seconds for a client to send its request."""
+
+
+class ControlledJob(Protocol):
+    """What the session needs of an `Agent`."""
+
+    def status(self, *, usage: bool = True) -> JobStatus: ...
+    def events(self, after: int = -1) -> EventReader[Event]: ...
+    def pids(self) -> dict[int, int]: ...
+    def kill(self) -> None: ...
+    def stop(
+        self, *, signal: int | str | None = None, reason: str = "a stop was requested"
+    ) -> Awaitable[None]: ...
+    async def restart(self, reason: str = "a restart was requested") -> bool: ...
+    def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
+
+
+def refuse(connection: socket.socket, problem: str) -> None:
+    """Answer without a request, and close the connection."""
+    with connection, contextlib.suppress(OSError):
+        connection.send(encode(ErrorReply(problem)))
+
+
+async def serve(connection: socket.socket, job: ControlledJob) -> None:
+    """Read one request from a connection, answer it, and close the connection.
+
+    Cancellation: the connection is closed; what was requested goes on.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_MAX)
+    except BaseException:  # a cancellation too
+        connection.close()
+        raise
+    # Without a buffer, `drain` waits until the kernel has all of the answer.
+    writer.transport.set_write_buffer_limits(0)
+    answering: asyncio.Task[None] | None = None
+    try:
+        # A client that breaks off or takes too long gets no answer.
+        async with asyncio.timeout(PATIENCE):
+            request = await _read_request(reader, writer)
+        if request is None:
+            return
+        answering = create_task(_Session(writer, job).answer(request), name="answer")
+        # A client sends nothing more, so the only thing to read is its end.
+        ending = create_task(reader.read(1), name="end of a control connection")
+        try:
+            await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            await cancel_and_wait([answering, ending])
+    except (OSError, EOFError, TimeoutError):
+        pass
+    finally:
+        is_answered = answering is not None and not answering.cancelled()
+        writer.close() if is_answered else writer.transport.abort()
+
+
+async def _read_request(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> ControlRequest | None:
+    """Return the request; None if it is refused."""
+    try:
+        return decode_request(await reader.readuntil(b"\n"))
+    except asyncio.LimitOverrunError:
+        problem = f"request: must have at most {REQUEST_MAX} bytes"
+    except ControlError as error:
+        problem = str(error)
+    writer.write(encode(ErrorReply(problem)))
+    await writer.drain()
+    return None
+
+
+class _Session:
+    """Answers one request; a client that reads slowly delays nothing but its own answer."""
+
+    def __init__(self, writer: asyncio.StreamWriter, job: ControlledJob) -> None:
+        self._writer = writer
+        self._job = job
+
+    async def answer(self, request: ControlRequest) -> None:
+        """Perform a request and send the answer."""
+        try:
+            reply = await self._perform(request)
+        except (SpecError, RuntimeError) as error:  # not valid, or the job has not begun
+            reply = ErrorReply(str(error))
+        await self._send(reply)
+
+    async def _perform(self, request: ControlRequest) -> Reply:
+        job = self._job
+        match request:
+            case GetStatus():
+                return StatusReply(job.status(usage=False))
+            case GetEvents():
+                return await self._send_events(request)
+            case SendSignal(signal=signal, rank=rank):
+                return DoneReply(pids=job.forward_signal(signal, rank=rank))
+            case RestartJob(reason=reason):
+                return DoneReply(is_done=await job.restart(reason))
+            case StopJob():
+                stopping = job.stop(signal=request.signal, reason=request.reason)
+                if request.kill:
+                    job.kill()
+                if not request.wait:
+                    return DoneReply()
+                await stopping
+                return await self._end()
+            case AwaitEnd():
+                return await self._end()
+
+    async def _send_events(self, request: GetEvents) -> Reply:
+        last = self._job.status(usage=False).seq
+        if request.follow or request.after < last:
+            async for event in self._job.events(request.after):
+                await self._send(EventReply(Raw(event_to_json(event))))
+                if event.seq >= last and not request.follow:
+                    break
+        return DoneReply()
+
+    async def _end(self) -> Reply:
+        last = self._job.status(usage=False).seq
+        async for event in self._job.events(last - 1):
+            if isinstance(event, JobFinished):
+                return EndReply(event.state, event.why, event.exit_code)
+        return ErrorReply("the job has ended by an internal error")
+
+    async def _send(self, reply: Reply) -> None:
+        self._writer.write(encode(reply))
+        await self._writer.drain()

@@ -1,0 +1,417 @@
+"""`ps`, `status`, `stop`, `restart`, `signal`, `wait`, `logs`, `events`, `top` and `why`.
+
+The jobs run in processes of their own; the commands run in this one, unless a test is about
+their process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.cli import main
+from elastic_aio.cli.local_jobs import choose_from, matches
+from elastic_aio.cli.options import UsageError
+from elastic_aio.control.client import RunningJob
+from elastic_aio.status import JobStatus
+from tests.support.children import until_sync
+from tests.support.cli import CLI, Running, run_program, running, running_cli
+from tests.support.control import own_control_dir
+from tests.support.leaks import leaked_processes
+
+WORKER = """
+import os, signal, sys, time
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
+if restarts == "0" and os.environ.get("FAILS") == rank:
+    raise ValueError("no such data")
+print(f"rank {rank} begins", flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory() -> Iterator[Path]:
+    with own_control_dir() as path:
+        yield path
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(WORKER)
+    return path
+
+
+def ask(capfd: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    """Run a command in this process; return what it prints."""
+    capfd.readouterr()
+    assert main(argv) == code
+    printed = capfd.readouterr()
+    assert (printed.err == "") == (code == 0)
+    return printed.err if code else printed.out
+
+
+def phase(capfd: pytest.CaptureFixture[str], name: str) -> str:
+    """Return the phase of a job, empty if there is none."""
+    lines = ask(capfd, "ps", "--json").splitlines()
+    statuses = [json.loads(line)["status"] for line in lines]
+    return next((one["phase"] for one in statuses if one["run_id"] == name), "")
+
+
+@contextmanager
+def job(
+    capfd: pytest.CaptureFixture[str], script: Path, name: str, *options: str, **env: str
+) -> Iterator[Running]:
+    """Run a job of two workers, until it runs."""
+    words = ["--nproc-per-node=2", f"--rdzv-id={name}", "--redirects=3", *options, str(script)]
+    with running_cli(f"--log-dir={script.parent}", *words, env=env) as program:
+        until_sync(lambda: phase(capfd, name) == "running" and _have_begun(script), "the job")
+        yield program
+        if program.process.poll() is None:
+            program.send(signal.SIGTERM)
+        program.wait()
+        until_sync(lambda: not leaked_processes(), "the end of the guardian")
+
+
+def _have_begun(script: Path) -> bool:
+    logs = script.parent.rglob("stdout.log")
+    return sum("begins" in path.read_text() for path in logs) >= 2
+
+
+# ------------------------------------------------------------- which job is meant
+
+
+def running_job(pid: int, run_id: str = "", entrypoint: str = "train.py") -> RunningJob:
+    status = JobStatus(run_id=run_id, entrypoint=entrypoint) if run_id else None
+    return RunningJob(f"/{pid}", pid, status)
+
+
+JOBS = [
+    running_job(7, "abc1"),
+    running_job(8, "abd2", "/data/eval.py"),
+    running_job(9, "7"),
+    running_job(10),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "pids"),
+    [
+        (None, [7, 8, 9, 10]),
+        ("abc1", [7]),
+        ("abc", [7]),
+        ("ab", [7, 8]),
+        ("7", [7, 9]),
+        ("8", [8]),
+        ("10", [10]),
+        ("train.py", [7, 9]),
+        ("eval.py", [8]),
+        ("/data/eval.py", [8]),
+        ("x", []),
+        ("", []),
+    ],
+)
+def test_the_names_of_jobs(name: str | None, pids: list[int]) -> None:
+    assert [job.pid for job in matches(JOBS, name)] == pids
+
+
+@pytest.mark.parametrize(
+    ("jobs", "name", "problem"),
+    [
+        ([], None, "JOB: no job of this user runs on this host"),
+        ([], "a", "JOB: no job of this user runs on this host (got 'a')"),
+        (JOBS[:2], None, "JOB: must be given, 2 jobs run here: abc1 (pid 7); abd2 (pid 8)"),
+        (
+            JOBS[:2],
+            "ab",
+            "JOB: matches several: abc1 (pid 7); abd2 (pid 8) (got 'ab')",
+        ),
+        (JOBS[3:], "x", "JOB: is none of those that run here: pid 10 (does not answer) (got 'x')"),
+    ],
+)
+def test_a_name_that_is_not_of_one_job(
+    jobs: list[RunningJob], name: str | None, problem: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose_from(jobs, name)
+    assert str(caught.value) == problem
+
+
+COMMANDS = ["status", "logs", "top", "why", "stop", "restart", "wait", "events"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_job(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 2."""
+    printed = ask(capfd, command, code=2)
+    assert printed == f"aio-elastic {command}: JOB: no job of this user runs on this host\n"
+
+
+def test_ps_without_a_job(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ask(capfd, "ps") == "no job of this user runs on this host\n"
+    assert ask(capfd, "ps", "--json") == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["signal"], "SIGNAL: must be given, after JOB if that is given too"),
+        (["signal", "NOSUCH"], "SIGNAL: must be a signal number or a name such as 'SIGTERM'"),
+        (["signal", "USR1", "--rank", "x"], "--rank: must be a whole number (got 'x')"),
+        (["stop", "--signal", "99"], "--signal: must be a signal number or a name"),
+        (["wait", "--timeout", "0"], "--timeout: must be a number of seconds above 0 (got '0')"),
+        (["top", "--interval", "x"], "--interval: must be a number of seconds above 0 (got 'x')"),
+        (["logs", "-n", "x"], "--lines: must be a whole number from 0"),
+        (["events", "a", "--rdzv-id", "b"], "JOB: has no effect with --rdzv-endpoint"),
+        (["why", "--from", "/nowhere"], "--from: cannot be read: no such file or directory"),
+        (["why", "a", "--from", "/nowhere"], "JOB: has no effect with --from"),
+    ],
+)
+def test_bad_arguments(argv: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    printed = ask(capfd, *argv, code=2)
+    assert printed.startswith(f"aio-elastic {argv[0]}: {problem}")
+    assert printed.count("\n") == 1
+
+
+# --------------------------------------------------------------- a job that runs
+
+
+@pytest.mark.e2e
+def test_a_job_is_seen_and_stopped(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From the list to the end, as another terminal would do it."""
+    with job(capfd, script, "run-1") as program:
+        header, row = ask(capfd, "ps").splitlines()
+        assert header.split()[:3] == ["RUN", "PID", "NAME"]
+        assert row.split()[:2] == ["run-1", str(program.pid)]
+        assert row.split()[3:5] == ["running", "2/2"]
+        assert ask(capfd, "stop", "--no-wait", "--signal", "INT") == ""
+        assert program.wait() == 130
+        until_sync(lambda: "no job" in ask(capfd, "ps"), "the end")
+
+
+@pytest.mark.e2e
+def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a failure: what the job does, and the decisions that have led there."""
+    with job(capfd, script, "run-1", "--max-restarts=3", FAILS="1") as program:
+        text = ask(capfd, "status", "run")
+        assert f"run run-1: {script} on " in text
+        assert re.search(r"^phase     running for ", text, re.MULTILINE)
+        assert "attempt   1 (1 of 3 restarts used)" in text
+        status = json.loads(ask(capfd, "status", "--json", str(program.pid)))
+        assert status["attempt"] == 1
+        assert all(worker["usage"]["max_rss_bytes"] > 1 << 20 for worker in status["workers"])
+        why = ask(capfd, "why", script.name)
+        for line in (
+            r"  the workers are stopped \(SIGTERM 30 s, SIGKILL\)\n    rule:     local rank 1 ",
+            r"  attempt 0 failed\n    evidence: rank 1 \(pid \d+\): exit code 1",
+            r"    evidence: stderr: ValueError: no such data\n|ValueError: no such data \(on",
+            r"  attempt 1 follows\n    rule:     restart 1 of 3 \(max_restarts\)",
+        ):
+            assert re.search(line, why), (line, why)
+        assert "earlier steps" not in why
+
+
+@pytest.mark.e2e
+def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(capfd, script, "run-1", "--max-restarts=0") as program:
+        assert ask(capfd, "signal", "usr1", "--rank", "1") == "SIGUSR1 sent to 1 worker\n"
+        until_sync(lambda: "got USR1" in ask(capfd, "logs", "run-1", "1"), "the signal")
+        assert "got USR1" not in ask(capfd, "logs", "0")
+        assert ask(capfd, "signal", "run-1", "10") == "SIGUSR1 sent to 2 workers\n"
+        assert ask(capfd, "restart", "--reason", "new data") == "attempt 1 runs\n"
+        assert "restarting as attempt 1: new data" in ask(capfd, "events")
+        printed = ask(capfd, "stop", "--reason", "enough", "run-1")
+        assert printed == "job stopped, exit code 143: enough\n"
+        assert program.wait() == 143
+        assert "restarting as attempt 1: new data" in program.err
+
+
+@pytest.mark.e2e
+def test_a_wait_ends_with_the_code_of_the_job(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its process too, and a follower of the events ends with it."""
+    with job(capfd, script, "run-1") as program:
+        assert main(["wait", "--timeout", "0.05"]) == 124
+        with (
+            running([*CLI, "wait", "run-1"]) as waiter,
+            running([*CLI, "events", "--json", "-f"]) as follower,
+        ):
+            follower.wait_out('"event":"WorkerStarted"')
+            program.send(signal.SIGINT)
+            assert follower.wait() == 0
+            assert waiter.wait() in (130, 2)  # 2 if it began too late
+            lines = follower.out.splitlines()
+            assert json.loads(lines[-1])["event"] == "JobFinished"
+        assert program.wait() == 130
+
+
+@pytest.mark.e2e
+def test_logs(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All workers with the rank before each line, or one without; followed through a restart."""
+    with job(capfd, script, "run-1") as program:
+        lines = ask(capfd, "logs").splitlines()
+        assert sorted(lines) == [
+            "[0]: rank 0 begins",
+            "[0]: to stderr",
+            "[1]: rank 1 begins",
+            "[1]: to stderr",
+        ]
+        assert ask(capfd, "logs", "-n", "0", "1") == ""
+        assert sorted(ask(capfd, "logs", "run-1", "1").splitlines()) == [
+            "rank 1 begins",
+            "to stderr",
+        ]
+        assert "RANK: must be one of this node" in ask(capfd, "logs", "run-1", "7", code=2)
+        with running([*CLI, "logs", "-f", "run-1"]) as follower:
+            follower.wait_out("rank 1 begins")
+            ask(capfd, "signal", "USR1")
+            follower.wait_out(r"\[0\]: got USR1")
+            follower.wait_out(r"\[1\]: got USR1")
+            ask(capfd, "restart")
+            until_sync(lambda: follower.out.count("rank 1 begins") == 2, "the new output")
+            ask(capfd, "stop")
+            assert follower.wait() == 0
+        program.wait()
+
+
+@pytest.mark.e2e
+def test_logs_into_a_pipe_that_closes(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also while nothing but the log files wakes the command up."""
+    with job(capfd, script, "run-1"):
+        follower = subprocess.Popen(
+            [*CLI, "logs", "-f", "run-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert follower.stdout is not None
+        follower.stdout.readline()
+        follower.stdout.close()
+        until_sync(lambda: main(["signal", "USR1"]) == 0 and follower.poll() is not None, "its end")
+        assert follower.returncode == 128 + signal.SIGPIPE
+        assert follower.stderr is not None
+        assert follower.stderr.read() == b""
+        follower.stderr.close()
+
+
+@pytest.mark.e2e
+def test_a_job_whose_output_is_in_no_file(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """If nothing is captured, the command says so."""
+    with running_cli("--rdzv-id=run-1", script, stdout=subprocess.DEVNULL) as program:
+        until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
+        status = json.loads(ask(capfd, "status", "--json"))
+        if all(one["stdout_path"] is one["stderr_path"] is None for one in status["workers"]):
+            assert "no output of this job is in files" in ask(capfd, "logs", code=1)
+        program.send(signal.SIGTERM)
+        assert program.wait() == 143
+
+
+@pytest.mark.e2e
+def test_top(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once, and until the end of the job."""
+    with job(capfd, script, "run-1") as program:
+        text = ask(capfd, "top", "--once")
+        assert re.search(r"^RANK +PID +STATE", text, re.MULTILINE)
+        assert len(re.findall(r"^[01] +\d+ +running", text, re.MULTILINE)) == 2
+        with running([*CLI, "top", "--interval", "0.1"]) as top:
+            until_sync(lambda: top.out.count("RANK") >= 3, "three views")
+            assert re.search(r"^1 +\d+ +running +\S+ s +\d+%", top.out, re.MULTILINE)
+            program.send(signal.SIGTERM)
+            assert top.wait() == 0
+            assert "phase     stopped" in top.out.split("RANK")[-2] + top.out.split("RANK")[-1]
+
+
+@pytest.mark.e2e
+def test_several_jobs(script: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each needs its name; all are in the list and in the overview."""
+    other = tmp_path / "other" / "eval.py"
+    other.parent.mkdir()
+    other.write_text(WORKER)
+    with job(capfd, other, "second"), job(capfd, script, "first"):
+        assert "must be given, 2 jobs run here: " in ask(capfd, "status", code=2)
+        assert [line.split()[0] for line in ask(capfd, "ps").splitlines()] == [
+            "RUN",
+            "second",
+            "first",
+        ]
+        assert "second" in ask(capfd, "top", "--once")
+        assert ask(capfd, "stop", "--kill", "eval.py").startswith("job stopped")
+        assert len(ask(capfd, "ps").splitlines()) == 2
+
+
+@pytest.mark.e2e
+def test_a_suspended_launcher_does_not_answer(
+    script: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_aio.control.client.ANSWER_S", 0.3)
+    with job(capfd, script, "run-1") as program:
+        program.send(signal.SIGSTOP)
+        try:
+            assert f"{program.pid}" in ask(capfd, "ps")
+            assert "does not answer" in ask(capfd, "ps")
+            assert "does not answer" in ask(capfd, "status", "run-1", code=2)
+        finally:
+            program.send(signal.SIGCONT)
+
+
+@pytest.mark.e2e
+def test_a_killed_launcher_leaves_no_job(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The next command removes its socket."""
+    with job(capfd, script, "run-1") as program:
+        program.send(signal.SIGKILL)
+        program.wait()
+        until_sync(lambda: "no job" in ask(capfd, "ps"), "the end of all copies")
+        assert os.listdir(os.environ["ELASTIC_AIO_CONTROL_DIR"]) == []
+
+
+@pytest.mark.e2e
+def test_a_job_without_control(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with running_cli("--no-control", script) as program:
+        program.wait_out("rank 0 begins")
+        assert ask(capfd, "ps") == "no job of this user runs on this host\n"
+        program.send(signal.SIGTERM)
+        assert program.wait() == 143
+
+
+@pytest.mark.e2e
+def test_why_from_a_file(script: Path, tmp_path: Path) -> None:
+    """The events that `run --events` has written explain a job that is over."""
+    path = tmp_path / "events"
+    argv = [*CLI, "run", "--events", str(path), "--no-python", "sh", "-c", "exit 7"]
+    assert run_program(argv).code == 7
+    ended = run_program([*CLI, "why", "--from", str(path)])
+    assert ended.code == 0
+    assert "phase     failed" in ended.out
+    assert "  attempt 0 failed\n    evidence: rank 0 (pid " in ended.out
+    assert "  the job ended: failed, exit code 7\n    rule:     no restarts allowed" in ended.out
+    path.write_text("nonsense\n")
+    ended = run_program([*CLI, "why", "--from", str(path)])
+    assert ended.code == 2
+    assert ended.errors[0].startswith("aio-elastic why: --from: line 1 is no event")
+
+
+@pytest.mark.e2e
+def test_commands_need_no_variable_of_the_job(script: Path, tmp_path: Path) -> None:
+    """As `docker exec` gives none: the runtime directory of the job is looked for."""
+    env: dict[str, str | None] = {"ELASTIC_AIO_CONTROL_DIR": None, "XDG_RUNTIME_DIR": None}
+    name = f"run-{os.getpid()}-{tmp_path.name}"
+    with running_cli(f"--rdzv-id={name}", script, env=env) as program:
+        program.wait_out("rank 0 begins")
+        ended = run_program(
+            [sys.executable, "-m", "elastic_aio", "status", name],
+            env={**env, "HOME": None, "USER": None},
+        )
+        assert ended.code == 0, ended.err
+        assert f"run {name}: " in ended.out
+        assert run_program([*CLI, "stop", name], env=env).code == 0
+        assert program.wait() == 143
