@@ -32,6 +32,7 @@ from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
 
 if TYPE_CHECKING:
+    from elastic_aio.cli.sd_notify import ServiceNotifier
     from elastic_aio.http.server import StatusServer
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
@@ -55,10 +56,11 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     except UsageError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
+    notifier = _service_notifier() if owns_process else None
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
             code = run_coroutine(
-                lambda: _run(request, events, level, received, make_handler),
+                lambda: _run(request, events, level, received, make_handler, notifier),
                 loop_factory=factory,
             )
             if owns_process:
@@ -86,12 +88,22 @@ def _handler_factory(name: str) -> HandlerFactory | None:
     return load_event_handler(name)
 
 
+def _service_notifier() -> ServiceNotifier | None:
+    """Return what tells systemd about the job; None if this process is no service."""
+    if "NOTIFY_SOCKET" not in os.environ:
+        return None
+    from elastic_aio.cli.sd_notify import take_notifier  # most jobs are started by hand
+
+    return take_notifier()
+
+
 async def _run(
     request: RunRequest,
     events: int | None,
     level: int,
     received: ReceivedSignals,
     make_handler: HandlerFactory | None,
+    notifier: ServiceNotifier | None,
 ) -> int:
     """Run a job, print its events and its failure report; return the exit code."""
     stderr = open_sink("stderr", 2)
@@ -107,11 +119,10 @@ async def _run(
         printer.on_event(event)
         if recorder is not None:
             recorder.put(event_to_json(event) + b"\n")
-        if handler is not None:
-            handler(event)
 
     try:
-        result = await _supervise(request, received, printer, on_event)
+        listeners = [on_event, *filter(None, (handler,))]
+        result = await _supervise(request, received, printer, listeners, notifier)
         code = 0
         printer.print_success(result)
     except JobEnded as error:
@@ -135,11 +146,13 @@ async def _supervise(
     request: RunRequest,
     received: ReceivedSignals,
     printer: EventPrinter,
-    on_event: Callable[[Event], None],
+    listeners: list[Callable[[Event], None]],
+    notifier: ServiceNotifier | None,
 ) -> LaunchResult:
     """Run a job to its end, with the servers that its command line asks for."""
     async with AsyncExitStack() as stack:
-        listeners = [on_event]
+        if notifier is not None:
+            listeners.append(stack.enter_context(notifier))
         if request.http is not None:
             listeners.append(await stack.enter_async_context(_server(request.http, printer)))
         return await supervise(
