@@ -54,7 +54,9 @@ class WorkerStatus(Struct, frozen=True):
     usage: ResourceUsage | None = None
     """What it has used; None while it runs, unless `Agent.status` was asked for it."""
     heartbeat: float | None = None
-    """Unix seconds of the last sign of progress; None for a worker that sends none."""
+    """Unix seconds of its last message; None for a worker that sends none."""
+    reported: str = ""
+    """Its last step, phase and status, as its messages say."""
     stdout_path: str | None = None
     stderr_path: str | None = None
 

@@ -307,8 +307,10 @@ class Agent:
         Raises:
             RuntimeError: the job has not been started.
         """
-        _ = self._started_driver
+        driver = self._started_driver
         status = self._event_log.tracker.status(time.time())
+        if driver.group is not None:
+            status = driver.group.with_reports(status)
         return with_usage(status) if usage else status
 
     def pids(self) -> dict[int, int]:

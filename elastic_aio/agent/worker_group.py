@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from elastic_aio.agent.failures import WorkerRecord, collect_failures, reason_now
+from elastic_aio.agent.liveness import reported
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
@@ -26,6 +29,7 @@ from elastic_aio.process.calls import CallResult
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.status import JobStatus
 
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
 # suspended.  Its imports are not waited for.
@@ -249,6 +253,20 @@ class WorkerGroup:
         await self._watch.aclose()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
+
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        """Return a status with what the workers have reported about themselves."""
+        if status.attempt != self.attempt:
+            return status
+        began = time.time() - self._runtime.clock.now()
+        workers = []
+        for worker in status.workers:
+            record = self.records.get(worker.local_rank)
+            if record is not None and record.report and record.report.heartbeat_at is not None:
+                at = began + record.report.heartbeat_at
+                worker = replace(worker, heartbeat=at, reported=reported(record))
+            workers.append(worker)
+        return replace(status, workers=tuple(workers))
 
     # ---------------------------------------------------------------- results
 

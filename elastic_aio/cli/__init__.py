@@ -25,6 +25,7 @@ COMMANDS = {
     "logs": "elastic_aio.cli.job_logs:main_logs",
     "top": "elastic_aio.cli.top:main_top",
     "why": "elastic_aio.cli.why:main_why",
+    "dump": "elastic_aio.cli.control:main_dump",
     "stop": "elastic_aio.cli.control:main_stop",
     "restart": "elastic_aio.cli.control:main_restart",
     "signal": "elastic_aio.cli.control:main_signal",
@@ -40,7 +41,7 @@ COMMANDS = {
 
 _USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
-       aio-elastic ps | top | status [JOB] | why [JOB] | logs [-f] [JOB] [RANK]
+       aio-elastic ps | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
        aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]

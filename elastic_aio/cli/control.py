@@ -39,6 +39,8 @@ from elastic_aio.control.client import RunningJob, find_jobs
 from elastic_aio.control.protocol import (
     AwaitEnd,
     DoneReply,
+    DumpReply,
+    DumpStacks,
     EndReply,
     GetStatus,
     RestartJob,
@@ -54,6 +56,7 @@ from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, jsonable, one_line
 
 _ANSWER_S = 10.0
+_DUMP_S = 60.0
 
 
 def main_ps(argv: Sequence[str]) -> int:
@@ -74,6 +77,11 @@ def main_stop(argv: Sequence[str]) -> int:
 def main_restart(argv: Sequence[str]) -> int:
     """Run `aio-elastic restart` with these arguments; return the exit code."""
     return run_command("restart", _restart, argv)
+
+
+def main_dump(argv: Sequence[str]) -> int:
+    """Run `aio-elastic dump` with these arguments; return the exit code."""
+    return run_command("dump", _dump, argv)
 
 
 def main_signal(argv: Sequence[str]) -> int:
@@ -168,6 +176,19 @@ def _restart(argv: Sequence[str]) -> int:
         print(f"attempt {fresh_status(job).attempt} runs")
         return 0
     raise JobError("the job has ended without another attempt")
+
+
+def _dump(argv: Sequence[str]) -> int:
+    parser = job_parser("dump", "Print what the workers of this node are doing: their stacks.")
+    parser.add_argument("--reason", metavar="TEXT", help="for the text and the events")
+    arguments = parser.parse_args(argv)
+    job = choose_job(arguments.job)
+    reply = ask_job(job, DumpStacks(reason=_reason("dump", arguments.reason)), _DUMP_S)
+    if isinstance(reply, DumpReply):
+        print(reply.text.rstrip())
+        if reply.path is not None:
+            print(f"also in {reply.path}")
+    return 0
 
 
 def _signal(argv: Sequence[str]) -> int:

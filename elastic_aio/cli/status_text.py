@@ -9,10 +9,11 @@ from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted, format_duration, one_line, truncate
 
 JOB_COLUMNS = ("RUN", "PID", "NAME", "PHASE", "WORKERS", "ATTEMPT", "RESTARTS LEFT", "TIME")
-WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "SIGN OF LIFE")
+WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "LAST MESSAGE")
 
 _ID_MAX = 24
 _NAME_MAX = 32
+_REPORTED_MAX = 60
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -61,8 +62,15 @@ def worker_row(worker: WorkerStatus, now: float, share: float | None = None) -> 
         "" if share is None else f"{share:.0%}",
         "" if usage is None else format_duration(usage.user_s + usage.system_s),
         "" if usage is None else format_size(usage.max_rss_bytes),
-        "" if worker.heartbeat is None else f"{format_duration(now - worker.heartbeat)} ago",
+        _message(worker, now),
     )
+
+
+def _message(worker: WorkerStatus, now: float) -> str:
+    if worker.heartbeat is None:
+        return ""
+    ago = f"{format_duration(now - worker.heartbeat)} ago"
+    return f"{ago}: {one_line(worker.reported, _REPORTED_MAX)}" if worker.reported else ago
 
 
 def head_lines(status: JobStatus, now: float) -> list[str]:

@@ -69,11 +69,17 @@ class SendSignal(_ControlMessage, frozen=True, kw_only=True, tag="signal"):
     rank: int | None = None
 
 
+class DumpStacks(_ControlMessage, frozen=True, kw_only=True, tag="dump"):
+    """Answer with a `DumpReply`: what all workers of the node are doing."""
+
+    reason: str = ""
+
+
 class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
     """Answer with an `EndReply` when the job is over."""
 
 
-ControlRequest = GetStatus | GetEvents | StopJob | RestartJob | SendSignal | AwaitEnd
+ControlRequest = GetStatus | GetEvents | StopJob | RestartJob | SendSignal | DumpStacks | AwaitEnd
 
 
 class StatusReply(Struct, frozen=True, tag_field="reply", tag="status"):
@@ -105,13 +111,20 @@ class DoneReply(Struct, frozen=True, tag_field="reply", tag="done"):
     """The processes that got a signal."""
 
 
+class DumpReply(Struct, frozen=True, tag_field="reply", tag="dump"):
+    """The stacks of the workers as text, and the file that has it; None for none."""
+
+    text: str
+    path: str | None = None
+
+
 class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
     """A request was refused, because of the `problem`."""
 
     problem: str
 
 
-Reply = StatusReply | EventReply | EndReply | DoneReply | ErrorReply
+Reply = StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[ControlRequest] = msgspec.json.Decoder(ControlRequest)

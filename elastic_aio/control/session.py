@@ -18,6 +18,8 @@ from elastic_aio.control.protocol import (
     ControlError,
     ControlRequest,
     DoneReply,
+    DumpReply,
+    DumpStacks,
     EndReply,
     ErrorReply,
     EventReply,
@@ -34,6 +36,7 @@ from elastic_aio.control.protocol import (
 from elastic_aio.errors import SpecError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event, JobFinished
+from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus
 
 PATIENCE: Final = 5.0
@@ -51,6 +54,7 @@ class ControlledJob(Protocol):
         self, *, signal: int | str | None = None, reason: str = "a stop was requested"
     ) -> Awaitable[None]: ...
     async def restart(self, reason: str = "a restart was requested") -> bool: ...
+    async def dump(self, reason: str = "a dump was requested") -> StackDump: ...
     def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
 
 
@@ -134,6 +138,9 @@ class _Session:
                 return await self._send_events(request)
             case SendSignal(signal=signal, rank=rank):
                 return DoneReply(pids=job.forward_signal(signal, rank=rank))
+            case DumpStacks(reason=reason):
+                dump = await job.dump(reason)
+                return DumpReply(str(dump), dump.path)
             case RestartJob(reason=reason):
                 return DoneReply(is_done=await job.restart(reason))
             case StopJob():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from elastic_aio import (
 )
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.events import JobStarted, WorkerStarted
-from tests.support.children import POLITE, SLEEPER, noted, noting, shell, until
+from tests.support.children import POLITE, SLEEPER, noted, noting, python, shell, until
 from tests.support.sockets import free_port
 
 
@@ -59,6 +61,19 @@ async def test_the_status_of_a_running_job(tmp_path: Path) -> None:
         with pytest.raises(JobStopped) as caught:
             await agent.wait()
     assert caught.value.result.goodput.productive == pytest.approx(ended.goodput.productive)
+
+
+async def test_the_status_has_what_workers_report() -> None:
+    """Step, phase and status, and when the last message came."""
+    code = "from elastic_aio.worker import progress; progress(7); import time; time.sleep(99)"
+    spec = LaunchSpec(python(f"import sys; sys.path[:] = {sys.path!r}; {code}"))
+    async with Agent(spec) as agent:
+        await running(agent)
+        await until(lambda: agent.status(usage=False).workers[0].heartbeat)
+        worker = agent.status().workers[0]
+        assert worker.heartbeat is not None
+        assert worker.since - 1 < worker.heartbeat < time.time() + 1  # the clock may be adjusted
+        assert worker.reported == "step 7"
 
 
 async def test_an_agent_without_a_job_has_no_status() -> None:

@@ -149,7 +149,7 @@ def test_a_name_that_is_not_of_one_job(
     assert str(caught.value) == problem
 
 
-COMMANDS = ["status", "logs", "top", "why", "stop", "restart", "wait", "events"]
+COMMANDS = ["status", "logs", "top", "why", "dump", "stop", "restart", "wait", "events"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -230,6 +230,10 @@ def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> No
         until_sync(lambda: "got USR1" in ask(capfd, "logs", "run-1", "1"), "the signal")
         assert "got USR1" not in ask(capfd, "logs", "0")
         assert ask(capfd, "signal", "run-1", "10") == "SIGUSR1 sent to 2 workers\n"
+        dump = ask(capfd, "dump", "--reason", "it is slow")
+        assert dump.startswith("it is slow\n")
+        assert "rank 0" in dump
+        assert "rank 1" in dump
         assert ask(capfd, "restart", "--reason", "new data") == "attempt 1 runs\n"
         assert "restarting as attempt 1: new data" in ask(capfd, "events")
         printed = ask(capfd, "stop", "--reason", "enough", "run-1")

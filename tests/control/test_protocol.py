@@ -15,6 +15,8 @@ from elastic_aio.control.protocol import (
     ControlError,
     ControlRequest,
     DoneReply,
+    DumpReply,
+    DumpStacks,
     EndReply,
     ErrorReply,
     EventReply,
@@ -38,6 +40,7 @@ REQUESTS: list[ControlRequest] = [
     StopJob(signal=2, reason="enough", kill=True, wait=False),
     RestartJob(reason="new data"),
     SendSignal(signal=10, rank=3),
+    DumpStacks(reason="slow"),
     AwaitEnd(),
 ]
 USAGE = ResourceUsage(1.0, 2.0, 3, 4, 5, 6, 7)
@@ -45,6 +48,7 @@ REPLIES: list[Reply] = [
     StatusReply(JobStatus(run_id="r", workers=(WorkerStatus(0, 0, 7, usage=USAGE),))),
     EndReply(JobState.FAILED, "why", 3),
     DoneReply(is_done=False, pids=(1, 2)),
+    DumpReply("stacks", "/path"),
     ErrorReply("no"),
 ]
 

@@ -208,6 +208,7 @@ def test_the_page_of_a_node() -> None:
         "status": "exit code 0",
         "usage": None,
         "heartbeat": None,
+        "reported": "",
         "stdout_path": None,
         "stderr_path": None,
     }
