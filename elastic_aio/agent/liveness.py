@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.liveness_table import LivenessTable, MissedDeadline
-from elastic_aio.agent.notify_sockets import NotifySockets
+from elastic_aio.agent.notify_sockets import PERIOD_S, NotifySockets
 from elastic_aio.aio import PausableClock, cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError
 from elastic_aio.events import (
@@ -71,7 +71,9 @@ class Liveness:
         self._publish = publish
         self._directory = directory
         self._table = LivenessTable(spec)
-        self._sockets = NotifySockets(self._on_message)
+        # A message may be noticed late by an eighth of a limit.
+        period = min([PERIOD_S, *(limit / 8 for limit in spec.deadlines)])
+        self._sockets = NotifySockets(self._on_message, period=period)
         self._records: Mapping[int, WorkerRecord] = {}
         self._attempt = 0
         self._on_hung: OnHung = lambda local_rank, why: None
@@ -107,7 +109,7 @@ class Liveness:
         Raises:
             HostError: no descriptor is left, or the pipe cannot be made.
         """
-        if self._spec.has_deadlines:
+        if self._spec.deadlines:
             self._sockets.find_worker = self._worker_of_session
             try:
                 self._sockets.open_address()

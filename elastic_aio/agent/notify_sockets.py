@@ -7,8 +7,9 @@ when the launcher does not read (as bash shows).  Datagram sockets raise no SIGP
 The socket with an address is for programs that know `NOTIFY_SOCKET` only.  The kernel tells the
 sender's pid there (SO_PASSCRED of unix(7)).
 
-What is read in one turn of the event loop is limited, and so is what is read in a second: any
-process of the job may write without end.
+A socket that has been read is read again after a period, until it is empty twice: workers that
+report every second would cause as many wake-ups, and any process of the job may write without
+end.  The first message after such a pause is read at once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from elastic_aio.agent.liveness_table import MESSAGE_MAX
 from elastic_aio.errors import SpawnError
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import reason_of
 
-_BURST = 128
-"""Messages of one worker that are read in one turn of the event loop."""
-_WINDOW_S = 0.05
-_WINDOW_MAX = 1024
-"""Messages of all workers that are read in one window."""
+PERIOD_S = 1.0
+"""Seconds after which a socket is read again."""
+_BURST = 512
+"""Messages of one worker that are read at a time; the kernel keeps fewer."""
+_PERIOD_MAX = 1024
+"""Messages of all workers that are read at the end of a period."""
 _ANCESTORS_MAX = 16
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7)
 
@@ -37,19 +40,25 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7)
 class NotifySockets:
     """The sockets of one job on this host; must be closed."""
 
-    def __init__(self, on_message: Callable[[int, bytes], None]) -> None:
-        """Begin without sockets; `on_message` gets local rank and content of each message."""
+    def __init__(self, on_message: Callable[[int, bytes], None], *, period: float) -> None:
+        """Begin without sockets.
+
+        Args:
+            on_message: called with local rank and content of each message.
+            period: seconds after which a socket is read again.
+        """
         self.address = ""
         """The address for `NOTIFY_SOCKET`; empty before `open_address`."""
         self.find_worker: Callable[[int], int | None] = lambda pid: None
         """Returns the local rank of the worker that leads the session of this number."""
         self._on_message = on_message
+        self._period = period
         self._ends: dict[int, int] = {}  # descriptors by local rank
         self._shared: socket.socket | None = None
-        self._window = 0.0
-        self._count = 0
-        self._paused: list[Callable[[], None]] = []
-        self._resume: asyncio.TimerHandle | None = None
+        self._readers: dict[int, Callable[[int], int]] = {}  # by descriptor
+        # Descriptors, in the order in which they are read; True: it was empty the last time.
+        self._paused: dict[int, bool] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<NotifySockets of {len(self._ends)} workers>"
@@ -69,7 +78,7 @@ class NotifySockets:
             raise
         self._shared = shared
         self.address = "@" + shared.getsockname()[1:].decode("ascii")
-        asyncio.get_running_loop().add_reader(shared.fileno(), self._on_shared_readable)
+        self._add_reader(shared.fileno(), partial(self._read_shared, shared))
 
     @contextmanager
     def open_worker(self, local_rank: int) -> Iterator[int]:
@@ -87,9 +96,7 @@ class NotifySockets:
             raise SpawnError(message, permanent=False, exit_code=1) from error
         with theirs:
             descriptor = self._ends[local_rank] = own.detach()
-            asyncio.get_running_loop().add_reader(
-                descriptor, self._on_readable, local_rank, descriptor
-            )
+            self._add_reader(descriptor, partial(self._read, local_rank, descriptor))
             try:
                 yield theirs.fileno()
             except BaseException:  # a cancellation too
@@ -101,7 +108,7 @@ class NotifySockets:
         descriptor = self._ends.get(local_rank)
         if descriptor is not None:
             self._read(local_rank, descriptor, _BURST)
-            asyncio.get_running_loop().remove_reader(descriptor)
+            self._remove_reader(descriptor)
             os.close(descriptor)
             del self._ends[local_rank]
 
@@ -113,72 +120,76 @@ class NotifySockets:
     def close(self) -> None:
         """Close all sockets.  Idempotent."""
         self.close_workers()
-        if self._resume is not None:
-            self._resume.cancel()
-            self._resume = None
-        self._paused.clear()
         if self._shared is not None:
-            asyncio.get_running_loop().remove_reader(self._shared.fileno())
+            self._remove_reader(self._shared.fileno())
             self._shared.close()
             self._shared = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def read_all(self) -> None:
         """Read what has arrived: the event loop may have been blocked since."""
-        for local_rank, descriptor in [*self._ends.items()]:
-            self._read(local_rank, descriptor, _BURST)
+        for read in [*self._readers.values()]:
+            read(_BURST)
 
     # ----------------------------------------------------------------- reads
 
-    def _on_readable(self, local_rank: int, descriptor: int) -> None:
-        if self._ends.get(local_rank) != descriptor:
-            return
-        if self._read(local_rank, descriptor, self._allowance()):
-            return
+    def _add_reader(self, descriptor: int, read: Callable[[int], int]) -> None:
+        self._readers[descriptor] = read
+        asyncio.get_running_loop().add_reader(descriptor, self._on_readable, descriptor)
+
+    def _remove_reader(self, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        del self._readers[descriptor]
+        self._paused.pop(descriptor, None)
+
+    def _on_readable(self, descriptor: int) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(descriptor)
+        self._paused[descriptor] = False
+        if self._timer is None:
+            self._timer = loop.call_later(self._period, self._on_period)
+        self._readers[descriptor](_BURST)
 
-        def resume() -> None:
-            if self._ends.get(local_rank) == descriptor:
-                loop.add_reader(descriptor, self._on_readable, local_rank, descriptor)
+    def _on_period(self) -> None:
+        """Read the sockets that have been read before; wait for those that are empty now."""
+        loop = asyncio.get_running_loop()
+        self._timer, left = None, _PERIOD_MAX
+        for descriptor, was_empty in [*self._paused.items()]:
+            if left <= 0:
+                break
+            count = self._readers[descriptor](min(_BURST, left))
+            left -= count
+            del self._paused[descriptor]
+            if count or not was_empty:
+                self._paused[descriptor] = not count
+            else:
+                loop.add_reader(descriptor, self._on_readable, descriptor)
+        if self._paused:
+            self._timer = loop.call_later(self._period, self._on_period)
 
-        self._pause(resume)
-
-    def _read(self, local_rank: int, descriptor: int, limit: int) -> bool:
-        """Read at most `limit` messages; return whether there are no more."""
-        for _ in range(limit):
+    def _read(self, local_rank: int, descriptor: int, limit: int) -> int:
+        """Read at most `limit` messages of a worker; return how many there were."""
+        for count in range(limit):
             try:
                 message = os.read(descriptor, MESSAGE_MAX + 1)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return True  # the peer's error, which this read has cleared
-            self._count += 1
+            except OSError:  # there are no more; or an error of the peer, which this has cleared
+                return count
             self._on_message(local_rank, message)
-        return False
+        return limit
 
-    def _on_shared_readable(self) -> None:
-        shared = self._shared
-        if shared is None:
-            return
-        for _ in range(self._allowance()):
+    def _read_shared(self, shared: socket.socket, limit: int) -> int:
+        for count in range(limit):
             try:
                 message, ancillary, _, _ = shared.recvmsg(
                     MESSAGE_MAX + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
                 )
             except OSError:
-                return
-            self._count += 1
-            local_rank = self._sender(ancillary)
-            if local_rank is not None:
+                return count
+            if (local_rank := self._sender(ancillary)) is not None:
                 self._on_message(local_rank, message)
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(shared.fileno())
-
-        def resume() -> None:
-            if self._shared is shared:
-                loop.add_reader(shared.fileno(), self._on_shared_readable)
-
-        self._pause(resume)
+        return limit
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
         """Return the local rank of the worker that a message comes from, or from below it."""
@@ -200,24 +211,3 @@ class NotifySockets:
                 return local_rank
             pid = process.parent
         return None
-
-    # ---------------------------------------------------------------- limits
-
-    def _allowance(self) -> int:
-        """Return how many messages may be read now."""
-        now = asyncio.get_running_loop().time()
-        if now - self._window >= _WINDOW_S:
-            self._window, self._count = now, 0
-        return max(0, min(_BURST, _WINDOW_MAX - self._count))
-
-    def _pause(self, resume: Callable[[], None]) -> None:
-        self._paused.append(resume)
-        if self._resume is None:
-            loop = asyncio.get_running_loop()
-            self._resume = loop.call_later(_WINDOW_S, self._on_resume)
-
-    def _on_resume(self) -> None:
-        self._resume = None
-        paused, self._paused = self._paused, []
-        for resume in paused:
-            resume()

@@ -56,7 +56,7 @@ class LivenessSpec:
         set_fields(self, **seconds, on_timeout=on_timeout)
 
     @property
-    def has_deadlines(self) -> bool:
-        """Whether a worker has to send messages."""
+    def deadlines(self) -> tuple[float, ...]:
+        """The limits that need messages of the workers."""
         limits = (self.heartbeat_timeout, self.ready_timeout, self.progress_timeout)
-        return any(limit is not None for limit in limits)
+        return tuple(limit for limit in limits if limit is not None)

@@ -27,7 +27,7 @@ DOCUMENTED = PLACES | {
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "ELASTIC_AIO_ATTEMPT", "ELASTIC_AIO_ROUND",
+    "ELASTIC_AIO_ATTEMPT", "ELASTIC_AIO_ROUND", "ELASTIC_AIO_NOTIFY_FD",
 }  # fmt: skip
 MARKER = re.compile(r"ELASTIC_AIO_JOB_[0-9a-f]{32}")
 
@@ -238,18 +238,22 @@ async def test_stdin_is_empty(tmp_path: Path) -> None:
     assert await outputs(tmp_path, ["cat"], nproc_per_node=2) == ["", ""]
 
 
+LIST_DESCRIPTORS = "echo $ELASTIC_AIO_NOTIFY_FD; ls /proc/$$/fd; true"
+
+
 async def test_descriptors_of_a_worker(tmp_path: Path) -> None:
-    """A worker inherits its three streams and no descriptor of ours."""
+    """A worker inherits its three streams, and of ours the socket for its messages only."""
     reading, writing = os.pipe()
     try:
         os.set_inheritable(writing, True)
-        found = await outputs(tmp_path, shell("ls /proc/$$/fd; true"), nproc_per_node=3)
+        found = await outputs(tmp_path, shell(LIST_DESCRIPTORS), nproc_per_node=3)
     finally:
         os.close(reading)
         os.close(writing)
     for text in found:
+        notify, *descriptors = text.split()
         # 255 is bash's own copy of its script or terminal.
-        assert set(text.split()) - {"255"} == {"0", "1", "2"}
+        assert set(descriptors) - {"255"} == {"0", "1", "2", notify}
 
 
 async def test_descriptor_limit_of_a_worker(tmp_path: Path) -> None:
