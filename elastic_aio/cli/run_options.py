@@ -65,6 +65,7 @@ RUN_OPTIONS: Final = (
         " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
         metavar="SECONDS",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "ready-timeout",
@@ -72,6 +73,7 @@ RUN_OPTIONS: Final = (
         " limit)",
         metavar="SECONDS",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "progress-timeout",
@@ -79,18 +81,21 @@ RUN_OPTIONS: Final = (
         " no limit)",
         metavar="SECONDS",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "on-timeout",
         "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
         metavar="ACTION",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "idle-report",
         "report once that no worker has used CPU time or written for so long (default: never)",
         metavar="SECONDS",
         has_variable=False,
+        is_own=True,
     ),
     Option(
         "stdin",

@@ -178,6 +178,21 @@ def test_the_closest_word() -> None:
     assert closest("", ["events"]) is None
 
 
+TORCHRUN = {
+    *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
+    *("standalone", "max-restarts", "monitor-interval", "start-method", "event-log-handler"),
+    *("role", "module", "no-python", "run-path", "log-dir", "redirects", "tee"),
+    *("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank"),
+    *("master-addr", "master-port", "local-addr", "logs-specs", "numa-binding"),
+    *("signals-to-handle", "shutdown-timeout", "virtual-local-rank"),
+}
+
+
+def test_the_options_that_torchrun_lacks_are_marked() -> None:
+    """An unmarked one would make abbreviations of torchrun's ambiguous."""
+    assert {option.name for option in RUN_OPTIONS if not option.is_own} == TORCHRUN
+
+
 @pytest.mark.parametrize(
     ("word", "full"),
     [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio import LaunchSpec, SpecError, StatusServer, launch
+from elastic_aio import JobFailed, LaunchSpec, SpecError, StatusServer, launch
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.http import server as server_module
 from elastic_aio.http.responses import LOG_MAX
@@ -358,3 +358,23 @@ async def test_the_page(server: StatusServer) -> None:
     assert answer.rstrip().endswith(b"</script>")
     assert b"http://" not in answer
     assert b"innerHTML" not in answer
+
+
+async def test_clients_that_do_not_read_do_not_slow_a_job(server: StatusServer) -> None:
+    """The job restarts and ends while four streams take nothing; what they miss is not kept."""
+    loop = asyncio.get_running_loop()
+    host, _, port = server.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, (host, int(port)))
+            await loop.sock_sendall(sock, get("/events"))
+        name = "x" * 60_000  # in each event: more than the sockets take in all
+        spec = LaunchSpec(["sh", "-c", "exit 1"], max_restarts=20, run_id=name)
+        with pytest.raises(JobFailed) as caught:
+            await launch(spec, listeners=[server])
+        assert caught.value.result.restarts == 20
+        unsent = [one.transport.get_write_buffer_size() for one in server._connections.values()]
+        assert max(unsent, default=0) < 100_000
