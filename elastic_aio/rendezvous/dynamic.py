@@ -34,6 +34,7 @@ from elastic_aio.node_events import (
     RoundWaiting,
 )
 from elastic_aio.outcome import EndCause
+from elastic_aio.rendezvous.barrier import Barrier
 from elastic_aio.rendezvous.base import (
     AgentPort,
     EndJob,
@@ -130,7 +131,7 @@ class DynamicRendezvous(Rendezvous):
         self._run_id = run_id
         # Unique among all members ever; the host's name makes it readable.
         self._name = f"{node.name}.{node.pid}.{random_bytes(4).hex()}"
-        self._session: StoreSession | None = None
+        self._barrier = Barrier(self._member, spec.rendezvous.heartbeat_timeout)
         self._attending: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
@@ -145,6 +146,10 @@ class DynamicRendezvous(Rendezvous):
     @property
     def _settings(self) -> RendezvousSpec:
         return self._spec.rendezvous
+
+    @property
+    def _session(self) -> StoreSession | None:
+        return self._barrier.session
 
     def _make_locator(
         self, run_id: str, network: StoreNetwork | None, *, is_exclusive: bool
@@ -173,16 +178,10 @@ class DynamicRendezvous(Rendezvous):
 
     async def wait_unneeded(self) -> None:
         """Wait until no other node runs workers, if this one serves a store to them."""
-        session, is_first = self._session, True
-        while session is not None and session.serves_others:
-            if is_first:
-                self._agent.on_event(session.waiting_event(self._settings.exit_barrier_timeout))
-            is_first = False
-            with contextlib.suppress(StoreError):  # another session follows
-                await session.wait_alone()
-            if session is self._session:
-                return
-            session = self._session
+        waited = self._settings.exit_barrier_timeout
+        await self._barrier.wait_unneeded(
+            lambda session: self._agent.on_event(session.waiting_event(waited))
+        )
 
     async def leave(self, why: str) -> None:
         if self._is_leaving:
@@ -221,7 +220,7 @@ class DynamicRendezvous(Rendezvous):
             try:
                 why = await self._attend_store(located)
             finally:
-                self._session = None
+                self._barrier.end()
                 await self._locator.aclose()
             if self._member.has_ended:
                 return
@@ -249,7 +248,7 @@ class DynamicRendezvous(Rendezvous):
             root=located.store if self._shares_store else None,
         )
         self._refusals += 1
-        self._session = StoreSession(
+        session = StoreSession(
             located,
             self._locator,
             runner,
@@ -261,7 +260,8 @@ class DynamicRendezvous(Rendezvous):
             perform=self._perform,
             on_joined=self._on_joined,
         )
-        return await self._session.run()
+        self._barrier.begin(session)
+        return await session.run()
 
     def _perform(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:

@@ -82,6 +82,12 @@ class Member:
         """Whether all workers of the last round have succeeded here."""
         return self.status.phase is MemberPhase.SUCCEEDED
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether it has group rank 0, and so the store of the round's workers."""
+        placement = self.status.placement
+        return placement is not None and placement.span.group_rank == 0
+
     # ------------------------------------------------------------------- inputs
 
     def set_address(self, address: str, *, is_host: bool) -> None:

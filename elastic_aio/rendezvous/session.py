@@ -185,9 +185,7 @@ class StoreSession:
     @property
     def serves_others(self) -> bool:
         """Whether other nodes' workers use a store of this node: the job's, or a round's."""
-        placement = self._member.status.placement
-        is_lead = placement is not None and placement.span.group_rank == 0
-        return self._located.is_host or is_lead
+        return self._located.is_host or self._member.is_lead
 
     def waiting_event(self, waited: float) -> RoundWaiting:
         """Return the event that says for what `wait_alone` waits."""

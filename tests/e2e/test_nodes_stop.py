@@ -232,6 +232,23 @@ async def test_a_node_stays_past_its_barrier_while_others_use_its_store(
         assert len(last.events_of(RoundFormed)) == 1
 
 
+async def test_a_node_stays_past_its_barrier_while_the_store_is_replaced(tmp_path: Path) -> None:
+    """The workers of the other node still use the store of the round."""
+    async with Cluster(tmp_path, 2, exit_barrier_timeout=0) as cluster:
+        store = await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        lead, other = cluster.start("lead", node_rank=0), cluster.start("other", node_rank=1)
+        worker, last = await cluster.workers(lead, other)
+        lead.order(worker, "exit 0")
+        await lead.event(RoundWaiting, phase="barrier")
+        store.send(signal.SIGKILL)
+        await other.event(RendezvousStoreRecovered)
+        assert await other.ask(last, "connect") == "connected"
+        other.order(last, "exit 0")
+        for ended in (await lead.ended(AT_ONCE_S), await other.ended(AT_ONCE_S)):
+            assert ended.code == 0
+        assert len(other.events_of(RoundFormed)) == 1
+
+
 async def test_a_stop_ends_the_stay_past_the_barrier(tmp_path: Path) -> None:
     async with Cluster(tmp_path, 2, exit_barrier_timeout=0) as cluster:
         host, other = await started(cluster, 2)
