@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
+    from elastic_aio.logs.reader import LogLine as LogLine
+    from elastic_aio.logs.reader import LogReader as LogReader
     from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.node_events import MembershipChanged as MembershipChanged
     from elastic_aio.node_events import NodeJoined as NodeJoined
@@ -156,6 +158,7 @@ else:
             """,
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
+            "elastic_aio.logs.reader": "LogLine LogReader",
             "elastic_aio.node_events": """
                 CoordinatorChanged MembershipChanged NodeJoined NodeLeft NodeLost
                 NodeRefused NodeStandby RendezvousStoreAwaited RendezvousStoreLost

@@ -217,6 +217,72 @@ async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
     return content
 
 
+class FileReader:
+    """An open file that is read off the loop, by chunks; must be closed.
+
+    Make it with `open`.
+    """
+
+    def __init__(self, file: Any, executor: _ThreadPerCall) -> None:
+        self._file = file
+        self._executor = executor
+        self.descriptor: int = file.fileno()
+
+    def __repr__(self) -> str:
+        return f"<FileReader, descriptor {self.descriptor}>"
+
+    @classmethod
+    async def open(cls, path: str | int) -> FileReader:
+        """Open a file, or take over a descriptor.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        import aiofiles
+
+        executor = _ThreadPerCall(daemon=True)
+        return cls(await aiofiles.open(path, "rb", buffering=0, executor=executor), executor)
+
+    async def read(self, size: int) -> bytes:
+        """Read the next bytes, fewer than `size` at the end of the file.
+
+        Cancellation: these bytes are lost.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        content: bytes = await self._file.read(size)
+        return content
+
+    def seek(self, offset: int) -> None:
+        """Set the position of the next read."""
+        os.lseek(self.descriptor, offset, os.SEEK_SET)
+
+    @property
+    def size(self) -> int:
+        """The present size of the file."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def modified_at(self) -> float:
+        """Unix seconds of the last change."""
+        return os.fstat(self.descriptor).st_mtime
+
+    def data_after(self, offset: int) -> int:
+        """Return where the data begins after a position, which may be in a hole; moves the
+        position of the next read.
+
+        Raises:
+            OSError: there is no data.
+        """
+        return os.lseek(self.descriptor, offset, os.SEEK_DATA)
+
+    async def aclose(self) -> None:
+        """Close the file."""
+        await self._file.close()
+        self._executor.shutdown()
+
+
 class _ThreadPerCall(Executor):
     """Runs each call in a new thread, or in the caller's where none can be started."""
 
@@ -242,6 +308,7 @@ class _ThreadPerCall(Executor):
         except RuntimeError:  # can't start new thread
             run()
         else:
+            self._threads = [other for other in self._threads if other.is_alive()]
             self._threads.append(thread)
         return future
 

@@ -52,6 +52,8 @@ PUBLIC = [
     "LaunchSpec",
     "LivenessSpec",
     "LogDiskFull",
+    "LogLine",
+    "LogReader",
     "LogSpec",
     "MembershipChanged",
     "Module",

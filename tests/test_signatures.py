@@ -26,6 +26,7 @@ MADE_BY_US = {
     "EventReader",
     "GroupContext",
     "JobEvents",
+    "LogReader",
     "ProcessContext",
     "RemoteStore",
     "SimNode",

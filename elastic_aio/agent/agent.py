@@ -7,7 +7,7 @@ import inspect
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from signal import SIGTSTP
 from types import TracebackType
@@ -29,6 +29,7 @@ from elastic_aio.aio import running_loop, wait_shielded
 from elastic_aio.channel import EventReader
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
+from elastic_aio.logs.reader import LogReader
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner, reason_of
 from elastic_aio.process.command import command_spawner
@@ -221,6 +222,39 @@ class Agent:
         start = checked_integer("after", after, at_least=-1)
         _ = self._started_driver
         return self._event_log.read(start)
+
+    def logs(
+        self,
+        *,
+        ranks: Iterable[int] | None = None,
+        streams: Iterable[str] = ("stdout", "stderr"),
+        follow: bool = True,
+        since: float = 0.0,
+    ) -> LogReader:
+        """Return an async iterator over the lines that the workers of this host write.
+
+        Only streams in files can be read: redirected, tee'd or captured ones.  The lines of a
+        stream come in order; those of different streams as they are found.  A reader never
+        delays a worker.  May be called after the job too; files that were removed by then,
+        such as what was captured of a success, are left out.
+
+        Args:
+            ranks: global ranks; None is all.
+            streams: `stdout`, `stderr` or both.
+            follow: go on until the job is over; otherwise end with what is written by now.
+            since: Unix seconds; lines that were seen earlier are left out.
+
+        Raises:
+            SpecError: none of these streams is in a file.
+            RuntimeError: the job has not been started.
+        """
+        names = frozenset(checked_items("streams", streams))
+        if not names or not names <= {"stdout", "stderr"}:
+            raise SpecError("streams", streams, "must be 'stdout', 'stderr' or both")
+        chosen = None if ranks is None else frozenset(checked_items("ranks", ranks))
+        for rank in chosen or ():
+            checked_integer("ranks", rank, at_least=0)
+        return self._started_driver.output.read_logs(chosen, names, follow=follow, since=since)
 
     async def wait(self) -> LaunchResult:
         """Wait for the end of the job and return its result.

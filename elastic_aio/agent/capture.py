@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import fixed_prefix
 from elastic_aio.logs.paths import NOT_CAPTURED, CapturedStreams, StreamPlan
 from elastic_aio.logs.relay import Relay
@@ -62,6 +63,7 @@ class Capture:
         plan: StreamPlan,
         stream: str,
         on_lost: Callable[[str, int | None], None],
+        times: LineTimes,
     ) -> int:
         """Pass a stream on as it comes; return its token of the tee.
 
@@ -78,7 +80,13 @@ class Capture:
         report = None if sink is None else on_lost
         relay.on_closed = partial(self._on_closed, relay, plan.path, report)
         return tee.follow_relay(
-            relay, sink, fixed_prefix(""), on_lost, is_shown=sink is not None, is_raw=True
+            relay,
+            sink,
+            fixed_prefix(""),
+            on_lost,
+            is_shown=sink is not None,
+            is_raw=True,
+            times=times,
         )
 
     def read_now(self, path: str | None) -> None:

@@ -46,6 +46,7 @@ from elastic_aio.agent.messages import (
     WorkerEnded,
     WorkerHung,
 )
+from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.results import make_result
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
@@ -111,6 +112,11 @@ class Driver:
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
+
+    @property
+    def output(self) -> JobOutput:
+        """Where the workers write, and what of it can be read."""
+        return self._runtime.output
 
     async def open(self) -> None:
         """Open the runtime and start the job.

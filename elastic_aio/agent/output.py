@@ -6,14 +6,14 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
 from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
-from elastic_aio.errors import SpawnError
+from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.line_filter import LineFilter
@@ -25,8 +25,10 @@ from elastic_aio.logs.paths import (
     filtered_logs,
     plan_logs,
 )
+from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import STYLES, Console, Sink, open_console
+from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 from elastic_aio.logs.tee import Tee
 from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.streams import StandardStreams
@@ -47,6 +49,7 @@ class JobOutput:
         *,
         run_id: str,
         host: str,
+        nproc: int,
         publish: Callable[[Event], None],
         console: tuple[int, int] | None,
         may_capture: bool = True,
@@ -57,6 +60,7 @@ class JobOutput:
             spec: the job.
             run_id: name of the run.
             host: name of this host.
+            nproc: number of workers on it.
             publish: called with every event.
             console: descriptors for the shown stdout and stderr; None is 1 and 2.
             may_capture: whether streams may be captured, if the spec says so.
@@ -65,8 +69,10 @@ class JobOutput:
         self._spec = spec
         self._run_id = run_id
         self._host = host
+        self._nproc = nproc
         self._publish = publish
         self.capture = Capture()
+        self.logged = LoggedStreams()
         self._may_capture = may_capture and spec.logs.capture
         self._console_descriptors = console
         self._console: Console | None = None
@@ -97,6 +103,7 @@ class JobOutput:
 
         Idempotent; safe to call again after cancellation.
         """
+        self.logged.close()
         if self._tee is not None:
             for sink, unshown in (await self._tee.drain(_PATIENCE_S)).items():
                 self._on_console_lost(sink, "it was not read since the workers ended", unshown)
@@ -134,6 +141,29 @@ class JobOutput:
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary directory; return whether a directory remains."""
         return self.directory.remove_empty()
+
+    def read_logs(
+        self, ranks: Container[int] | None, names: Container[str], *, follow: bool, since: float
+    ) -> LogReader:
+        """Return a reader of the lines of some streams.
+
+        Raises:
+            SpecError: none of them is in a file.
+        """
+        plans = [self.plan(0, local_rank) for local_rank in range(self._nproc)]
+        if not any(
+            plan.path is not None and name in names
+            for logs in plans
+            for plan, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr"))
+        ):
+            problem = "is in no file, so that it cannot be read; use redirects or tee"
+            raise SpecError("logs", names, problem)
+
+        def is_chosen(stream: LoggedStream) -> bool:
+            is_named = stream.stream in names or stream.stream == "output"
+            return is_named and (ranks is None or stream.rank in ranks)
+
+        return LogReader(self.logged, is_chosen, follow=follow, since=since)
 
     # ------------------------------------------------------------ an attempt
 
@@ -203,7 +233,15 @@ class JobOutput:
                             self._spec.role, ranks.rank, ranks.local_rank, attempt, self._host, name
                         )
                         relay = streams.relays.pop(plan.path, None)
-                        self._follow(plan, plan.path, relay, fields, logs.prefix)
+                        logged = LoggedStream(
+                            ranks.rank,
+                            ranks.local_rank,
+                            attempt,
+                            name if len(plans) == 2 else "output",
+                            plan.path,
+                        )
+                        self.logged.add(logged)
+                        self._follow(plan, logged, relay, fields, logs.prefix)
             except OSError as error:
                 raise _log_error(error) from error
             yield streams.descriptors
@@ -212,6 +250,7 @@ class JobOutput:
         """Note that the logs of an attempt grow no more: their rest is shown.  Idempotent."""
         if self._tee is not None:
             self._tee.finish(self._tokens.pop(attempt, []))
+        self.logged.complete(attempt)
         for directory in self._directories.pop(attempt, set()):
             if is_full(directory):
                 self._report_full_disk(attempt, directory, _no_space())
@@ -221,13 +260,13 @@ class JobOutput:
     def _follow(
         self,
         plan: StreamPlan,
-        path: str,
+        logged: LoggedStream,
         relay: Relay | None,
         fields: PrefixFields,
         own_prefix: str | None,
     ) -> None:
         """Show a stream as it grows, or, of a relayed one, what its file does not take."""
-        attempt = fields.attempt
+        attempt, path, times = fields.attempt, logged.path, logged.times
         if relay is None and not plan.is_shown:
             self._directories[attempt].add(os.path.dirname(path))
             return
@@ -235,7 +274,7 @@ class JobOutput:
             self._tee = Tee(self._on_console_lost)
         on_lost = self._loss_reporter(fields, path)
         if relay is not None and plan.is_captured:
-            token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost)
+            token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost, times)
             self._tokens[attempt].append(token)
             return
         self._directories[attempt].add(os.path.dirname(path))
@@ -249,7 +288,7 @@ class JobOutput:
         is_colored = color == "always" or (color == "auto" and sink.is_terminal)
         style = STYLES[fields.rank % len(STYLES)] if is_colored else b""
         if relay is None:
-            token = self._tee.follow(path, sink, prefix, on_lost, line_filter, style)
+            token = self._tee.follow(path, sink, prefix, on_lost, line_filter, style, times)
         else:
             relay.on_full = lambda: self._report_full_disk(attempt, path, relay.why)
             relay.on_closed = partial(_report_rest, relay, on_lost)
@@ -262,6 +301,7 @@ class JobOutput:
                 is_shown=plan.is_shown,
                 line_filter=line_filter if plan.is_shown else None,
                 style=style,
+                times=times,
             )
             if relay.error is not None:
                 self._report_full_disk(attempt, path, relay.why)

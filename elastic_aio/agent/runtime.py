@@ -128,6 +128,7 @@ class LocalRuntime:
             spec,
             run_id=run_id,
             host=host,
+            nproc=nproc,
             publish=publish,
             console=console,
             may_capture=overrides is None,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from elastic_aio.logs.line_filter import LineFilter
+from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import (
     Frame,
     Lines,
@@ -48,6 +50,7 @@ class LogTailer:
         line_filter: LineFilter | None = None,
         style: bytes = b"",
         is_raw: bool = False,
+        times: LineTimes | None = None,
     ) -> None:
         """Follow an open file, which this object closes.
 
@@ -61,6 +64,7 @@ class LogTailer:
             line_filter: gets every line too; of one that is too long for memory its beginning.
             style: escape sequence for the prefix on the sink; the filter gets it plain.
             is_raw: copy the bytes as they are, without the prefix.
+            times: notes when the file has grown.
         """
         self.sink = sink
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,6 +77,7 @@ class LogTailer:
         self._prefix = fixed_prefix("") if is_raw else prefix
         self._style = style
         self._filter = line_filter
+        self._times = LineTimes() if times is None else times
         self._make_splitter = RawSplitter if is_raw else LineSplitter
         self._splitter: LineSplitter | RawSplitter = self._make_splitter(offset)
         # Read but not written yet; empty except after a cancellation.
@@ -111,6 +116,7 @@ class LogTailer:
             await self._start_again()
             return True
         if data:
+            self._times.note(self._splitter.offset + len(data), time.time())
             await self._show(self._splitter.feed(data))
             self._file.release(self._splitter.needed)
             # A file that has stopped growing causes no event: read until its end.

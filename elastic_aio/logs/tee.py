@@ -17,6 +17,7 @@ from itertools import count
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.inotify import IN_MODIFY, IN_OPEN, InotifyWatcher
 from elastic_aio.logs.line_filter import LineFilter
+from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
@@ -52,6 +53,7 @@ class Tee:
         on_lost: Callable[[str, int | None], None],
         line_filter: LineFilter | None = None,
         style: bytes = b"",
+        times: LineTimes | None = None,
     ) -> int:
         """Show a file while it grows; return a token for `finish`.
 
@@ -63,13 +65,16 @@ class Tee:
                 bytes, None if it is unknown.
             line_filter: gets every line too.
             style: escape sequence for the prefix.
+            times: notes when the file has grown.
 
         Raises:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
         file = LogFile.open(path)
-        tailer = LogTailer(file, sink, prefix, on_lost, line_filter=line_filter, style=style)
+        tailer = LogTailer(
+            file, sink, prefix, on_lost, line_filter=line_filter, style=style, times=times
+        )
         self._show(token, tailer)
         if self._watcher is None:
             self._watcher = InotifyWatcher(self._on_events)
@@ -87,6 +92,7 @@ class Tee:
         is_raw: bool = False,
         line_filter: LineFilter | None = None,
         style: bytes = b"",
+        times: LineTimes | None = None,
     ) -> int:
         """Show a relayed stream, or only what its file does not take; return a token.
 
@@ -99,6 +105,7 @@ class Tee:
             is_raw: whether its bytes are passed on as they are.
             line_filter: gets every line that is shown too.
             style: as for `follow`.
+            times: notes when the file has grown.
         """
         token = next(self._tokens)
         self._relays[token] = relay
@@ -117,6 +124,7 @@ class Tee:
                     line_filter=line_filter,
                     style=style,
                     is_raw=is_raw,
+                    times=times,
                 )
                 self._show(token, tailer)
                 relay.on_data = partial(self._pumps[sink].wake, tailer)

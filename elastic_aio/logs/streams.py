@@ -1,0 +1,75 @@
+"""The log files of a job on this host, for readers that come at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from elastic_aio.logs.line_times import LineTimes
+
+# Attempts of which the files are known, as in a job's result.
+_ATTEMPTS_MAX = 100
+
+
+@dataclass(eq=False, slots=True)
+class LoggedStream:
+    """A stream of a worker that is in a file."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    stream: str
+    """`stdout`, `stderr`, or `output` if both are in one file."""
+    path: str
+    times: LineTimes = field(default_factory=LineTimes)
+    is_complete: bool = False
+    """Whether no process writes any more."""
+
+
+class LoggedStreams:
+    """The streams of the latest attempts; grows while the job runs."""
+
+    def __init__(self) -> None:
+        """Begin without streams."""
+        self._streams: dict[str, LoggedStream] = {}  # by path, in the order of their start
+        self.is_closed = False
+        """Whether no stream is added any more."""
+        self.on_change: dict[object, Callable[[], None]] = {}
+        """Called, for each key, when a stream is added, is complete, or the job is over."""
+
+    def __repr__(self) -> str:
+        return f"<LoggedStreams: {len(self._streams)}{', closed' if self.is_closed else ''}>"
+
+    def __iter__(self) -> Iterator[LoggedStream]:
+        return iter([*self._streams.values()])
+
+    def get(self, path: str) -> LoggedStream | None:
+        """Return the stream in a file."""
+        return self._streams.get(path)
+
+    def add(self, stream: LoggedStream) -> None:
+        """Add a stream of an attempt that begins; forget those of very old ones."""
+        oldest = stream.attempt - _ATTEMPTS_MAX
+        if self._streams and next(iter(self._streams.values())).attempt <= oldest:
+            self._streams = {
+                path: other for path, other in self._streams.items() if other.attempt > oldest
+            }
+        self._streams[stream.path] = stream
+        self._notify()
+
+    def complete(self, attempt: int) -> None:
+        """Note that the streams of an attempt grow no more.  Idempotent."""
+        for stream in self._streams.values():
+            stream.is_complete = stream.is_complete or stream.attempt == attempt
+        self._notify()
+
+    def close(self) -> None:
+        """Note that the job is over.  Idempotent."""
+        self.is_closed = True
+        for stream in self._streams.values():
+            stream.is_complete = True
+        self._notify()
+
+    def _notify(self) -> None:
+        for callback in [*self.on_change.values()]:
+            callback()
