@@ -14,6 +14,7 @@ from msgspec import Struct
 from elastic_aio.control.protocol import (
     ControlError,
     ControlRequest,
+    EventReply,
     GetStatus,
     Reply,
     StatusReply,
@@ -79,8 +80,9 @@ class ControlClient:
         return self._socket.fileno()
 
     def send(self, request: ControlRequest) -> None:
-        """Send the request."""
-        self._socket.sendall(encode(request))
+        """Send the request.  An agent that has refused the connection has said so already."""
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.sendall(encode(request))
 
     def receive(self, timeout: float | None = None) -> Reply | None:
         """Return the next reply; None after the last one.
@@ -108,10 +110,16 @@ class ControlClient:
         return decode_reply(line)
 
     def replies(self, request: ControlRequest) -> Iterator[Reply]:
-        """Send a request, and yield all replies as they come."""
+        """Send a request, and yield all replies as they come.
+
+        The last one is no event.  The end of the connection is not waited for: a worker that
+        was forked meanwhile may have a copy of the agent's side.
+        """
         self.send(request)
         while (reply := self.receive()) is not None:
             yield reply
+            if not isinstance(reply, EventReply):
+                break
 
 
 def ask(path: str, request: ControlRequest, timeout: float | None = None) -> Reply:

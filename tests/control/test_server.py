@@ -45,6 +45,7 @@ from elastic_aio.control.protocol import (
     StatusReply,
     StopJob,
 )
+from elastic_aio.control.session import refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
 from tests.support.children import SLEEPER, shell, until
@@ -332,3 +333,16 @@ async def test_an_agent_that_is_given_up_keeps_no_socket(directory: Path) -> Non
         del agent
     await asyncio.wait([done])
     await until(lambda: sockets(directory) == [])
+
+
+def test_a_refusal_before_the_request_is_read(directory: Path) -> None:
+    """The agent may have closed the connection before the client sends."""
+    path = str(directory / "1-00000000.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with ControlClient(path) as client:
+            refuse(listener.accept()[0], "too many")
+            client.send(GetStatus())
+            assert client.receive(30) == ErrorReply("too many")
+            assert client.receive(30) is None
