@@ -13,6 +13,7 @@ from elastic_aio import (
     ConsoleLost,
     ControlUnavailable,
     CoordinatorChanged,
+    DeadlineMissed,
     Event,
     EventsMissed,
     ExitStatus,
@@ -39,14 +40,18 @@ from elastic_aio import (
     RoundForming,
     RoundWaiting,
     SignalForwarded,
+    StacksDumped,
     StandbyPromoted,
     StopEscalated,
     StopRequested,
     TimerExpired,
     TimerRejected,
     WorkerAbandoned,
+    WorkerActivity,
     WorkerError,
     WorkerExited,
+    WorkerReady,
+    WorkersIdle,
     WorkerStarted,
     WorkerStoreRefused,
     format_failure,
@@ -376,6 +381,36 @@ EVENTS: list[tuple[Event, int, str]] = [
         TimerRejected(why="a line of more than 4096 bytes"),
         Level.WARNING,
         "the pipe of the timers got a line of more than 4096 bytes",
+    ),
+    (
+        WorkerReady(rank=1, local_rank=0, pid=7, duration=2.5),
+        Level.INFO,
+        "rank 1 (pid 7) is ready after 2.5 s",
+    ),
+    (
+        DeadlineMissed(
+            rank=1, local_rank=0, pid=7, deadline="ready", limit=5.0, age=5.1, why="not ready"
+        ),
+        Level.WARNING,
+        "rank 1 (pid 7): not ready",
+    ),
+    (
+        WorkersIdle(
+            seconds=60.0,
+            workers=(
+                WorkerActivity(rank=0, local_rank=0, pid=7, state="S", syscall="futex"),
+                WorkerActivity(rank=1, local_rank=1, pid=8, state="D", wchan="nfs_wait"),
+                WorkerActivity(rank=2, local_rank=2, pid=9),
+            ),
+        ),
+        Level.WARNING,
+        "no worker has used CPU time or written anything for 60 s: rank 0 futex, rank 1 nfs_wait,"
+        " rank 2 unknown",
+    ),
+    (
+        StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),
+        Level.WARNING,
+        "stacks (no heartbeat): rank 0 waits in barrier (/logs/s)",
     ),
     (GuardianRestarted(pid=9), Level.WARNING, "guardian process exited, restarted as pid 9"),
     (

@@ -276,6 +276,7 @@ class Liveness:
         from elastic_aio.stacks import StackDump
 
         async with self._dumping:
+            self._sockets.read_all()
             attempt, records = self._attempt, self._running()
             targets = [
                 Target(record.ranks.rank, record.ranks.local_rank, record.pid, reported(record))

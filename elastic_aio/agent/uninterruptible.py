@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from elastic_aio.agent.failures import WorkerRecord
@@ -26,16 +26,23 @@ class StuckWatch:
         failure: the failure of that worker; None if none hangs.
     """
 
-    def __init__(self, host: str, on_stuck: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        on_stuck: Callable[[Failure], None],
+        examine: Callable[[str], Awaitable[object]],
+    ) -> None:
         """Prepare.
 
         Args:
             host: name of this host.
             on_stuck: called once with the failure.
+            examine: awaited before that, with the reason; may add notes to the worker.
         """
         self.failure: Failure | None = None
         self._host = host
         self._on_stuck = on_stuck
+        self._examine = examine
         self._task: asyncio.Task[None] | None = None
 
     def start(self, records: Mapping[int, WorkerRecord], timeout: float) -> None:
@@ -59,6 +66,8 @@ class StuckWatch:
                 elif wait != former:  # many short calls are no long one
                     waits[record.pid] = now, wait
                 elif now - since >= timeout:
+                    why = f"process {record.pid} is in an uninterruptible system call"
+                    await self._examine(why)
                     self.failure = self._make_failure(record, timeout)
                     self._on_stuck(self.failure)
                     return
@@ -76,6 +85,7 @@ class StuckWatch:
             time=time.time(),
             order=-1,
             message=f"process {record.pid} has been {why}",
+            notes=record.notes,
         )
 
 

@@ -86,7 +86,7 @@ class WorkerGroup:
         self._runtime = runtime
         self._ranks = ranks
         self._on_exit = on_exit
-        self._watch = StuckWatch(runtime.host, on_stuck)
+        self._watch = StuckWatch(runtime.host, on_stuck, runtime.liveness.dump)
         self._on_hung = on_hung
         self._restarts = restarts
         self._round_number = round_number

@@ -35,6 +35,7 @@ from elastic_aio.agent.messages import (
     StopGroup,
     StopReceived,
     WorkerEnded,
+    WorkerHung,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
@@ -322,6 +323,16 @@ ROWS: list[Row] = [
         STARTING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a worker hangs",
+        RUNNING,
+        WorkerHung(7, 1, "no heartbeat"),
+        [
+            SendReport(RoundFailing(7, "local rank 1: no heartbeat")),
+            stop_group("local rank 1: no heartbeat"),
+        ],
         AgentPhase.STOPPING,
     ),
     (

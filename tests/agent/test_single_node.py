@@ -31,6 +31,7 @@ from elastic_aio.agent.messages import (
     StopGroup,
     StopReceived,
     WorkerEnded,
+    WorkerHung,
 )
 from elastic_aio.agent.single_node import SingleNodeMachine
 from elastic_aio.errors import InternalError
@@ -187,6 +188,22 @@ ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPha
         [Start(), STARTED],
         ended(1, BAD),
         [stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a worker hangs",
+        {},
+        [Start(), STARTED],
+        WorkerHung(0, 1, "no heartbeat"),
+        [stop_group("local rank 1: no heartbeat")],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "stopping: a worker hangs",
+        {},
+        [Start(), STARTED, ended(1, BAD)],
+        WorkerHung(0, 1, "no heartbeat"),
+        [],
         AgentPhase.STOPPING,
     ),
     (

@@ -36,8 +36,12 @@ async def test_many_short_calls_are_no_long_one(
 
     monkeypatch.setattr(uninterruptible, "open", show, raising=False)
     ranks = SimpleNamespace(rank=0, local_rank=0)
-    record: Any = SimpleNamespace(pid=7, exit=None, ranks=ranks)
-    watch = StuckWatch("host", stuck.set_result)
+    record: Any = SimpleNamespace(pid=7, exit=None, ranks=ranks, notes=())
+
+    async def examine(why: str) -> None:
+        record.notes = (why,)
+
+    watch = StuckWatch("host", stuck.set_result, examine)
     watch.start({0: record}, 0.01)
     try:
         waiting = asyncio.ensure_future(progressed.wait())
@@ -45,7 +49,9 @@ async def test_many_short_calls_are_no_long_one(
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         assert not stuck.done()
         has_stopped = True
-        assert (await stuck).pid == 7
+        failure = await stuck
+        assert failure.pid == 7
+        assert failure.notes == ("process 7 is in an uninterruptible system call",)
     finally:
         await watch.aclose()
         waiting.cancel()
