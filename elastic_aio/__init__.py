@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
+    from elastic_aio.logs.console import ConsoleTarget as ConsoleTarget
+    from elastic_aio.logs.console import TextOutput as TextOutput
     from elastic_aio.logs.reader import LogLine as LogLine
     from elastic_aio.logs.reader import LogReader as LogReader
     from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
@@ -158,6 +160,7 @@ else:
             """,
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
+            "elastic_aio.logs.console": "ConsoleTarget TextOutput",
             "elastic_aio.logs.reader": "LogLine LogReader",
             "elastic_aio.node_events": """
                 CoordinatorChanged MembershipChanged NodeJoined NodeLeft NodeLost

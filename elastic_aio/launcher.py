@@ -15,6 +15,7 @@ from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.aio import create_task, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import LaunchSpec
@@ -28,7 +29,7 @@ async def launch(
     spec: LaunchSpec,
     *,
     signals: bool | SignalSpec = False,
-    console: tuple[int, int] | None = None,
+    console: ConsoleTarget | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
     control: bool = False,
@@ -42,7 +43,8 @@ async def launch(
             the job by its plan (a second one kills it), SIGUSR1 and SIGUSR2 are
             forwarded to the workers, SIGTSTP suspends the job.  Needs the main thread;
             the former handlers are restored afterwards.
-        console: descriptors for the shown stdout and stderr; None is 1 and 2.
+        console: where output is shown, see `ConsoleTarget`; None is this process's own
+            stdout and stderr.
         listeners: called with every event as it happens; they must not block.
         adopt_orphans, control: as for an `Agent`.
 
@@ -94,7 +96,7 @@ async def supervise(
     chosen: SignalSpec,
     received: ReceivedSignals,
     *,
-    console: tuple[int, int] | None = None,
+    console: ConsoleTarget | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
     control: bool = False,
@@ -128,7 +130,7 @@ def run(
     spec: LaunchSpec,
     *,
     signals: bool | SignalSpec = False,
-    console: tuple[int, int] | None = None,
+    console: ConsoleTarget | None = None,
     listeners: Sequence[EventListener] = (),
     adopt_orphans: bool = False,
     control: bool = False,

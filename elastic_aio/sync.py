@@ -27,6 +27,7 @@ from elastic_aio import multiprocessing
 from elastic_aio.agent.agent import Agent
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.launcher import run_coroutine
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.multiprocessing import RunProcsResult
 from elastic_aio.multiprocessing.context import warn_of_start_method
 from elastic_aio.signals import ReceivedSignals
@@ -226,7 +227,7 @@ def start_processes(
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
     numa_binding: NumaMode | None = None,
-    console: tuple[int, int] | None = None,
+    console: ConsoleTarget | None = None,
     signals: bool = True,
 ) -> SyncGroupContext:
     """Prepare a group of processes; `with` starts it (see `multiprocessing.start_processes`).

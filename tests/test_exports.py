@@ -21,6 +21,7 @@ PUBLIC = [
     "Backoff",
     "Command",
     "ConsoleLost",
+    "ConsoleTarget",
     "ControlUnavailable",
     "CoordinatorChanged",
     "DeadlineMissed",
@@ -101,6 +102,7 @@ PUBLIC = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "TextOutput",
     "ThreadStack",
     "TimerExpired",
     "TimerRejected",
@@ -130,7 +132,7 @@ def test_the_public_names() -> None:
     assert vars(elastic_aio)["__all__"] == PUBLIC
 
 
-ALIASES = {"Decide", "EventListener", "NumaMode", "StartMethod", "__version__"}
+ALIASES = {"ConsoleTarget", "Decide", "EventListener", "NumaMode", "StartMethod", "__version__"}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ALIASES])

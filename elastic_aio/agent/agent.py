@@ -29,6 +29,7 @@ from elastic_aio.aio import running_loop, wait_shielded
 from elastic_aio.channel import EventReader
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner, reason_of
@@ -75,7 +76,7 @@ class Agent:
         self,
         spec: LaunchSpec,
         *,
-        console: tuple[int, int] | None = None,
+        console: ConsoleTarget | None = None,
         listeners: Sequence[EventListener] = (),
         adopt_orphans: bool = False,
         control: bool = False,
@@ -87,7 +88,8 @@ class Agent:
 
         Args:
             spec: the job.
-            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            console: where output is shown, see `ConsoleTarget`; None is this process's own
+                stdout and stderr.
             listeners: called with every event as it happens; they must not block.
             adopt_orphans: make this process the parent of processes of the job that lose
                 theirs (PR_SET_CHILD_SUBREAPER), while the job runs.  Daemons that hide their

@@ -13,6 +13,7 @@ from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import Notifier, wait_shielded
 from elastic_aio.events import WorkerExited
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import Failure
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.calls import CallResult
@@ -28,7 +29,7 @@ class BareGroup:
         spec: LaunchSpec,
         overrides: PerRankOverrides,
         *,
-        console: tuple[int, int] | None = None,
+        console: ConsoleTarget | None = None,
         _spawner: Spawner | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
@@ -36,7 +37,8 @@ class BareGroup:
         Args:
             spec: what all workers have in common.
             overrides: how they differ.
-            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            console: where output is shown, see `ConsoleTarget`; None is this process's own
+                stdout and stderr.
         """
         self.name = spec.role
         self.local_ranks: Sequence[int] = range(len(overrides.args))

@@ -24,13 +24,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from elastic_aio.logs.console import ConsoleStreams
 from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import fixed_prefix
 from elastic_aio.logs.paths import NOT_CAPTURED, CapturedStreams, StreamPlan
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import Sink, open_sink
+from elastic_aio.logs.sink import Sink
 from elastic_aio.logs.tee import Tee
-from elastic_aio.process.streams import StandardStreams
 from elastic_aio.spec.logs import Std
 
 # The most that a user may set by default (pipe-max-size in pipe(7)).
@@ -45,16 +45,24 @@ class Capture:
         """Begin without captured streams."""
         self.streams: CapturedStreams = NOT_CAPTURED
         self._relays: dict[str, Relay] = {}  # those that are being read, by path
-        self._sinks: dict[int, Sink] = {}
-        self._standard: StandardStreams | None = None
+        self._console: ConsoleStreams | None = None
 
     def __repr__(self) -> str:
         return f"<Capture of {len(self._relays)} streams>"
 
-    def open(self, streams: StandardStreams) -> None:
-        """Choose what is captured of the streams that workers would inherit."""
-        self._standard = streams
-        self.streams = _choose(streams.inherited(1), streams.inherited(2))
+    def open(self, inherited: tuple[int, int], shown: ConsoleStreams) -> None:
+        """Choose what is captured of the streams that workers would inherit.
+
+        Args:
+            inherited: the descriptors of these.
+            shown: where tee'd output is shown; text streams get these streams too.
+        """
+        objects = [None if isinstance(item, int) else item for item in (shown.out, shown.err)]
+        self.streams = _choose(inherited, *objects)
+        out, err = (
+            own if item is None else item for own, item in zip(inherited, objects, strict=True)
+        )
+        self._console = ConsoleStreams((out, err), inherited)
 
     def follow(
         self,
@@ -74,7 +82,7 @@ class Capture:
         self._relays[plan.path] = relay
         with suppress(OSError):  # the limit of the user is reached
             fcntl.fcntl(relay.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-        sink = None if plan.is_muted else self._sink(1 if stream == "stdout" else 2)
+        sink = None if plan.is_muted else self._sink(stream)
         if sink is not None and sink.lost:
             sink = None  # this process has no such stream
         report = None if sink is None else on_lost
@@ -96,8 +104,8 @@ class Capture:
 
     def close(self) -> None:
         """Close the streams of this process.  Idempotent."""
-        while self._sinks:
-            self._sinks.popitem()[1].close()
+        if self._console is not None:
+            self._console.close()
 
     def _on_closed(
         self, relay: Relay, path: str, on_lost: Callable[[str, int | None], None] | None
@@ -109,19 +117,29 @@ class Capture:
         if relay.lost and on_lost is not None:
             on_lost("neither its log file nor the console took them", relay.lost)
 
-    def _sink(self, number: int) -> Sink:
-        if number not in self._sinks:
-            assert self._standard is not None, "open() comes first"
-            name = "stdout" if number == 1 else "stderr"
-            self._sinks[number] = open_sink(name, self._standard.inherited(number))
-        return self._sinks[number]
+    def _sink(self, stream: str) -> Sink:
+        assert self._console is not None, "open() comes first"
+        return self._console.sink(stream)
 
 
-def _choose(out: int, err: int) -> CapturedStreams:
-    """Return what is captured, given the descriptors that workers would inherit."""
-    if os.isatty(err):
+def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:
+    """Return what is captured.
+
+    Args:
+        inherited: descriptors of the streams that workers would inherit.
+        out: text stream in place of standard output; None for none.
+        err: the same of standard error.
+    """
+    if out is not None or err is not None:
+        streams = Std.ALL if out is not None else Std.NONE
+        if out is not None and err is None:
+            streams = Std.OUT if os.isatty(inherited[1]) else Std.ALL
+        elif out is None:
+            streams = Std.ERR
+        return CapturedStreams(streams, is_joined=out is err, has_muted=True)
+    if os.isatty(inherited[1]):
         return CapturedStreams(has_muted=True)
-    out_file, err_file = os.fstat(out), os.fstat(err)
+    out_file, err_file = map(os.fstat, inherited)
     is_joined = os.path.samestat(out_file, err_file) and any(
         has_kind(err_file.st_mode) for has_kind in _ORDERED
     )

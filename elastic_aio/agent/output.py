@@ -15,6 +15,7 @@ from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
+from elastic_aio.logs.console import ConsoleStreams, ConsoleTarget, LineFeeder
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
@@ -27,7 +28,7 @@ from elastic_aio.logs.paths import (
 )
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import STYLES, Console, Sink, open_console
+from elastic_aio.logs.sink import STYLES, Sink
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 from elastic_aio.logs.tee import Tee
 from elastic_aio.outcome import AttemptResult
@@ -51,7 +52,7 @@ class JobOutput:
         host: str,
         nproc: int,
         publish: Callable[[Event], None],
-        console: tuple[int, int] | None,
+        console: ConsoleTarget | None,
         may_capture: bool = True,
     ) -> None:
         """Prepare; nothing is opened before `open`.
@@ -62,7 +63,7 @@ class JobOutput:
             host: name of this host.
             nproc: number of workers on it.
             publish: called with every event.
-            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            console: where output is shown; None is this process's stdout and stderr.
             may_capture: whether streams may be captured, if the spec says so.
         """
         self.directory = RunDirectory(None)
@@ -74,8 +75,9 @@ class JobOutput:
         self.capture = Capture()
         self.logged = LoggedStreams()
         self._may_capture = may_capture and spec.logs.capture
-        self._console_descriptors = console
-        self._console: Console | None = None
+        self._console_target = console
+        self._console: ConsoleStreams | None = None
+        self._feeder: LineFeeder | None = None
         self._tee: Tee | None = None
         self._streams: StandardStreams | None = None
         self._attempt = 0
@@ -95,8 +97,13 @@ class JobOutput:
         """
         self._streams = streams
         self.directory = RunDirectory.make(self._spec.logs, self._run_id)
+        inherited = streams.inherited(1), streams.inherited(2)
+        self._console = ConsoleStreams(self._console_target, inherited)
         if self._may_capture and self.directory.path is not None:
-            self.capture.open(streams)
+            self.capture.open(inherited, self._console)
+        if self._console.callback is not None:
+            reader = LogReader(self.logged, lambda stream: stream.is_shown, follow=True)
+            self._feeder = LineFeeder(reader, self._console.callback, self._on_callback_lost)
 
     async def aclose(self) -> None:
         """Show the rest, for as long as the console takes anything, and close the console.
@@ -104,6 +111,8 @@ class JobOutput:
         Idempotent; safe to call again after cancellation.
         """
         self.logged.close()
+        if self._feeder is not None:
+            await self._feeder.aclose()
         if self._tee is not None:
             for sink, unshown in (await self._tee.drain(_PATIENCE_S)).items():
                 self._on_console_lost(sink, "it was not read since the workers ended", unshown)
@@ -112,7 +121,6 @@ class JobOutput:
         self.capture.close()
         if self._console is not None:
             self._console.close()
-            self._console = None
 
     def remove_captured(self, results: Iterable[AttemptResult]) -> list[AttemptResult]:
         """Remove what was captured; return the results of attempts without these files."""
@@ -225,8 +233,8 @@ class JobOutput:
             try:
                 opened = self.directory.open_streams(logs, inherited, standard.null)
                 streams = stack.enter_context(opened)
-                plans = {logs.stderr.path: (logs.stderr, "stderr")}
-                plans[logs.stdout.path] = logs.stdout, "stdout"
+                plans = {logs.stdout.path: (logs.stdout, "stdout")}
+                plans.setdefault(logs.stderr.path, (logs.stderr, "stderr"))
                 for plan, name in plans.values():  # two streams may be one
                     if plan.path is not None:
                         fields = PrefixFields(
@@ -239,6 +247,7 @@ class JobOutput:
                             attempt,
                             name if len(plans) == 2 else "output",
                             plan.path,
+                            plan.is_shown,
                         )
                         self.logged.add(logged)
                         self._follow(plan, logged, relay, fields, logs.prefix)
@@ -308,12 +317,9 @@ class JobOutput:
         self._tokens[attempt].append(token)
 
     def _sink(self, stream: str) -> Sink:
-        """Return the console's sink of a stream, and open the console if that is the first one."""
-        if self._console is None:
-            standard = self._standard_streams
-            console = self._console_descriptors or (standard.inherited(1), standard.inherited(2))
-            self._console = open_console(*console)
-        return self._console.out if stream == "stdout" else self._console.err
+        """Return the console's sink of a stream."""
+        assert self._console is not None, "open() comes first"
+        return self._console.sink(stream)
 
     def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
         """Return what reports that output of a stream is not shown, or not kept."""
@@ -354,6 +360,9 @@ class JobOutput:
         self._publish(
             ConsoleLost(attempt=self._attempt, stream=sink.name, why=why, unshown=unshown)
         )
+
+    def _on_callback_lost(self, why: str) -> None:
+        self._publish(ConsoleLost(attempt=self._attempt, stream="stdout", why=why))
 
     def _report_full_disk(self, attempt: int, path: str, why: str) -> None:
         place = mount_point(path)

@@ -57,6 +57,7 @@ from elastic_aio.events import (
     WorkerAbandoned,
     WorkerStoreRefused,
 )
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.process.base import Child, ChildSpec, Spawner, reason_of
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
@@ -94,7 +95,7 @@ class LocalRuntime:
         nproc: int,
         spawner: Spawner,
         publish: Callable[[Event], None],
-        console: tuple[int, int] | None = None,
+        console: ConsoleTarget | None = None,
         overrides: PerRankOverrides | None = None,
         adopt_orphans: bool = False,
     ) -> None:
@@ -107,7 +108,8 @@ class LocalRuntime:
             nproc: number of workers on it.
             spawner: starts processes.
             publish: called with every event.
-            console: descriptors for the shown stdout and stderr; None is 1 and 2.
+            console: where output is shown, see `ConsoleTarget`; None is this process's own
+                stdout and stderr.
             overrides: differences between the workers of a bare group, which has no
                 master port either.
             adopt_orphans: make this process the parent of orphans (see `orphans`).

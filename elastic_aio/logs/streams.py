@@ -21,6 +21,8 @@ class LoggedStream:
     stream: str
     """`stdout`, `stderr`, or `output` if both are in one file."""
     path: str
+    is_shown: bool = False
+    """Whether the console shows it."""
     times: LineTimes = field(default_factory=LineTimes)
     is_complete: bool = False
     """Whether no process writes any more."""

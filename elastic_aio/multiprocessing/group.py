@@ -12,6 +12,7 @@ from typing import Any
 from elastic_aio.agent.bare_group import BareGroup
 from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.errors import SpecError
+from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import Failure, signal_name
 from elastic_aio.spec.checks import checked_console, checked_items
 from elastic_aio.spec.job import Command, Function, LaunchSpec, NumaMode, StartMethod
@@ -186,7 +187,7 @@ def start_processes(
     start_method: StartMethod = "spawn",
     preload: Sequence[str] = (),
     numa_binding: NumaMode | None = None,
-    console: tuple[int, int] | None = None,
+    console: ConsoleTarget | None = None,
 ) -> GroupContext:
     """Prepare a group of processes; `async with` starts it.
 
@@ -199,7 +200,8 @@ def start_processes(
         start_method: how functions start (see `LaunchSpec`).
         preload: modules that the fork server imports.
         numa_binding: which CPUs each process is bound to (see `LaunchSpec`).
-        console: descriptors for the shown stdout and stderr; None is 1 and 2.
+        console: where output is shown, see `ConsoleTarget`; None is this process's own
+            stdout and stderr.
 
     Raises:
         SpecError: the ranks of `args` or `envs` are not 0 to n-1, and other settings.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -62,14 +63,18 @@ def checked_items(name: str, value: object) -> list[Any]:
     return list(value)
 
 
-def checked_console(value: object) -> tuple[int, int] | None:
-    """Return the two descriptors of a console; None stands for 1 and 2."""
-    if value is None:
-        return None
-    first, second = checked_pair("console", value)
-    return (
-        checked_integer("console", first, at_least=0),
-        checked_integer("console", second, at_least=0),
+def checked_console(value: object) -> Any:
+    """Return a console: two descriptors or text streams, one stream, or a function; or None."""
+    if value is None or hasattr(value, "write"):
+        return value
+    if callable(value):
+        if inspect.iscoroutinefunction(value):
+            problem = "must not be a coroutine function, which nothing would await"
+            raise SpecError("console", value, problem)
+        return value
+    return tuple(
+        part if hasattr(part, "write") else checked_integer("console", part, at_least=0)
+        for part in checked_pair("console", value)
     )
 
 
