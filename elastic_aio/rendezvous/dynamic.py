@@ -439,6 +439,6 @@ def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
         heartbeat_timeout=settings.heartbeat_timeout,
         fence=FENCE,
         order_timeout=order_timeout(spec),
-        policy=changed_settings(spec.max_restarts, spec.restart),
+        policy=changed_settings(spec.max_restarts, spec.restart) | settings.changed_settings,
         has_decide=spec.restart.decide is not None,
     )

@@ -42,7 +42,7 @@ class RoundSettings(Struct, frozen=True):
         heartbeat_timeout: how long a node without a store keeps its workers, at most.
         fence: how long after the end of its lease workers may live on a lost node.
         order_timeout: how long a member may leave orders without an acknowledgement.
-        policy: the settings of restarts on the coordinator's node, which apply to all.
+        policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
         has_decide: whether the user's callback is asked before each restart.
     """
 

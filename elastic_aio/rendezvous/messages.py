@@ -100,7 +100,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
         is_leaving: it takes part no more, and none of its workers is left.
-        policy: its settings of restarts that are not the defaults, by name.
+        policy: its settings that all nodes should have alike and are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
         clock: Unix time at which the monotonic clock of its host was 0: the same for all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from elastic_aio.errors import SpecError
@@ -27,6 +27,12 @@ DEFAULT_PORT: Final = 29400
 
 STATIC_PORT: Final = 29500
 """The same for the backend "static"."""
+
+_ALIKE: Final = frozenset(
+    {"heartbeat_timeout", "join_timeout", "keep_workers"}
+    | {"last_call_timeout", "overlap", "store_grace"}
+)
+"""Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
 ETCD_PORT: Final = 2379
 """The same for etcd."""
@@ -172,6 +178,17 @@ class RendezvousSpec:
     def endpoints(self) -> tuple[str, ...]:
         """The endpoints as `HOST:PORT` or `[IPV6]:PORT`, in the order they are tried."""
         return parse_endpoints("rendezvous.endpoint", self.endpoint, self._default_port)
+
+    @property
+    def changed_settings(self) -> dict[str, str]:
+        """The settings that nodes must have alike and are not the defaults, as text."""
+        found = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in _ALIKE and value != one.default:
+                text = str(value) if isinstance(value, bool) else f"{value:g}"
+                found[f"rendezvous.{one.name}"] = text
+        return found
 
     def check_with(self, maximum: int) -> None:
         """Raise `SpecError` for settings that a job of 2 to `maximum` nodes cannot use."""

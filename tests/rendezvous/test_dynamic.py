@@ -536,14 +536,16 @@ async def test_an_unreadable_leader_record_is_replaced() -> None:
 
 async def test_settings_that_differ_between_nodes_are_published() -> None:
     endpoint = free_endpoint()
-    a = FakeAgent("a", job_spec(endpoint, "2", max_restarts=0))
-    b = FakeAgent("b", job_spec(endpoint, "2", max_restarts=5))
+    a = FakeAgent("a", job_spec(endpoint, "2", max_restarts=0, heartbeat_timeout=10.0))
+    b = FakeAgent("b", job_spec(endpoint, "2", max_restarts=5, heartbeat_timeout=20))
     async with present(a, b):
         await b.wait_formed(2)
         joined = {one.name: one for one in a.events if isinstance(one, NodeJoined)}
         assert joined["a"].differs == ()
-        why = "max_restarts is 5, but the default on the node of the coordinator"
-        assert joined["b"].differs == (why,)
+        assert joined["b"].differs == (
+            "max_restarts is 5, but the default on the node of the coordinator",
+            "rendezvous.heartbeat_timeout is 20, but 10 on the node of the coordinator",
+        )
 
 
 async def test_static_ranks_are_binding() -> None:
