@@ -9,9 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +47,7 @@ from elastic_aio.control.protocol import (
 from elastic_aio.control.session import refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
-from tests.support.children import SLEEPER, shell, until
+from tests.support.children import DEADLINE_S, SLEEPER, shell, until
 from tests.support.control import own_control_dir, sockets
 
 pytestmark = pytest.mark.both_loops
@@ -226,15 +225,13 @@ async def test_too_many_connections_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_client_that_reads_nothing_delays_no_end() -> None:
     """The kernel's buffer is full long before all events are in it."""
-    script = "exec sleep 99"
-    async with controlled(shell(script), event_history=100_000) as (agent, path):
-        with ControlClient(path) as client:
+    with ExitStack() as stack:
+        async with asyncio.timeout(DEADLINE_S), controlled(event_history=100_000) as (agent, path):
+            client = stack.enter_context(ControlClient(path))
             client.send(GetEvents(follow=True))
             for _ in range(5000):
                 agent.forward_signal("SIGCONT")
-            began = time.monotonic()
             await agent.stop()
-        assert time.monotonic() - began < 20  # seconds, on a busy host: it takes 0.3 s
 
 
 async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
