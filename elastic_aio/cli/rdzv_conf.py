@@ -11,6 +11,7 @@ from msgspec import Struct
 from elastic_aio.cli.options import UsageError, invalid_value, parse_number
 from elastic_aio.cli.tls_options import parse_switch
 from elastic_aio.spec.rendezvous import ENGINES, ETCD
+from elastic_aio.text import did_you_mean
 
 TIMES: Final = {
     "join_timeout": 1,
@@ -141,7 +142,9 @@ def parse_conf(text: str, backend: str) -> Conf:
 
 def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
     return [
-        f"--rdzv-conf: {key!r} is unknown and has no effect" for key in pairs if key not in known
+        f"--rdzv-conf: {key!r} is unknown and has no effect{did_you_mean(key, known)}"
+        for key in pairs
+        if key not in known
     ]
 
 

@@ -110,7 +110,7 @@ def test_token_file_is_a_path() -> None:
         ("timeout=900", "c10d", ["timeout has no effect", "join_timeout"]),
         ("rank=1", "static", ["rank has no effect", "--node-rank"]),
         ("is_host=1", "static", ["is_host has no effect", "rank 0"]),
-        ("join_timout=9", "c10d", ["'join_timout' is unknown"]),
+        ("join_timout=9", "c10d", ["'join_timout' is unknown", "; did you mean join_timeout?"]),
         ("protocol=https", "static", ["'protocol' is unknown"]),
     ],
 )
