@@ -304,8 +304,11 @@ async def test_logs(server: StatusServer, tmp_path: Path) -> None:
     assert b"no such file" in (await ask(server, get("/logs/3/stdout"))).lower()
 
 
-async def test_a_disk_that_does_not_answer(server: StatusServer, tmp_path: Path) -> None:
+async def test_a_disk_that_does_not_answer(
+    server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few threads wait for it; further requests are refused at once, and others answered."""
+    monkeypatch.setattr(server_module, "PATIENCE", 10 * DEADLINE_S)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     publish(server, STARTED, WorkerStarted(rank=0, local_rank=0, pid=1, stdout_path=str(fifo)))
@@ -317,11 +320,13 @@ async def test_a_disk_that_does_not_answer(server: StatusServer, tmp_path: Path)
         await asyncio.sleep(0)
     assert (await ask(server, get("/logs/0/stdout"))).startswith(b"HTTP/1.1 503 ")
     assert (await ask(server)).startswith(b"HTTP/1.1 200 ")
-    writing = os.open(fifo, os.O_WRONLY)  # the disk answers: four threads read the end
-    os.close(writing)
-    for reader, writer in waiting:
-        assert b"HTTP/1.1 404 " in await reader.read()  # a pipe has no end to seek
-        writer.close()
+    both_ends = os.open(fifo, os.O_RDWR)  # the disk answers: four threads go on
+    try:
+        for reader, writer in waiting:
+            assert b"HTTP/1.1 404 " in await reader.read()  # a pipe has no end to seek
+            writer.close()
+    finally:
+        os.close(both_ends)
 
 
 @pytest.mark.parametrize(
