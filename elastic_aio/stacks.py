@@ -161,7 +161,8 @@ _CLASSES: Final = {
     "/queue.py": "Queue",
 }
 _LIBRARY: Final = re.compile(
-    r"<frozen .*>|.*/(site-packages|dist-packages)/.*|.*/lib(64)?/(pypy|python)\d[^/]*/.*"
+    r"<frozen .*>|.*/elastic_aio/worker/.*|.*/(site-packages|dist-packages)/.*"
+    r"|.*/lib(64)?/(pypy|python)\d[^/]*/.*"
 )
 # States of proc_pid_stat(5) in which a process waits in no system call.
 _STATES: Final = {"R": "running", "T": "suspended", "t": "suspended by a debugger", "Z": "exited"}
@@ -215,8 +216,9 @@ def _python_activity(frames: Sequence[StackFrame]) -> str:
     # Without code of the program, the innermost function is what is known.
     called = frames if own is None else reversed(frames[:own])
     for frame in called:
-        if not _WRAPPERS.fullmatch(frame.function):
-            verb = "waits in" if _COLLECTIVES.fullmatch(frame.function) else "is in"
+        function = _last_part(frame.function)
+        if not _WRAPPERS.fullmatch(function):
+            verb = "waits in" if _COLLECTIVES.fullmatch(function) else "is in"
             return f"{verb} {truncate(_qualified(frame), 80)}"
     frame = frames[own or 0]
     file = frame.file.rpartition("/")[2]
@@ -227,11 +229,16 @@ def _is_library(frame: StackFrame) -> bool:
     return bool(_LIBRARY.fullmatch(frame.file))
 
 
+def _last_part(function: str) -> str:
+    """Return the name of a function without that of its class, which py-spy adds."""
+    return function.rpartition(".")[2]
+
+
 def _qualified(frame: StackFrame) -> str:
     """Return the name of a function, with its class or its module where it is not clear alone."""
     for path, name in _CLASSES.items():
         if frame.file.endswith(path):
-            return f"{name}.{frame.function}"
+            return f"{name}.{_last_part(frame.function)}"
     if not frame.function.startswith("__"):
         return frame.function
     return f"{frame.file.rpartition('/')[2].removesuffix('.py')}.{frame.function}"

@@ -128,21 +128,23 @@ def test_a_text_of_this_interpreter() -> None:
 
 
 def test_a_text_of_py_spy() -> None:
-    text = (
+    text = (  # as `py-spy dump --full-filenames` prints it
         "Process 12: python train.py\n"
         "Python v3.12.1 (/usr/bin/python3.12)\n\n"
         'Thread 12 (active): "MainThread"\n'
-        "    all_reduce (torch/distributed/distributed_c10d.py:2810)\n"
-        "    <module> (train.py:20)\n"
+        "    Work.wait (/usr/lib/python3.12/site-packages/torch/c10d.py:2810)\n"
+        "    <module> (/home/user/train.py:20)\n"
         'Thread 15 (idle): "worker (1)"\n'
         "    wait (threading.py:355)\n"
     )
     other, main = parse_py_spy(text)
     assert other == ThreadStack("worker (1)", (StackFrame("threading.py", 355, "wait"),))
     assert [str(frame) for frame in main.frames] == [
-        'File "torch/distributed/distributed_c10d.py", line 2810 in all_reduce',
-        'File "train.py", line 20 in <module>',
+        'File "/usr/lib/python3.12/site-packages/torch/c10d.py", line 2810 in Work.wait',
+        'File "/home/user/train.py", line 20 in <module>',
     ]
+    stacks = WorkerStacks(0, 0, 12, "py-spy", (other, main))
+    assert summarize([stacks]) == "rank 0 waits in Work.wait"
 
 
 @given(st.text())

@@ -207,7 +207,7 @@ def _spy(pids: Sequence[int], deadline: float) -> dict[int, tuple[tuple[ThreadSt
 def _start_spy(program: str, pid: int) -> subprocess.Popen[str] | None:
     try:
         return subprocess.Popen(
-            [program, "dump", "--pid", str(pid)],
+            [program, "dump", "--full-filenames", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
