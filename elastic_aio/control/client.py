@@ -147,8 +147,7 @@ def find_jobs() -> list[RunningJob]:
         try:
             client = ControlClient(path)
         except ConnectionRefusedError:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            _remove(path)
             continue
         except (BlockingIOError, TimeoutError):
             clients.append((path, None))  # more clients wait for it than it has room for
@@ -162,6 +161,23 @@ def find_jobs() -> list[RunningJob]:
     jobs = [_read_job(path, client, deadline) for path, client in clients]
     found = [job for job in jobs if job is not None]
     return sorted(found, key=lambda job: (job.status and job.status.started_at) or 0.0)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a launcher is gone whose forks hold its socket open."""
+    try:
+        if pid:
+            os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _paths() -> list[str]:
@@ -185,9 +201,10 @@ def _read_job(path: str, client: ControlClient | None, deadline: float) -> Runni
     with client:
         try:
             reply = client.receive(deadline - time.monotonic())
-        except TimeoutError:
-            return RunningJob(path, client.pid or named, None)
         except (OSError, ControlError):
+            if _is_gone(client.pid):
+                _remove(path)
+                return None
             return RunningJob(path, client.pid or named, None)
         if not isinstance(reply, StatusReply):
             return None

@@ -49,6 +49,7 @@ from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
 from tests.support.children import DEADLINE_S, SLEEPER, shell, until
 from tests.support.control import own_control_dir, sockets
+from tests.support.leaks import leaked_processes
 
 pytestmark = pytest.mark.both_loops
 
@@ -304,6 +305,32 @@ async def test_a_launcher_that_does_not_answer_is_listed(
         silent.listen()
         (job,) = await in_thread(find_jobs)
         assert job == RunningJob(str(directory / "7-00000000.sock"), os.getpid(), None)
+
+
+async def test_a_socket_that_only_forks_hold_open_is_removed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher that listened was killed, and what it had forked lives on."""
+    monkeypatch.setattr("elastic_aio.control.client.ANSWER_S", 0.2)
+    listen = (
+        "import os, socket, sys\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind(sys.argv[1])\n"
+        "listener.listen()\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        "sys.stdin.read()\n"
+    )
+    argv = [sys.executable, "-c", listen, str(directory / "7-00000000.sock")]
+    reader, writer = os.pipe()
+    try:
+        await in_thread(partial(subprocess.run, argv, stdin=reader, check=True))
+        assert await in_thread(find_jobs) == []
+        assert sockets(directory) == []
+    finally:
+        os.close(reader)
+        os.close(writer)
+    await until(lambda: not leaked_processes())
 
 
 async def test_the_socket_of_another_user_is_left_alone(

@@ -18,10 +18,12 @@ from elastic_aio import (
     ExitStatus,
     Failure,
     Function,
+    Goodput,
     JobEvents,
     JobFailed,
     JobFinished,
     JobState,
+    JobStatus,
     JobStopped,
     LaunchResult,
     LaunchSpec,
@@ -44,6 +46,7 @@ from elastic_aio import (
     WorkerError,
     WorkerExited,
     WorkerResult,
+    WorkerStatus,
     event_from_json,
     event_to_json,
     follow_job,
@@ -141,7 +144,10 @@ async def one_job(spec: LaunchSpec) -> int:
     usage: ResourceUsage | None = workers[0].usage
     values: Mapping[int, object] = result.return_values
     shell_code: int = status.shell_code
-    print(usage.user_s if usage else None, values, result.log_dir, result.restarts)
+    spent: Goodput = result.goodput
+    print(
+        spent.restarting, usage.user_s if usage else None, values, result.log_dir, result.restarts
+    )
     return shell_code
 
 
@@ -161,6 +167,12 @@ async def watched_job(spec: LaunchSpec) -> LaunchResult:
         run_id: str = agent.run_id
         reader: EventReader[Event] = agent.events()
         await reader.aclose()
+        present: JobStatus = agent.status(usage=False)
+        one: WorkerStatus = present.workers[0]
+        pids: dict[int, int] = agent.pids()
+        is_running: bool = await agent.restart("new data")
+        productive: float = present.goodput.productive
+        print(one.heartbeat, pids, is_running, productive)
         async for event in agent.events(after=0):
             seen: Event = event
             match event:
