@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
@@ -35,6 +36,9 @@ from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
+
+if TYPE_CHECKING:
+    from elastic_aio.logs.trimmer import LogTrimmer
 
 # Seconds without any progress after which a blocked console is given up, once the
 # workers are gone.  Their output is in the files.
@@ -78,6 +82,7 @@ class JobOutput:
         self._console_target = console
         self._console: ConsoleStreams | None = None
         self._feeder: LineFeeder | None = None
+        self._trimmer: LogTrimmer | None = None
         self._tee: Tee | None = None
         self._streams: StandardStreams | None = None
         self._attempt = 0
@@ -118,6 +123,9 @@ class JobOutput:
                 self._on_console_lost(sink, "it was not read since the workers ended", unshown)
             await self._tee.aclose()
             self._tee = None
+        if self._trimmer is not None:
+            self._trimmer.close()
+            self._trimmer = None
         self.capture.close()
         if self._console is not None:
             self._console.close()
@@ -172,6 +180,11 @@ class JobOutput:
             return is_named and (ranks is None or stream.rank in ranks)
 
         return LogReader(self.logged, is_chosen, follow=follow, since=since)
+
+    def remove_old_attempts(self, attempt: int) -> None:
+        """Remove the directories of the attempts that are not kept, before one begins; blocks."""
+        if (kept := self._spec.logs.keep_attempts) is not None:
+            self.directory.remove_attempts(attempt - kept)
 
     # ------------------------------------------------------------ an attempt
 
@@ -278,6 +291,7 @@ class JobOutput:
         attempt, path, times = fields.attempt, logged.path, logged.times
         if relay is None and not plan.is_shown:
             self._directories[attempt].add(os.path.dirname(path))
+            self._trim(fields, path, None)
             return
         if self._tee is None:
             self._tee = Tee(self._on_console_lost)
@@ -315,6 +329,25 @@ class JobOutput:
             if relay.error is not None:
                 self._report_full_disk(attempt, path, relay.why)
         self._tokens[attempt].append(token)
+        self._trim(fields, path, token)
+
+    def _trim(self, fields: PrefixFields, path: str, token: int | None) -> None:
+        """Keep a file small that is shown with this token of the tee, if at all."""
+        if (max_bytes := self._spec.logs.max_bytes) is None:
+            return
+        if self._trimmer is None:
+            from elastic_aio.logs.trimmer import LogTrimmer  # most jobs have none
+
+            self._trimmer = LogTrimmer(max_bytes)
+        on_lost = self._loss_reporter(fields, path)
+
+        def needed() -> int | None:
+            return None if self._tee is None or token is None else self._tee.needed(token)
+
+        def on_error(why: str) -> None:
+            on_lost(f"max_bytes has no effect on its log file: {why}", 0)
+
+        self._trimmer.add(path, needed, on_error)
 
     def _sink(self, stream: str) -> Sink:
         """Return the console's sink of a stream."""

@@ -46,7 +46,7 @@ from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
-from elastic_aio.aio import PausableClock, run_shielded
+from elastic_aio.aio import PausableClock, run_in_thread, run_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
     Event,
@@ -235,6 +235,9 @@ class LocalRuntime:
             limit.release(self._reserved)
             self._reserved = 0
         has_logs = self.output.remove_empty()
+        if (kept := self.spec.logs.keep_runs) is not None:
+            await run_in_thread(partial(self.output.directory.remove_old_runs, kept))
+        self.output.directory.close()
         self.attempt = -1
         return has_logs
 
@@ -314,6 +317,8 @@ class LocalRuntime:
             SpawnError: the directory cannot be made.
         """
         await self.program.forget_results()
+        if self.spec.logs.keep_attempts is not None:
+            await run_in_thread(partial(self.output.remove_old_attempts, attempt))
         self.output.begin_attempt(attempt)
 
     def _stacks_directory(self, attempt: int) -> str | None:

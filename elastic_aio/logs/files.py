@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +24,7 @@ from elastic_aio.logs.relay import Relay
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.worker.errorfile import is_temporary
 
+_LOCK = ".elastic_aio.lock"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -49,6 +52,7 @@ class RunDirectory:
         self._has_logs = has_logs
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
+        self._lock = -1
 
     def __repr__(self) -> str:
         return f"<RunDirectory {self.path}{', temporary' if self._is_temporary else ''}>"
@@ -70,7 +74,10 @@ class RunDirectory:
             try:
                 parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
-                return cls(tempfile.mkdtemp("", run_prefix(run_id), parent))
+                directory = cls(tempfile.mkdtemp("", run_prefix(run_id), parent))
+                if spec.keep_runs is not None:
+                    directory.lock()
+                return directory
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 problem = f"cannot create a directory there: {reason}"
@@ -85,6 +92,15 @@ class RunDirectory:
                 f"cannot create a temporary directory for the logs ({error}); set log_dir"
             ) from error
         return cls(path, is_temporary=True, has_logs=has_logs)
+
+    def lock(self) -> None:
+        """Mark this directory as that of a running job.
+
+        Raises:
+            OSError: the lock file cannot be made.
+        """
+        self._lock = os.open(f"{self.path}/{_LOCK}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @property
     def log_dir(self) -> str | None:
@@ -165,6 +181,40 @@ class RunDirectory:
                     os.rmdir(own)
             with suppress(OSError):
                 os.rmdir(directory)
+
+    def remove_attempts(self, last: int) -> None:
+        """Remove the directories of the attempts up to `last`; blocks."""
+        for attempt, directory in _numbered(self.path or "", "attempt_"):
+            if attempt <= last:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def remove_old_runs(self, keep: int) -> None:
+        """Remove the directories of older runs beside this one that have ended; blocks.
+
+        With this one `keep` are left.  Only directories with our lock file count.
+        """
+        if self.path is None:
+            return
+        parent, own = os.path.split(self.path)
+        ended: list[tuple[float, str]] = []
+        for name in os.listdir(parent):
+            lock = f"{parent}/{name}/{_LOCK}"
+            with suppress(OSError):  # it is not ours, or its job runs
+                if name != own:
+                    descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        ended.append((os.fstat(descriptor).st_mtime, f"{parent}/{name}"))
+                    finally:
+                        os.close(descriptor)
+        for _, path in sorted(ended, reverse=True)[keep - 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Note that the run has ended.  Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""

@@ -236,9 +236,14 @@ class Relay:
 class RelayedFile(LogFile):
     """Reads what a relay has written to its file and what it holds."""
 
-    def __init__(self, relay: Relay) -> None:
-        """Read a relay, which holds from now on what its file does not take."""
+    def __init__(self, relay: Relay, *, keep: int = 0) -> None:
+        """Read a relay, which holds from now on what its file does not take.
+
+        Of what was read the file keeps about `keep` bytes; 0 keeps all.
+        """
         super().__init__(relay.file)
+        self._keep = keep
+        self._freed = 0
         self._relay = relay
         self._read_to = 0
         relay.has_reader = True
@@ -271,12 +276,25 @@ class RelayedFile(LogFile):
     def release(self, offset: int) -> None:
         relay = self._relay
         if relay.error is None:
+            if self._keep and offset - self._freed > 2 * self._keep:
+                self._free(offset - self._keep)
             return
         if self._read_to == relay.end and relay.end - offset >= _HELD_MAX:
             # One line fills the memory, which would not be released before its end.
             relay.lost += relay.end - offset
             offset = relay.end
         relay.release(offset)
+
+    def _free(self, end: int) -> None:
+        """Free the disk space of what is before a position."""
+        from elastic_aio.logs.trimmer import free_range  # few streams are that long
+
+        end -= end % 4096
+        try:
+            free_range(self._relay.file, self._freed, end)
+        except OSError:
+            self._keep = 0  # the file system cannot do it
+        self._freed = end
 
     def unread(self, offset: int) -> int | None:
         relay = self._relay

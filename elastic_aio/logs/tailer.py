@@ -143,6 +143,11 @@ class LogTailer:
         return self._splitter.offset
 
     @property
+    def needed(self) -> int:
+        """The position of the first byte that is still to be shown."""
+        return self._splitter.needed
+
+    @property
     def held(self) -> int:
         """The number of bytes that are read of an unfinished line."""
         return self._splitter.offset - self._splitter.needed

@@ -28,6 +28,8 @@ from elastic_aio.text import counted
 _RETRY_S = 0.5
 # Seconds for which `drain` reads lines to their end while the console gets nothing.
 _READ_MAX_S = 30.0
+# Bytes of a captured file that stay after they were passed on.
+_CAPTURED_MAX = 4 << 20
 
 
 class Tee:
@@ -114,7 +116,7 @@ class Tee:
 
         def show() -> None:
             if sink is not None and token not in self._tailers:
-                file = RelayedFile(relay)
+                file = RelayedFile(relay, keep=_CAPTURED_MAX if is_raw else 0)
                 tailer = LogTailer(
                     file,
                     sink,
@@ -143,6 +145,11 @@ class Tee:
         if tailer.sink not in self._pumps:
             self._pumps[tailer.sink] = _Pump(tailer.sink, self._on_lost)
         self._pumps[tailer.sink].wake(tailer)
+
+    def needed(self, token: int) -> int | None:
+        """Return the position from which on a file is still to be shown; None if it is not."""
+        tailer = self._tailers.get(token)
+        return None if tailer is None else tailer.needed
 
     def finish(self, tokens: Iterable[int]) -> None:
         """Declare files complete: their rest is shown, then they are closed."""

@@ -45,6 +45,8 @@ class Std(IntFlag):
     ALL = 3
 
 
+_MAX_BYTES_MIN = 64 * 1024
+
 _ACCEPTED = "must be a mask 0-3 or a list such as '0:3,1:1' or '0-3:3,10:1'"
 
 
@@ -183,6 +185,16 @@ class LogSpec:
     It passes through this process, unchanged, and through a file in the run's directory, which
     is removed unless the job fails.  A terminal is never captured.
     """
+    max_bytes: int | None = None
+    """Disk space that each log file may take: the beginning of a longer one is freed.
+
+    The last half of it is always kept, and what the console has not shown yet.
+    """
+    keep_attempts: int | None = None
+    """How many attempts' directories are kept, the latest; None keeps all."""
+    keep_runs: int | None = None
+    """How many runs' directories are kept in `log_dir`, the latest, among those that were made
+    with this setting; None keeps all.  Those of running jobs are always kept."""
 
     def __init__(
         self,
@@ -197,6 +209,9 @@ class LogSpec:
         on_full: Literal["fail", "console"] = "fail",
         color: Literal["auto", "always", "never"] = "never",
         capture: bool = True,
+        max_bytes: int | None = None,
+        keep_attempts: int | None = None,
+        keep_runs: int | None = None,
     ) -> None:
         """Check and keep every setting; the fields say what they mean."""
         ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
@@ -208,6 +223,14 @@ class LogSpec:
             raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
         if color not in ("auto", "always", "never"):
             raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
+        if max_bytes is not None and not (is_integer(max_bytes) and max_bytes >= _MAX_BYTES_MIN):
+            problem = f"must be a whole number of at least {_MAX_BYTES_MIN}"
+            raise SpecError("logs.max_bytes", max_bytes, problem)
+        for name, value in (("keep_attempts", keep_attempts), ("keep_runs", keep_runs)):
+            if value is not None:
+                checked_integer(f"logs.{name}", value, at_least=1)
+        if keep_runs is not None and log_dir is None:
+            raise SpecError("logs.keep_runs", keep_runs, "needs log_dir")
         set_fields(
             self,
             log_dir=None if log_dir is None else checked_path("logs.log_dir", log_dir),
@@ -220,6 +243,9 @@ class LogSpec:
             on_full=on_full,
             color=color,
             capture=checked_part("logs.capture", capture, kind=bool),
+            max_bytes=max_bytes,
+            keep_attempts=keep_attempts,
+            keep_runs=keep_runs,
         )
 
     @property

@@ -1,0 +1,145 @@
+"""How much of the logs is kept: bytes of a file, attempts of a run, runs of a directory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import Agent, Event, LaunchSpec, LogSpec, OutputLost, SpecError, launch
+from elastic_aio.logs import trimmer
+from tests.support.children import DEADLINE_S, file_console, python, shell
+
+LINES = 40_000
+WRITER = python(f"import sys\nfor n in range({LINES}): sys.stdout.write(f'{{n:099}}\\n')")
+EXPECTED = [b"%099d" % number for number in range(LINES)]
+
+
+def space_of(path: str | Path) -> int:
+    """Return the disk space that a file takes."""
+    return os.stat(path).st_blocks * 512
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("logs", [{"tee": 1}, {"redirects": 1}, {"tee": 1, "on_full": "console"}])
+async def test_a_file_stays_small(tmp_path: Path, logs: Any) -> None:
+    """The console gets every line of the tee, and the end of the file is whole."""
+    spec = LaunchSpec(WRITER, logs=LogSpec(log_dir=tmp_path / "logs", max_bytes=1 << 17, **logs))
+    with file_console(tmp_path) as console:
+        result = await launch(spec, console=console)
+    if "tee" in logs:
+        shown = (tmp_path / "out").read_bytes().splitlines()
+        assert shown == [b"[default0]:" + line for line in EXPECTED]
+    path = result.attempts[0].workers[0].stdout_path
+    assert path is not None
+    assert space_of(path) <= 1 << 17
+    assert os.stat(path).st_size == 100 * LINES
+    kept = Path(path).read_bytes()[-(1 << 16) :]
+    assert kept.endswith(b"\n".join(EXPECTED[-600:]) + b"\n")
+
+
+async def test_a_reader_sees_how_much_is_gone(tmp_path: Path) -> None:
+    spec = LaunchSpec(WRITER, logs=LogSpec(log_dir=tmp_path, redirects=1, max_bytes=1 << 16))
+    async with Agent(spec) as agent:
+        await agent.wait()
+        lines = [line async for line in agent.logs()]
+    assert lines[0].missed
+    assert lines[0].missed + sum(len(line.raw) for line in lines) == 100 * LINES
+    assert [line.raw[:-1] for line in lines] == EXPECTED[-len(lines) :]
+
+
+async def test_what_the_console_has_not_shown_stays(tmp_path: Path) -> None:
+    """A console that takes nothing for a while gets every line later."""
+    reading, writing = os.pipe()
+    spec = LaunchSpec(WRITER, logs=LogSpec(log_dir=tmp_path, tee=1, max_bytes=1 << 16))
+    shown = b""
+
+    def read() -> None:
+        nonlocal shown
+        while data := os.read(reading, 1 << 16):
+            shown += data
+
+    async with Agent(spec, console=(writing, writing)) as agent, asyncio.timeout(DEADLINE_S):
+        async for event in agent.events():
+            if type(event).__name__ == "WorkerExited":
+                break
+        consumer = asyncio.create_task(asyncio.to_thread(read))
+        await agent.wait()
+    os.close(writing)
+    await consumer
+    os.close(reading)
+    assert shown.splitlines() == [b"[default0]:" + line for line in EXPECTED]
+
+
+async def test_a_file_system_that_cannot_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is complete, and an event says why."""
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(trimmer, "free_range", refuse)
+    seen: list[Event] = []
+    spec = LaunchSpec(WRITER, logs=LogSpec(log_dir=tmp_path, redirects=1, max_bytes=1 << 16))
+    result = await launch(spec, listeners=[seen.append])
+    (lost,) = (event for event in seen if isinstance(event, OutputLost))
+    assert "max_bytes has no effect" in lost.why
+    path = result.attempts[0].workers[0].stdout_path
+    assert Path(path or "").read_bytes().splitlines() == EXPECTED
+
+
+async def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
+    spec = LaunchSpec(
+        shell("[ $TORCHELASTIC_RESTART_COUNT = 4 ]"), max_restarts=4,
+        logs=LogSpec(log_dir=tmp_path, redirects=1, keep_attempts=2),
+    )  # fmt: skip
+    result = await launch(spec)
+    assert sorted(os.listdir(result.log_dir or "")) == ["attempt_3", "attempt_4"]
+
+
+async def test_only_the_latest_runs_are_kept(tmp_path: Path) -> None:
+    """Not those that still run, and not what is another program's."""
+    (tmp_path / "other").mkdir()
+    await launch(LaunchSpec(["true"], logs=LogSpec(log_dir=tmp_path)))
+    logs = LogSpec(log_dir=tmp_path, keep_runs=2)
+    left = set(os.listdir(tmp_path))
+    async with Agent(LaunchSpec(["sleep", "99"], logs=logs)) as agent:
+        (running,) = set(os.listdir(tmp_path)) - left
+        names = []
+        for _ in range(4):
+            result = await launch(LaunchSpec(["true"], logs=logs))
+            names.append(Path(result.log_dir or "").name)
+        assert set(os.listdir(tmp_path)) == {*left, running, *names[-2:]}
+        agent.kill()
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [{"max_bytes": 1}, {"max_bytes": "9"}, {"keep_attempts": 0}, {"keep_runs": 0, "log_dir": "x"},
+     {"keep_runs": 1}],
+)  # fmt: skip
+def test_mistakes(logs: Any) -> None:
+    with pytest.raises(SpecError, match=r"logs\."):
+        LogSpec(**logs)
+
+
+async def test_a_long_captured_stream_takes_little_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was passed on is freed, but for its end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "import sys\nfor n in range(600): sys.stderr.write('x' * 49_999 + '\\n')\n"
+    sizes = []
+    with open(os.devnull, "w") as null:
+        async with Agent(LaunchSpec(python(f"{script}input()")), console=null) as agent:
+            async for event in agent.events():
+                if type(event).__name__ == "WorkerExited":
+                    sizes = [space_of(path) for path in tmp_path.rglob("*.log")]
+    assert sizes
+    assert max(sizes) < 12 << 20
