@@ -217,6 +217,8 @@ async def _handshake(
         ping_when_idle=True,
         survive_server_restart=False,
     )
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     try:
         sock = await _dial(address, options.network)
         local_address = str(sock.getsockname()[0])
@@ -236,7 +238,11 @@ async def _handshake(
     except StoreError as error:
         await store.aclose()
         is_refusal = isinstance(error, StoreRefused)
-        raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
+        # The connection has a limit of its own, which may be the shorter one.
+        is_silent = not is_refusal and loop.time() - began >= options.reply_timeout
+        raise StoreNotFound(
+            str(error), was_accepted=True, is_refusal=is_refusal, is_silent=is_silent
+        ) from None
     except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise

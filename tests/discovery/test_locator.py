@@ -524,3 +524,15 @@ async def test_a_slow_store_gets_more_time_with_each_attempt(
         located = await locator.locate(is_first=True)
         assert located.store.has_extensions
         assert proxy.connections > 1
+
+
+async def test_the_limit_of_a_connection_is_silence_too() -> None:
+    """It ends the attempt, if `heartbeat_timeout` is short."""
+    port = free_port()
+    options = monitor.DialOptions(
+        token=None, peer_timeout=0.7, reconnect_for=0.25, run_id=RUN, network=StoreNetwork()
+    )
+    async with listening(port):
+        with pytest.raises(monitor.StoreNotFound, match=r"no answer for 0.2 s") as caught:
+            await monitor.dial_any([(socket.AF_INET, ("127.0.0.1", port))], options)
+    assert caught.value.is_silent
