@@ -78,7 +78,7 @@ async def test_a_worker_without_heartbeats_fails_the_attempt() -> None:
     assert (item.deadline, item.rank, item.limit) == ("heartbeat", 1, 0.3)
     assert item.status == "all well"
     assert item.age >= 0.3
-    assert ready_ranks(events) == [0, 1]
+    assert 1 in ready_ranks(events)
     assert [failure.is_victim for failure in error.result.failures] == [False, True]
     # The stacks are read before anything is stopped.
     names = [type(event).__name__ for event in events]
