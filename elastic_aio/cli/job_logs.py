@@ -28,6 +28,8 @@ _LINES: Final = 100
 _TAIL_MAX: Final = 4 << 20
 """Bytes at the end of a file in which the last lines are looked for."""
 _CHUNK: Final = 1 << 18
+_LINE_MAX: Final = 1 << 20
+"""Bytes of a line that is shown whole; a longer one comes in pieces."""
 _REPLY_MAX: Final = 1 << 26
 
 
@@ -118,6 +120,8 @@ class _LogFile:
             return None
         content = self._held + chunk
         cut = content.rfind(b"\n") + 1
+        if not cut and len(content) > _LINE_MAX:
+            cut = len(content)
         self._held = content[cut:]
         return self._prefixed(content[:cut])
 

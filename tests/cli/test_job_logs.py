@@ -1,0 +1,70 @@
+"""The lines of a log file: whole, with a prefix, from the last ones on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.cli.job_logs import _LINE_MAX, _LogFile
+
+
+@contextmanager
+def opened(path: Path, prefix: bytes = b"") -> Iterator[_LogFile]:
+    file = _LogFile(str(path), prefix)
+    try:
+        yield file
+    finally:
+        os.close(file.descriptor)
+
+
+def lines(file: _LogFile) -> bytes:
+    """Return all lines that are complete by now."""
+    found = b""
+    while (more := file.read_lines()) is not None:
+        found += more
+    return found
+
+
+def test_lines_are_whole_and_have_their_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntw")
+    with opened(path, b"[3]: ") as file:
+        assert lines(file) == b"[3]: one\n"
+        with path.open("ab") as writer:
+            writer.write(b"o\nthree")
+        assert lines(file) == b"[3]: two\n"
+        assert file.rest() == b"[3]: three\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "shown"),
+    [
+        (b"a\nb\nc\n", 2, b"b\nc\n"),
+        (b"a\nb\nc", 2, b"b\n"),
+        (b"a\nb\n", 0, b""),
+        (b"a\nb\n", 2, b"a\nb\n"),
+        (b"a\nb\n", 9, b"a\nb\n"),
+        (b"", 3, b""),
+        (b"\n\n\n", 2, b"\n\n"),
+    ],
+)
+def test_the_last_lines(content: bytes, count: int, shown: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    with opened(path) as file:
+        file.skip_to_tail(count)
+        assert lines(file) == shown
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """It comes in pieces."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (3 * _LINE_MAX))
+    with opened(path) as file:
+        shown = lines(file)
+        assert len(shown) + len(file.rest()) >= 3 * _LINE_MAX
+        assert len(file.rest()) <= _LINE_MAX + 1
