@@ -45,7 +45,7 @@ class Std(IntFlag):
     ALL = 3
 
 
-_MAX_BYTES_MIN = 64 * 1024
+_MAX_BYTES_MIN, _MAX_BYTES_MAX = 1 << 16, 1 << 50
 
 _ACCEPTED = "must be a mask 0-3 or a list such as '0:3,1:1' or '0-3:3,10:1'"
 
@@ -223,8 +223,10 @@ class LogSpec:
             raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
         if color not in ("auto", "always", "never"):
             raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
-        if max_bytes is not None and not (is_integer(max_bytes) and max_bytes >= _MAX_BYTES_MIN):
-            problem = f"must be a whole number of at least {_MAX_BYTES_MIN}"
+        if max_bytes is not None and not (
+            is_integer(max_bytes) and _MAX_BYTES_MIN <= max_bytes <= _MAX_BYTES_MAX
+        ):
+            problem = f"must be a whole number from {_MAX_BYTES_MIN} to {_MAX_BYTES_MAX}"
             raise SpecError("logs.max_bytes", max_bytes, problem)
         for name, value in (("keep_attempts", keep_attempts), ("keep_runs", keep_runs)):
             if value is not None:
