@@ -45,6 +45,7 @@ class Capture:
         """Begin without captured streams."""
         self.streams: CapturedStreams = NOT_CAPTURED
         self._relays: dict[str, Relay] = {}  # those that are being read, by path
+        self._joined: dict[str, Sink] = {}  # where both streams of a worker go, by path
         self._console: ConsoleStreams | None = None
 
     def __repr__(self) -> str:
@@ -84,7 +85,11 @@ class Capture:
             fcntl.fcntl(relay.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         sink = None if plan.is_muted else self._sink(stream)
         if sink is not None and sink.lost:
+            if self.streams.is_joined and sink.has_descriptor:
+                relay.finish()  # its reader has gone, see `on_console_lost`
             sink = None  # this process has no such stream
+        if sink is not None and self.streams.is_joined:
+            self._joined[plan.path] = sink
         report = None if sink is None else on_lost
         relay.on_closed = partial(self._on_closed, relay, plan.path, report)
         return tee.follow_relay(
@@ -102,6 +107,15 @@ class Capture:
         if path is not None and (relay := self._relays.get(path)) is not None:
             relay.read_now()
 
+    def on_console_lost(self, sink: Sink) -> None:
+        """Close the pipes of workers whose standard output went there.
+
+        The reader has gone, as in `2>&1 | head`: they get SIGPIPE, as without capture.
+        """
+        for path, own in [*self._joined.items()]:
+            if own is sink and sink.has_descriptor and path in self._relays:
+                self._relays[path].finish()
+
     def close(self) -> None:
         """Close the streams of this process.  Idempotent."""
         if self._console is not None:
@@ -111,6 +125,7 @@ class Capture:
         self, relay: Relay, path: str, on_lost: Callable[[str, int | None], None] | None
     ) -> None:
         self._relays.pop(path, None)
+        self._joined.pop(path, None)
         with suppress(OSError):  # it could not be made
             if not os.stat(path).st_size:
                 os.unlink(path)

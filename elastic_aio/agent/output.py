@@ -390,6 +390,7 @@ class JobOutput:
         return LineFilter(path, texts, on_error)
 
     def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
+        self.capture.on_console_lost(sink)
         self._publish(
             ConsoleLost(attempt=self._attempt, stream=sink.name, why=why, unshown=unshown)
         )

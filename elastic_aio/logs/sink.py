@@ -72,6 +72,11 @@ class Sink:
         state = f"lost: {self.lost}" if self.lost else f"{self.written} bytes written"
         return f"<Sink {self.name}, {state}>"
 
+    @property
+    def has_descriptor(self) -> bool:
+        """Whether it writes to a descriptor, and is open."""
+        return self._descriptor >= 0
+
     async def write(self, data: bytes) -> None:
         """Write all of `data`, waiting while the console is blocked.
 

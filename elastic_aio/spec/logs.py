@@ -137,6 +137,17 @@ def _filters(stream: str, value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _check_retention(max_bytes: object, keep_attempts: object, keep_runs: object) -> None:
+    if max_bytes is not None and not (
+        is_integer(max_bytes) and _MAX_BYTES_MIN <= max_bytes <= _MAX_BYTES_MAX
+    ):
+        problem = f"must be a whole number from {_MAX_BYTES_MIN} to {_MAX_BYTES_MAX}"
+        raise SpecError("logs.max_bytes", max_bytes, problem)
+    for name, value in (("keep_attempts", keep_attempts), ("keep_runs", keep_runs)):
+        if value is not None:
+            checked_integer(f"logs.{name}", value, at_least=1)
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class LogSpec:
     """Where the output of the workers goes.
@@ -223,14 +234,7 @@ class LogSpec:
             raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
         if color not in ("auto", "always", "never"):
             raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
-        if max_bytes is not None and not (
-            is_integer(max_bytes) and _MAX_BYTES_MIN <= max_bytes <= _MAX_BYTES_MAX
-        ):
-            problem = f"must be a whole number from {_MAX_BYTES_MIN} to {_MAX_BYTES_MAX}"
-            raise SpecError("logs.max_bytes", max_bytes, problem)
-        for name, value in (("keep_attempts", keep_attempts), ("keep_runs", keep_runs)):
-            if value is not None:
-                checked_integer(f"logs.{name}", value, at_least=1)
+        _check_retention(max_bytes, keep_attempts, keep_runs)
         if keep_runs is not None and log_dir is None:
             raise SpecError("logs.keep_runs", keep_runs, "needs log_dir")
         set_fields(

@@ -249,6 +249,20 @@ def test_a_stalled_reader_delays_no_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+def test_a_reader_that_has_gone_ends_the_workers(tmp_path: Path) -> None:
+    """With `2>&1 | head` they get SIGPIPE, as without capture."""
+    command = [*CLI, "run", "--no-python", "yes"]
+    ended = subprocess.run(
+        ["bash", "-c", '"$@" 2>&1 | tail -c +1 | head -n 20', "bash", *command],
+        env=environment({"LOGLEVEL": "ERROR", "TMPDIR": str(tmp_path)}),
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert ended.stdout == b"y\n" * 20
+
+
+@pytest.mark.e2e
 def test_a_full_disk_fails_no_worker(tmp_path: Path) -> None:
     """Its stderr is passed on all the same."""
     with small_disk(tmp_path / "disk", 64) as disk:
