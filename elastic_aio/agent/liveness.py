@@ -147,8 +147,10 @@ class Liveness:
         return self._sockets.open_worker(local_rank)
 
     def on_started(self, record: WorkerRecord) -> None:
-        """Note that a worker has been started."""
+        """Note that a worker has been started, which may have reported already."""
         record.report = self._table.workers.get(record.ranks.local_rank)
+        if record.report is not None and record.report.ready_at is not None:
+            self._report_ready(record)
 
     def on_exited(self, local_rank: int) -> None:
         """Read the last messages of a worker that has exited, and end its deadlines."""
@@ -186,16 +188,19 @@ class Liveness:
     def _on_message(self, local_rank: int, message: bytes) -> None:
         has_become_ready = self._table.feed(local_rank, message, self._clock.now())
         if has_become_ready and (record := self._records.get(local_rank)) is not None:
-            self._publish(
-                WorkerReady(
-                    attempt=self._attempt,
-                    rank=record.ranks.rank,
-                    local_rank=local_rank,
-                    pid=record.pid,
-                    duration=time.monotonic() - record.started_at,
-                )
-            )
+            self._report_ready(record)
         self._set_alarm(self._table.deadline_of(local_rank))
+
+    def _report_ready(self, record: WorkerRecord) -> None:
+        self._publish(
+            WorkerReady(
+                attempt=self._attempt,
+                rank=record.ranks.rank,
+                local_rank=record.ranks.local_rank,
+                pid=record.pid,
+                duration=time.monotonic() - record.started_at,
+            )
+        )
 
     # ------------------------------------------------------------- deadlines
 

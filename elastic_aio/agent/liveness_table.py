@@ -252,7 +252,7 @@ class LivenessTable:
             local_rank=local_rank,
             kind=item.kind,
             limit=item.limit,
-            age=now - item.since,
+            age=round(now - item.since, 3),
             reason=_reason(item, report, phase),
             status=report.status,
             step=report.step,

@@ -164,7 +164,6 @@ class WorkerGroup:
         self._runtime.tree.add(child)
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
         self.records[ranks.local_rank] = record
-        self._runtime.liveness.on_started(record)
         self._runtime.publish(
             WorkerStarted(
                 attempt=self.attempt,
@@ -177,6 +176,7 @@ class WorkerGroup:
                 stderr_path=logs.stderr.path,
             )
         )
+        self._runtime.liveness.on_started(record)
         child.exited.add_done_callback(partial(self._on_exited, record))
 
     def _on_exited(self, record: WorkerRecord, exited: asyncio.Future[ChildExit]) -> None:

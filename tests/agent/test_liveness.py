@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,8 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent.liveness import Liveness
+from elastic_aio.aio import PausableClock
 from tests.support.cli import run_cli
 
 SAY = 'say() { printf "$1" >&$ELASTIC_AIO_NOTIFY_FD; }\n'
@@ -337,6 +341,23 @@ async def test_one_busy_worker_is_enough(busy: str) -> None:
     events, error = await run_job(bash(script), limits, nproc_per_node=2, logs=logs)
     assert error is not None
     assert not [event for event in events if isinstance(event, WorkersIdle)]
+
+
+async def test_a_message_that_comes_before_the_start_is_known() -> None:
+    """A worker may report while its start is still being awaited."""
+    events: list[Event] = []
+    liveness = Liveness(LivenessSpec(), PausableClock(), events.append)
+    records: dict[int, Any] = {}
+    liveness.begin_attempt(0, records)
+    with liveness.open_worker(0) as descriptor:
+        os.write(descriptor, b"READY=1")
+    liveness._sockets.read_all()
+    ranks = SimpleNamespace(rank=5, local_rank=0)
+    records[0] = SimpleNamespace(ranks=ranks, pid=7, started_at=0.0, exit=None, report=None)
+    assert events == []
+    liveness.on_started(records[0])
+    assert ready_ranks(events) == [5]
+    await liveness.aclose()
 
 
 @pytest.mark.parametrize(
