@@ -189,6 +189,7 @@ class _Countdown:
                 line = f"{text}, {format_duration(max(left, 1.0))} left".encode("utf-8", "replace")
                 async with self._sink.lock:
                     await self._sink.show_frame(line, _NAME, self._style)
-                await asyncio.sleep(1.0)  # the time itself is what is shown
+                await asyncio.sleep(min(left, 1.0))  # the time itself is what is shown
+            self._erase()
         except SinkLost:
             pass  # as for every other line

@@ -75,13 +75,14 @@ def test_a_progress_bar_keeps_its_color_and_its_width() -> None:
 
 @pytest.mark.e2e
 def test_a_countdown_until_the_restart() -> None:
-    """On a terminal only; it is erased before the next line."""
-    script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ]"
+    """On a terminal only; it is erased before a worker writes to the terminal itself."""
+    script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && echo direct"
     options = ["--max-restarts=1", "--restart-delay=1.5", "--color=never", *BASH, script]
     ended = run_on_terminal(*options)
     assert ended.code == 0
     _, countdown = ended.out.split("restarting as attempt 1 after 1.5 s", 1)
     assert "\r\x1b[Kaio-elastic: restarting, 1.5 s left\r\x1b[K" in countdown
+    assert " s left\r\x1b[Kdirect\r\n" in countdown
     assert "left" not in run_cli(*options).err
 
 
