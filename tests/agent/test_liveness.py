@@ -343,6 +343,20 @@ async def test_one_busy_worker_is_enough(busy: str) -> None:
     assert not [event for event in events if isinstance(event, WorkersIdle)]
 
 
+async def test_a_message_that_is_not_read_yet_moves_the_deadline() -> None:
+    """The socket of a busy worker is read once in a period; the deadline may end before."""
+    events: list[Event] = []
+    liveness = Liveness(LivenessSpec(heartbeat_timeout=0.2), PausableClock(), events.append)
+    with liveness.open_worker(0) as descriptor:
+        os.write(descriptor, b"READY=1")
+        liveness._sockets.read_all()
+        os.write(descriptor, b"EXTEND_TIMEOUT_USEC=60000000")
+        time.sleep(0.25)
+        liveness._on_alarm()
+    assert events == []
+    await liveness.aclose()
+
+
 async def test_a_message_that_comes_before_the_start_is_known() -> None:
     """A worker may report while its start is still being awaited."""
     events: list[Event] = []
