@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 # workers are gone.  Their output is in the files.
 _PATIENCE_S = 5.0
 
+_PLANS_KEPT = 100
+"""Attempts whose plans are kept: a job may restart for months."""
+
 
 class JobOutput:
     """The log directory, the log files that the console shows, and the console of a job."""
@@ -86,6 +89,7 @@ class JobOutput:
         self._tee: Tee | None = None
         self._streams: StandardStreams | None = None
         self._attempt = 0
+        self._plans: dict[tuple[int, int], WorkerLogs] = {}  # by attempt and local rank
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by attempt
         self._directories: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
         self._full: set[tuple[int, str]] = set()  # attempts and disks that were reported
@@ -218,12 +222,17 @@ class JobOutput:
         Raises:
             SpawnError: the `LogLayout` of the job raised.
         """
-        try:
-            captured = self.capture.streams
-            return plan_logs(self._spec.logs, self.directory.path, attempt, local_rank, captured)
-        except Exception as error:
-            message = f"the plan of the logs failed: {type(error).__name__}: {error}"
-            raise SpawnError(message, permanent=True, exit_code=1) from error
+        key = attempt, local_rank
+        if key not in self._plans:  # a layout is asked once: it may count
+            try:
+                self._plans[key] = plan_logs(
+                    self._spec.logs, self.directory.path, *key, self.capture.streams
+                )
+            except Exception as error:
+                message = f"the plan of the logs failed: {type(error).__name__}: {error}"
+                raise SpawnError(message, permanent=True, exit_code=1) from error
+            self._plans.pop((attempt - _PLANS_KEPT, local_rank), None)
+        return self._plans[key]
 
     def needs_record(self, logs: WorkerLogs) -> bool:
         """Whether a worker's stderr is in no file, so that it has to record why it fails."""
