@@ -278,8 +278,8 @@ class Job:
 
 
 def _of_worker(line: str) -> bool:
-    """Return whether a worker has written a line; reports indent what they repeat."""
-    return "W " in line and not line.startswith(" ")
+    """Return whether a worker has written a line, and no launcher has repeated it."""
+    return "W " in line and not line.startswith((" ", "aio-elastic: "))
 
 
 def _kind_of(pid: int) -> str:
@@ -292,7 +292,11 @@ def _kind_of(pid: int) -> str:
 
 
 def _failures(text: str) -> dict[str, dict[str, str]]:
-    """Return the fields of each failure in a part of a report, by rank."""
+    """Return the fields of each failure in a part of a report, by rank.
+
+    Without an error file torchrun has a link in place of a traceback, and elastic_aio the
+    reason: not compared.
+    """
     found = {}
     for block in re.split(r"^\[\d+\]:\n", text, flags=re.M)[1:]:
         fields = dict(re.findall(r"^  (\w+) *: (.*)$", block, re.M))
@@ -303,6 +307,8 @@ def _failures(text: str) -> dict[str, dict[str, str]]:
             "traceback": re.sub(r"PID \d+", "PID", fields["traceback"]),
         }
         found[rank]["exitcode"] = found[rank]["exitcode"].strip()
+        if fields["error_file"] == "<N/A>":
+            del found[rank]["traceback"]
     return found
 
 

@@ -166,9 +166,10 @@ class RunDirectory:
                     relay.close()
 
     def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
-        """Remove some files of each worker of each attempt, and what is empty then.
+        """Remove some files of each worker of each attempt.
 
-        `paths` returns them by attempt and local rank.
+        `paths` returns them by attempt and local rank.  Empty directories stay below a directory
+        that the user has named, as torchrun's do.
         """
         if self.path is None:
             return
@@ -177,9 +178,12 @@ class RunDirectory:
                 for path in paths(attempt, local_rank):
                     with suppress(OSError):  # it was not made
                         os.unlink(path)
-                with suppress(OSError):  # not empty
-                    os.rmdir(own)
-            with suppress(OSError):
+                self._remove_temporary(own)
+            self._remove_temporary(directory)
+
+    def _remove_temporary(self, directory: str) -> None:
+        if self._is_temporary:
+            with suppress(OSError):  # not empty
                 os.rmdir(directory)
 
     def remove_attempts(self, last: int) -> None:

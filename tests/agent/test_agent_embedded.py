@@ -189,7 +189,7 @@ async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
 async def test_many_descendants_do_not_hold_the_loop() -> None:
     """Others have their turns while hundreds of processes are being stopped."""
     script = "for i in $(seq 300); do sleep 99 & done; wait"
-    turns = 0
+    turns, before = 0, own_children()
     async with Agent(LaunchSpec(["bash", "-c", script])) as agent:
         (worker,) = [event.pid async for event in workers(agent)]
         children = Path(f"/proc/{worker}/task/{worker}/children")
@@ -207,7 +207,7 @@ async def test_many_descendants_do_not_hold_the_loop() -> None:
         with pytest.raises(JobStopped):
             await done
     assert turns > 20
-    assert not own_children()
+    assert own_children() <= before
 
 
 async def workers(agent: Agent) -> Any:
