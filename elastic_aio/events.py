@@ -168,7 +168,7 @@ class TimerRejected(Event, frozen=True, kw_only=True):
 
 
 class WorkerReady(Event, frozen=True, kw_only=True):
-    """The worker `rank` (on this node `local_rank`) has reported `READY=1`."""
+    """The worker `rank` (`local_rank` on this node, process `pid`) has reported `READY=1`."""
 
     rank: int
     local_rank: int
@@ -178,9 +178,9 @@ class WorkerReady(Event, frozen=True, kw_only=True):
 
 
 class DeadlineMissed(Event, frozen=True, kw_only=True):
-    """The worker `rank` (on this node `local_rank`) was silent for too long, as `why` says.
+    """The worker `rank` (`local_rank` on this node, process `pid`) was silent for too long.
 
-    With `LivenessSpec.on_timeout="fail"` the attempt fails now.
+    `why` says it in one line.  With `LivenessSpec.on_timeout="fail"` the attempt fails now.
     """
 
     rank: int
@@ -202,7 +202,10 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker was doing: what `/proc` shows of its main thread."""
+    """What the worker `rank` was doing: what `/proc` shows of its main thread.
+
+    It is `local_rank` on this node, and the process `pid`.
+    """
 
     rank: int
     local_rank: int
@@ -218,7 +221,10 @@ class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersIdle(Event, frozen=True, kw_only=True):
-    """No worker of this node has used CPU time or written anything for `seconds`."""
+    """No worker of this node has used CPU time or written anything for `seconds`.
+
+    `workers` are those of the present attempt.
+    """
 
     seconds: float
     workers: tuple[WorkerActivity, ...]

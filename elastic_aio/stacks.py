@@ -37,7 +37,7 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStacks:
-    """What one worker was doing."""
+    """What the worker `rank` was doing: `local_rank` on this node, process `pid`."""
 
     rank: int
     local_rank: int
@@ -67,7 +67,7 @@ class WorkerStacks:
 
 @dataclass(frozen=True, slots=True)
 class StackDump:
-    """What the workers of a node were doing at one time, in the order of their ranks."""
+    """What the `workers` of a node were doing in an `attempt`, in the order of their ranks."""
 
     time: float
     """Unix seconds."""

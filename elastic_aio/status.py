@@ -38,8 +38,8 @@ _FINAL: Final = PHASES[-3:]
 class WorkerStatus(Struct, frozen=True):
     """A worker of the latest attempt: its process `pid`, and in which state it is.
 
-    `rank` is the global rank, `local_rank` the one on this node.  A path is None if the
-    stream is not captured.
+    `rank` is the global rank, `local_rank` the one on this node.  `stdout_path` and
+    `stderr_path` are the files of its output; None for a stream that is in no file.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
 
     `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `agent_pid` and `log_dir` are those
     of `JobStarted`; `group_rank`, `group_world_size` and `world_size` those of the latest
-    `RoundFormed`.
+    `RoundFormed`; `attempt` is the latest, and `goodput` says what its time went into.
     """
 
     run_id: str = ""
