@@ -65,6 +65,9 @@ def _logs(argv: Sequence[str]) -> int:
         printer.open_files(_paths(status), arguments.lines)
         if not printer.has_files and not arguments.follow:
             raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
+        if printer.has_files and (missing := _streams_without_file(status)):
+            note = f"{missing} is in no file and not shown (see --tee and --redirects)"
+            print(f"aio-elastic logs: {note}", file=sys.stderr)
         if arguments.follow:
             run_coroutine(lambda: _follow(job, status.seq, printer))
     return 0
@@ -79,6 +82,14 @@ def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None
         name, text = None, name
     rank = None if text is None else parse_number("RANK", text)
     return choose_from(jobs, name), rank
+
+
+def _streams_without_file(status: JobStatus) -> str:
+    streams = {
+        "standard output": [worker.stdout_path for worker in status.workers],
+        "standard error": [worker.stderr_path for worker in status.workers],
+    }
+    return " and ".join(name for name, paths in streams.items() if None in paths)
 
 
 def _paths(status: JobStatus) -> dict[str, int]:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from elastic_aio.cli.job_logs import _LINE_MAX, _LogFile
+from elastic_aio.cli.job_logs import _LINE_MAX, _LogFile, _streams_without_file
+from elastic_aio.status import JobStatus, WorkerStatus
 
 
 @contextmanager
@@ -68,3 +70,19 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
         shown = lines(file)
         assert len(shown) + len(file.rest()) >= 3 * _LINE_MAX
         assert len(file.rest()) <= _LINE_MAX + 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "missing"),
+    [
+        (("/a", "/b"), ""),
+        ((None, "/b"), "standard output"),
+        (("/a", None), "standard error"),
+        ((None, None), "standard output and standard error"),
+    ],
+)
+def test_streams_in_no_file_are_named(paths: tuple[str | None, str | None], missing: str) -> None:
+    stdout, stderr = paths
+    workers = tuple(WorkerStatus(rank, rank, 1, "running", 0.0) for rank in range(2))
+    workers = tuple(replace(one, stdout_path=stdout, stderr_path=stderr) for one in workers)
+    assert _streams_without_file(JobStatus(workers=workers)) == missing
