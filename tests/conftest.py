@@ -98,6 +98,19 @@ def pytest_asyncio_loop_factories(
 _ENDING_THREADS = ("waitpid-", "asyncio-waitpid-", "run_in_thread", "rendezvous handler")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the logs that failed jobs leave for their users among the files of the tests."""
+    former, former_variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("t"))
+    yield
+    tempfile.tempdir = former
+    if former_variable is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = former_variable
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor or a thread."""
@@ -127,7 +140,7 @@ def _netns(request: pytest.FixtureRequest) -> Iterator[None]:
     # `.ci/run` sets the variable where they must work: then the test fails instead.
     if reason and "ELASTIC_AIO_NETNS" not in os.environ:
         pytest.skip(reason)
-    with Path(tempfile.gettempdir(), "elastic_aio-netns.lock").open("w") as lock:
+    with Path("/tmp/elastic_aio-netns.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
