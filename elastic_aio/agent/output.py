@@ -177,7 +177,8 @@ class JobOutput:
             for plan, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr"))
         ):
             problem = "is in no file, so that it cannot be read; use redirects or tee"
-            raise SpecError("logs", names, problem)
+            chosen = [name for name in ("stdout", "stderr") if name in names]
+            raise SpecError("logs", chosen, problem)
 
         def is_chosen(stream: LoggedStream) -> bool:
             is_named = stream.stream in names or stream.stream == "output"

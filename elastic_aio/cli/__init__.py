@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)
     name = arguments[0]
     *others, last = (repr(known) for known in ("run", *COMMANDS))
-    meant = did_you_mean(name, ("run", *COMMANDS))
+    meant = did_you_mean(name, ("run", *COMMANDS, "--help", "--version"))
+    if not meant and (name.startswith("-") or os.path.isfile(name)):
+        meant = "; did you mean aio-elastic run [options] script?"
     problem = f"must be {', '.join(others)} or {last}{meant}"
     return print_error("", f"command: {problem} (got {name!r})", 2)
 

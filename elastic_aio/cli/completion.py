@@ -60,7 +60,9 @@ def _parser() -> OptionParser:
         prog="aio-elastic completion",
         description="Print a script that completes the commands and options of aio-elastic and"
         " aio-torchrun; the shell has to source it.",
-        epilog="In ~/.bashrc: source <(aio-elastic completion bash)",
+        epilog="In ~/.bashrc: source <(aio-elastic completion bash); in ~/.zshrc, after compinit:"
+        " source <(aio-elastic completion zsh); in ~/.config/fish/config.fish: aio-elastic"
+        " completion fish | source",
     )
     parser.add_argument("shell", help="bash, zsh or fish")
     return parser

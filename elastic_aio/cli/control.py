@@ -17,6 +17,7 @@ from elastic_aio.cli.local_jobs import (
     ask_job,
     choose_from,
     choose_job,
+    describe_job,
     job_parser,
     run_command,
 )
@@ -156,7 +157,7 @@ def _stop(argv: Sequence[str]) -> int:
     request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=not arguments.no_wait)
     reply = ask_job(job, request)
     if isinstance(reply, EndReply):
-        print(_ended(reply))
+        print(_ended(job, reply))
     return 0
 
 
@@ -235,12 +236,14 @@ def _wait(argv: Sequence[str]) -> int:
         return 124  # as timeout(1)
     if not isinstance(reply, EndReply):
         raise JobError("the job has ended by an internal error")
-    print(_ended(reply))
+    print(_ended(job, reply))
     return reply.exit_code
 
 
-def _ended(reply: EndReply) -> str:
-    return f"job {reply.state.value}, exit code {reply.exit_code}: {one_line(reply.why)}"
+def _ended(job: RunningJob, reply: EndReply) -> str:
+    # With the name: a job that was the only one need not be the one that is meant.
+    name = describe_job(job)
+    return f"job {name} {reply.state.value}, exit code {reply.exit_code}: {one_line(reply.why)}"
 
 
 def _reason(command: str, given: str | None) -> str:
@@ -254,7 +257,7 @@ def _signal_number(option: str, text: str) -> int:
         full = name if name.startswith("SIG") else f"SIG{name}"
         return signal_number(option, full if number is None else number)
     except SpecError as error:
-        raise UsageError(str(error)) from None
+        raise invalid_value(option, error.problem, text) from None
 
 
 def _json(value: object) -> str:

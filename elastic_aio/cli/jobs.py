@@ -131,6 +131,8 @@ async def _list(arguments: argparse.Namespace) -> None:
             print(msgspec.json.encode(job).decode())
     elif found:
         print("\n".join(_table(found, time.time())))
+    else:
+        print("no job is at this store")
     sys.stdout.flush()
 
 

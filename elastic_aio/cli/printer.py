@@ -26,7 +26,7 @@ from elastic_aio.node_events import (
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import Level, describe, format_failure, format_success
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.text import format_duration, one_line
+from elastic_aio.text import format_duration, format_value, one_line
 
 _NAME: Final = b"aio-elastic: "
 _BOLD: Final = b"\x1b[1m"
@@ -120,7 +120,7 @@ class EventPrinter:
     def print_success(self, result: LaunchResult) -> None:
         """Print how a job has succeeded."""
         if result.cause is EndCause.RUN_HAD_ENDED:
-            self.print(result.reason)  # nothing else shows that no worker has run
+            self.print(f"{one_line(result.reason)}{_how_to_run(result)}")
         elif self._job is not None and self._level <= Level.WARNING:
             self.print(format_success(result, self._job, self._round), _GREEN)
 
@@ -134,6 +134,8 @@ class EventPrinter:
             self._writer.put(report.encode("utf-8", "replace") + b"\n")
         else:
             text = one_line(str(error))
+            if error.result.cause is EndCause.RUN_HAD_ENDED:
+                text += _how_to_run(error.result)
             if text.startswith("preload: "):
                 text = f"--{text}"
             elif spec.python and text.startswith(f"cannot run {spec.python}: "):
@@ -145,6 +147,13 @@ class EventPrinter:
         if self._countdown is not None:
             self._countdown.clear()
         await self._writer.drain(patience)
+
+
+def _how_to_run(result: LaunchResult) -> str:
+    return (
+        f"; no worker was started here (a new job needs another --rdzv-id than"
+        f" {format_value(result.run_id, 40)}, or --rdzv-conf reuse=true)"
+    )
 
 
 class _Countdown:

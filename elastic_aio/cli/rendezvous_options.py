@@ -123,7 +123,7 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     is_many = nodes.maximum > 1
     backend = values["rdzv_backend"] or ("static" if is_many else "c10d")
     if values["rdzv_backend"]:
-        _check_backend(backend)
+        check_backend(backend)
     conf = parse_conf(values["rdzv_conf"] or "", backend)
     port = None
     if (text := values["master_port"]) is not None:
@@ -196,7 +196,12 @@ def _nodes(values: Values, warnings: list[str]) -> NodeRange:
     return NodeRange(1, 1)
 
 
-def _check_backend(name: str) -> None:
+def check_backend(name: str) -> None:
+    """Check the name of a backend.
+
+    Raises:
+        UsageError: there is no such backend.
+    """
     # Imported only for an explicit backend: searching for plug-ins takes a while.
     from elastic_aio.rendezvous.backends import is_known_backend, known_backends
 

@@ -6,7 +6,7 @@ import argparse
 
 from elastic_aio.cli.options import OptionParser, add_token_option
 from elastic_aio.cli.rdzv_conf import parse_conf
-from elastic_aio.cli.rendezvous_options import read_secrets
+from elastic_aio.cli.rendezvous_options import check_backend, read_secrets
 from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
 from elastic_aio.spec.rendezvous import (
     ENGINES,
@@ -54,10 +54,12 @@ def store_spec(arguments: argparse.Namespace) -> RendezvousSpec:
     """Return the place of the store that the options describe.
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or there is no such backend.
         SpecError: a value is invalid.
     """
     backend = arguments.rdzv_backend
+    if backend != RendezvousSpec().backend:
+        check_backend(backend)
     default = f"localhost:{engine_port(backend)}" if backend in ENGINES else None
     secrets = read_secrets(parse_conf(arguments.rdzv_conf, backend))
     settings = {

@@ -178,7 +178,10 @@ def parse_host_port(
         SpecError: `value` has none of these forms.
     """
     forms = "HOST:PORT or [IPV6]:PORT" if default_port is None else "HOST:PORT, [IPV6]:PORT or HOST"
-    match = _HOST_PORT.fullmatch(checked_text(name, value))
+    text = checked_text(name, value)
+    if "://" in text:
+        raise SpecError(name, value, f"must be {forms}, without a scheme")
+    match = _HOST_PORT.fullmatch(text)
     if match is None:
         raise SpecError(name, value, f"must be {forms}")
     ipv6, plain, port_text = match.groups()

@@ -386,6 +386,8 @@ class RemoteStore(Store):
             except TimeoutError as error:
                 # The socket's ETIMEDOUT is a TimeoutError too, and has a text.
                 reason = str(error) or "no answer"
+            except ConnectionRefusedError:
+                reason = "connection refused"
             except (OSError, LinkLost) as error:
                 reason = str(error)
             delay = _RETRY.delay(attempt, random.random)

@@ -168,7 +168,10 @@ def test_ps_without_a_job(capfd: pytest.CaptureFixture[str]) -> None:
     ("argv", "problem"),
     [
         (["signal"], "SIGNAL: must be given, after JOB if that is given too"),
-        (["signal", "NOSUCH"], "SIGNAL: must be a signal number or a name such as 'SIGTERM'"),
+        (
+            ["signal", "NOSUCH"],
+            "SIGNAL: must be a signal number or a name such as 'SIGTERM' (got 'NOSUCH')",
+        ),
         (["signal", "USR1", "--rank", "x"], "--rank: must be a whole number (got 'x')"),
         (["stop", "--signal", "99"], "--signal: must be a signal number or a name"),
         (["wait", "--timeout", "0"], "--timeout: must be a number of seconds above 0 (got '0')"),
@@ -237,7 +240,7 @@ def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> No
         assert ask(capfd, "restart", "--reason", "new data") == "attempt 1 runs\n"
         assert "restarting as attempt 1: new data" in ask(capfd, "events")
         printed = ask(capfd, "stop", "--reason", "enough", "run-1")
-        assert printed == "job stopped, exit code 143: enough\n"
+        assert printed == f"job run-1 (pid {program.pid}) stopped, exit code 143: enough\n"
         assert program.wait() == 143
         assert "restarting as attempt 1: new data" in program.err
 
@@ -349,7 +352,7 @@ def test_several_jobs(script: Path, capfd: pytest.CaptureFixture[str], tmp_path:
             "first",
         ]
         assert "second" in ask(capfd, "top", "--once")
-        assert ask(capfd, "stop", "--kill", "eval.py").startswith("job stopped")
+        assert ask(capfd, "stop", "--kill", "eval.py").startswith("job second (pid ")
         assert len(ask(capfd, "ps").splitlines()) == 2
 
 

@@ -42,7 +42,7 @@ async def run(*arguments: str) -> list[str]:
 async def test_a_table_and_lines_of_json() -> None:
     async with StoreServer("127.0.0.1") as server:
         at = ["--rdzv-endpoint", server.endpoint]
-        assert await run("jobs", *at) == []
+        assert await run("jobs", *at) == ["no job is at this store"]
         await end_job(server.endpoint, "old\n", 3 * HOUR)
         await end_job(server.endpoint, "mine", None)
         header, ended, lost = await run("jobs", *at)
@@ -69,7 +69,8 @@ async def test_what_is_over_is_removed() -> None:
         late, gone = await run("gc", "--older-than", "0", "--lost", *at)
         assert late == "removed late: failed, 1 minute ago"
         assert gone.startswith("removed gone: lost, ")
-        assert await run("jobs", *at) == []
+        assert await run("jobs", *at) == ["no job is at this store"]
+        assert await run("jobs", "--json", *at) == []
 
 
 @pytest.mark.parametrize("command", ["jobs", "gc"])
@@ -80,11 +81,13 @@ async def test_what_is_over_is_removed() -> None:
         (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
         (["--rdzv-endpoint", "a:0"], 2, "--rdzv-endpoint: needs a port other than 0"),
         (["--timeout", "0"], 2, "--timeout: must be a number of seconds above 0 (got '0'"),
+        (["--rdzv-endpoint", "http://a:1"], 2, "or HOST, without a scheme (got 'http://a:1')"),
+        (["--rdzv-backend=reddis"], 2, "--rdzv-backend: must be one of: c10d, etcd, "),
         (["--rdzv-backend=etcd", "--rdzv-conf=retention=1"], 2, "retention: must be"),
         (
             ["--rdzv-endpoint", "127.0.0.1:1,127.0.0.1:2", "--timeout", "0.2"],
             1,
-            "no store at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: ",
+            "no store at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: connection refused",
         ),
         (
             ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],

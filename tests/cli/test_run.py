@@ -495,7 +495,10 @@ def test_a_node_that_comes_after_a_success(
 
     monkeypatch.setattr(cli_run, "supervise", supervise)
     assert main(COMMAND) == 0
-    assert capfd.readouterr() == ("", f"aio-elastic: {why}\n")
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"aio-elastic: {why}; no worker was started here (a new job needs ")
+    assert "another --rdzv-id than 'r', or --rdzv-conf reuse=true" in err
 
 
 def test_the_start_is_the_first_line(

@@ -452,6 +452,12 @@ def test_absurd_values_are_one_line(option: Option) -> None:
         ([], "a command is required"),
         (["walk"], "must be 'run', 'ps', "),
         (["evnets"], "; did you mean events? (got 'evnets')"),
+        (["--verison"], "; did you mean --version? (got '--verison')"),
+        (
+            ["--nnodes=2", "x"],
+            "; did you mean aio-elastic run [options] script? (got '--nnodes=2')",
+        ),
+        ([__file__], "; did you mean aio-elastic run [options] script? (got "),
         (["run"], "a script is required"),
         (["run", "--role", "r"], "a script is required"),
         (["run", "--role"], "--role: needs a value\n"),

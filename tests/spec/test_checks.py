@@ -153,6 +153,8 @@ def test_a_default_port() -> None:
     assert parse_host_port("x", "a:0", at_least=0) == ("a", 0)
     with pytest.raises(SpecError, match="must have a port from 0 to 65535"):
         parse_host_port("x", "a:65536", at_least=0)
+    with pytest.raises(SpecError, match=r"^x: must be HOST:PORT, .* or HOST, without a scheme"):
+        parse_host_port("x", "http://a:1", default_port=7)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without
         ({"endpoint": "[]:1"}, WHERE),
         ({"endpoint": "[localhost]:1"}, WHERE),
         ({"endpoint": "two words:1"}, WHERE),
-        ({"endpoint": "http://host:1"}, PORT),
+        ({"endpoint": "http://host:1"}, "rendezvous.endpoint: must be HOST:PORT, "),
         ({"endpoint": "user@host:1"}, WHERE),
         ({"endpoint": "host\n:1"}, WHERE),
         ({"endpoint": "a:b:1"}, PORT),
