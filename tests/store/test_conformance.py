@@ -230,6 +230,7 @@ async def test_no_reply_is_mistaken_after_200_cancellations(pair: Pair) -> None:
     """Each key has a value of its own, and operations are cancelled in the middle."""
     keys = {f"k{number}": b"%d" % number for number in range(8)}
     await pair.two.multi_set(keys)
+    await pair.two.num_keys()  # torch's servers have no reply for the values; they are set by now
     loop = asyncio.get_running_loop()
     began = loop.time()
     for key, value in keys.items():
