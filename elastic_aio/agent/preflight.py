@@ -228,7 +228,12 @@ def check_runnable(spec: LaunchSpec) -> None:
         return  # the error of the spawn is clearer
     full = os.path.join(spec.cwd or "", path)
     if not os.path.exists(full):
-        raise SpawnError(f"script not found: {path}", permanent=True, exit_code=127)
+        import shutil  # for mistakes only
+
+        problem = f"script not found: {path}"
+        if not os.path.dirname(path) and shutil.which(path):
+            problem += "; the program of this name needs --no-python (in Python: an argv list)"
+        raise SpawnError(problem, permanent=True, exit_code=127)
     if not os.access(full, os.R_OK):
         raise SpawnError(f"script cannot be read: {path}", permanent=True, exit_code=126)
     if os.path.isdir(full) and not os.path.exists(os.path.join(full, "__main__.py")):

@@ -205,6 +205,12 @@ def test_a_relative_script_is_looked_for_where_the_workers_run(tmp_path: Path) -
         check_runnable(LaunchSpec("x.py", cwd="/"))
 
 
+def test_a_program_in_the_place_of_a_script(tmp_path: Path) -> None:
+    """The message says how it is run."""
+    with pytest.raises(SpawnError, match=r"^script not found: sh; .* needs --no-python "):
+        check_runnable(LaunchSpec("sh", cwd=tmp_path))
+
+
 @pytest.mark.parametrize("entrypoint", [Module("no.such.module"), Command(("no-such-program",))])
 def test_modules_and_commands_are_left_to_the_spawn(entrypoint: Any) -> None:
     """Only a script's path can be checked without running it."""
