@@ -7,8 +7,8 @@ import time
 from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
-from elastic_aio.reasons import reason_of
-from elastic_aio.text import counted, format_duration, one_line
+from elastic_aio.reasons import plain_lines, reason_of
+from elastic_aio.text import counted, format_duration, one_line, printable
 
 _GUIDE = "docs/guides/failures.md"
 _HINT = f"none was recorded; see {_GUIDE} of elastic_aio"
@@ -24,7 +24,12 @@ class Level:
 
 
 def describe(event: Event) -> tuple[int, str]:
-    """Return the `Level` of an event and one line that describes it."""
+    """Return the `Level` of an event and one printable line that describes it."""
+    level, text = _describe(event)
+    return level, printable(text)
+
+
+def _describe(event: Event) -> tuple[int, str]:
     match event:
         case events.JobStarted():
             return Level.WARNING, _job_started(event)
@@ -262,7 +267,7 @@ def format_success(
 
 
 def format_failure(result: LaunchResult, name: str) -> str:
-    """Return the failure report of a job: several lines, without a final newline.
+    """Return the failure report of a job: several printable lines, without a final newline.
 
     The layout is torchrun's, with additions: workers that the supervisor stopped are marked, a
     known cause is named, the last lines of stderr replace a missing traceback, and the log
@@ -272,6 +277,10 @@ def format_failure(result: LaunchResult, name: str) -> str:
         result: the result of a job that failed.
         name: what its workers ran, as in `LaunchSpec.name`.
     """
+    return "\n".join(map(printable, plain_lines(_failure(result, name))))
+
+
+def _failure(result: LaunchResult, name: str) -> str:
     if not result.failures:
         return f"{name} FAILED: {result.reason}"
     root, *others = result.failures

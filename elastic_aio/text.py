@@ -49,6 +49,19 @@ def one_line(text: str, limit: int | None = None) -> str:
     return line if limit is None else truncate(line, limit)
 
 
+def printable(text: str) -> str:
+    """Return `text` with spaces in place of control characters, such as those of a terminal.
+
+    Tabs and lone surrogates stay: a stream shows the latter by its own rules.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\t" or "\ud800" <= char <= "\udfff" else " "
+        for char in text
+    )
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Return the one of `known` that a mistyped word most likely means; None if none is near."""
     import difflib  # for mistakes only

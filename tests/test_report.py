@@ -605,3 +605,16 @@ def test_every_type_of_event_is_described() -> None:
 def test_an_event_without_a_description() -> None:
     """For debugging only."""
     assert describe(Event()) == (Level.DEBUG, repr(Event()))
+
+
+def test_control_characters_reach_no_terminal() -> None:
+    """Neither those of a traceback, which another host may have sent, nor those of a name."""
+    trace = "Traceback:\n\tValueError: \x1b]0;title\x07\x1b[2J\x9b31m\u202eboom"
+    error = WorkerError(message="boom", traceback=trace, timestamp=1.0, path=None)
+    failure = dataclasses.replace(CRASH, error=error)
+    text = format_failure(result(failure), "a\x1b[31mb\x07.py")
+    assert "traceback : Traceback:\n  \tValueError:  31m boom\n" in text
+    assert text.startswith("\n===") and "ab .py FAILED" in text
+    assert all(line.replace("\t", "").isprintable() for line in text.split("\n"))
+    restarting = Restarting(attempt=1, delay=0.0, why="\x1b[2Jhost\nx")
+    assert describe(restarting)[1] == "restarting as attempt 1:  [2Jhost x"
