@@ -614,7 +614,8 @@ def test_control_characters_reach_no_terminal() -> None:
     failure = dataclasses.replace(CRASH, error=error)
     text = format_failure(result(failure), "a\x1b[31mb\x07.py")
     assert "traceback : Traceback:\n  \tValueError:  31m boom\n" in text
-    assert text.startswith("\n===") and "ab .py FAILED" in text
+    assert text.startswith("\n===")
+    assert "ab .py FAILED" in text
     assert all(line.replace("\t", "").isprintable() for line in text.split("\n"))
-    restarting = Restarting(attempt=1, delay=0.0, why="\x1b[2Jhost\nx")
+    restarting = Restarting(attempt=1, delay=0.0, restarts=1, why="\x1b[2Jhost\nx")
     assert describe(restarting)[1] == "restarting as attempt 1:  [2Jhost x"

@@ -46,6 +46,7 @@ class Capture:
         self.streams: CapturedStreams = NOT_CAPTURED
         self._relays: dict[str, Relay] = {}  # those that are being read, by path
         self._joined: dict[str, Sink] = {}  # where both streams of a worker go, by path
+        self._unkept: dict[str, bytes] = {}  # the end of closed streams that no file has
         self._console: ConsoleStreams | None = None
 
     def __repr__(self) -> str:
@@ -102,10 +103,20 @@ class Capture:
             times=times,
         )
 
-    def read_now(self, path: str | None) -> None:
-        """Take what a worker has written by now, if this is the file of a captured stream."""
-        if path is not None and (relay := self._relays.get(path)) is not None:
-            relay.read_now()
+    def read_now(self, path: str | None) -> bytes:
+        """Take what a worker has written by now, if this is the file of a captured stream.
+
+        Returns:
+            The end of what the file has not taken; b"" if it has all.
+        """
+        if path is None or (relay := self._relays.get(path)) is None:
+            return b""
+        relay.read_now()
+        return relay.unkept_end
+
+    def pop_unkept(self, path: str | None) -> bytes:
+        """Return the end of what the file of a closed stream has not taken, and forget it."""
+        return b"" if path is None else self._unkept.pop(path, b"")
 
     def on_console_lost(self, sink: Sink) -> None:
         """Close the pipes of workers whose standard output went there.
@@ -126,6 +137,8 @@ class Capture:
     ) -> None:
         self._relays.pop(path, None)
         self._joined.pop(path, None)
+        if relay.unkept_end:
+            self._unkept[path] = relay.unkept_end
         with suppress(OSError):  # it could not be made
             if not os.stat(path).st_size:
                 os.unlink(path)

@@ -53,6 +53,7 @@ class WorkerRecord(Struct):
         stop_signals: the signals that a stop sent to it before it exited.
         expired_timer: which timer it did not release in time, before it exited.
         stderr_tail: the end of its stderr, if it failed.
+        unkept: the end of what the file of its stderr has not taken, of a full disk for example.
         report: what it has reported about itself; None if it was not asked to.
         hang: which deadline it has missed, so that the attempt fails.
         hung_at: Unix seconds of that.
@@ -69,6 +70,7 @@ class WorkerRecord(Struct):
     stop_signals: frozenset[int] = frozenset()
     expired_timer: str = ""
     stderr_tail: str = ""
+    unkept: bytes = b""
     report: WorkerReport | None = None
     hang: str = ""
     hung_at: float = 0.0
@@ -158,7 +160,7 @@ async def collect_failures(
         lines: list[str] = []
         if not is_victim:
             culprits[worker.order] = worker
-            worker.stderr_tail, lines = await _tail(worker.logs.stderr.path)
+            worker.stderr_tail, lines = await _tail(worker.logs.stderr.path, worker.unkept)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
@@ -232,9 +234,10 @@ def reason_now(worker: WorkerRecord) -> str:
     path = worker.logs.error_file
     error = parse_error_file(_read_end(path, ERROR_FILE_MAX), path, 0.0) if path else None
     stderr = worker.logs.stderr.path
-    text = _read_end(stderr, _TAIL_BYTES).decode("utf-8", "replace") if stderr else ""
+    content = _read_end(stderr, _TAIL_BYTES) if stderr else b""
+    lines = plain_lines(_end_of_text(content, worker.unkept))
     message = error.message if error else worker.expired_timer
-    return _explain(worker.exit.status, message, plain_lines(text))[0]
+    return _explain(worker.exit.status, message, lines)[0]
 
 
 def _read_end(path: str, size: int) -> bytes:
@@ -265,21 +268,31 @@ async def _read_error(path: str) -> WorkerError | None:
     return parse_error_file(content, path, status.st_mtime)
 
 
-async def _tail(path: str | None) -> tuple[str, list[str]]:
-    """Return the end of a file, and its lines, progress bars reduced to their last state."""
-    if path is None:
-        return "", []
-    try:
-        size = os.stat(path).st_size
-        if not size:
-            return "", []
-        content = await read_file(path, max(0, size - _TAIL_BYTES), _TAIL_BYTES)
-    except OSError:
-        return "", []
-    text = content.decode("utf-8", "replace")
-    if size > _TAIL_BYTES:
-        text = text.partition("\n")[2] or text  # the first line is most likely cut
+async def _tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
+    """Return the end of a stream, and its lines, progress bars reduced to their last state.
+
+    Args:
+        path: its file; None for none.
+        unkept: the end of what the file has not taken.
+    """
+    content = b""
+    if path is not None:
+        try:
+            start = max(0, os.stat(path).st_size - _TAIL_BYTES - 1)
+            content = await read_file(path, start, _TAIL_BYTES + 1)
+        except OSError:
+            pass  # it was removed, or could not be made
+    text = _end_of_text(content, unkept)
     return text, plain_lines(text)
+
+
+def _end_of_text(content: bytes, unkept: bytes) -> str:
+    """Return the end of what a file has and what it has not taken, from the begin of a line."""
+    whole = content + unkept
+    text = whole[-_TAIL_BYTES:].decode("utf-8", "replace")
+    if len(whole) > _TAIL_BYTES:
+        text = text.partition("\n")[2] or text  # the first line is most likely cut
+    return text
 
 
 def _notes(worker: WorkerRecord, error: WorkerError | None) -> tuple[str, ...]:

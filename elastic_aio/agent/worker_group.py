@@ -186,7 +186,7 @@ class WorkerGroup:
         record.exited_at = time.time()
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._runtime.tree.stop_signals(record.pid)
-        self._runtime.output.capture.read_now(record.logs.stderr.path)
+        record.unkept = self._runtime.output.capture.read_now(record.logs.stderr.path)
         self._runtime.liveness.on_exited(record.ranks.local_rank)
         self._runtime.publish(
             WorkerExited(
@@ -253,6 +253,9 @@ class WorkerGroup:
         await self._watch.aclose()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
+        for record in self.records.values():
+            unkept = self._runtime.output.capture.pop_unkept(record.logs.stderr.path)
+            record.unkept = unkept or record.unkept
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""

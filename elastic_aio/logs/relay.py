@@ -19,6 +19,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+from msgspec import Struct
+
 from elastic_aio.logs.log_file import CHUNK, LogFile
 
 _HELD_MAX = 1 << 20
@@ -33,6 +35,15 @@ _TRANSIENT = {errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.EINTR}
 # What a pipe holds at most (pipe-max-size in pipe(7)), in reads: a process that could not
 # be killed may write on.
 _LAST_READS = 16
+# What a failure looks for its reason in.
+_END_MAX = 64 * 1024
+
+
+class _Unkept(Struct):
+    """What a file has not taken."""
+
+    size: int = 0
+    end: bytes = b""
 
 
 class Relay:
@@ -52,10 +63,9 @@ class Relay:
         """Why the file takes no more output; None while it does."""
         self.kept = 0
         """Bytes in the file, once it takes no more."""
-        self.unkept = 0
-        """Bytes that are not in the file."""
         self.lost = 0
         """Bytes that are neither in the file nor read."""
+        self._unkept = _Unkept()
         self.on_data: Callable[[], object] = bool
         self.on_full: Callable[[], object] = bool
         self.has_reader = False
@@ -82,6 +92,16 @@ class Relay:
     def __repr__(self) -> str:
         state = f"{self.unkept} bytes not kept" if self.error else "to its file"
         return f"<Relay {state}{'' if self._reader >= 0 else ', finished'}>"
+
+    @property
+    def unkept(self) -> int:
+        """Bytes that are not in the file."""
+        return self._unkept.size
+
+    @property
+    def unkept_end(self) -> bytes:
+        """The last of the bytes that are not in the file."""
+        return self._unkept.end
 
     @property
     def why(self) -> str:
@@ -218,7 +238,8 @@ class Relay:
         self._hold(data)
 
     def _hold(self, data: bytes) -> None:
-        self.unkept += len(data)
+        self._unkept.size += len(data)
+        self._unkept.end = (self._unkept.end + data)[-_END_MAX:]
         if not self.has_reader or self._is_dropping:
             self.lost += len(data)
             self._is_cut = True

@@ -282,6 +282,16 @@ def test_a_full_disk_fails_no_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+def test_the_reason_is_what_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        script = "import sys; sys.stderr.write('early\\n' * 20000); raise ValueError('boom')"
+        ended = run_cli("--no-python", *python(script), env={"TMPDIR": str(disk)})
+        assert "early\n" * 20000 in ended.err
+        assert re.search(rf"attempt 0 failed: .*: exit code 1: {REASON}\n", ended.err)
+        assert f"\n  traceback : {REASON}\n" in ended.err
+
+
+@pytest.mark.e2e
 def test_muted_workers_have_a_reason_too() -> None:
     script = "import os, sys; sys.exit('no data') if os.environ['RANK'] == '1' else input()"
     ended = run_cli(
