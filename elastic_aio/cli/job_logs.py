@@ -114,6 +114,7 @@ class _LogFile:
         """Begin before the last lines."""
         size = os.fstat(self.descriptor).st_size
         start = max(0, size - _TAIL_MAX)
+        start = max(start, self._first_data(start, size))
         tail = os.pread(self.descriptor, size - start, start)
         position = len(tail) - tail.endswith(b"\n")
         for _ in range(lines):
@@ -123,6 +124,17 @@ class _LogFile:
         else:
             start += position + 1 if lines else len(tail)
         os.lseek(self.descriptor, start, os.SEEK_SET)
+
+    def _first_data(self, start: int, size: int) -> int:
+        """Return where a line begins after what `max_bytes` has freed, which reads as zeros."""
+        try:
+            found = os.lseek(self.descriptor, start, os.SEEK_DATA)
+        except OSError:
+            return size  # nothing is left
+        if found == start:
+            return start
+        rest = os.pread(self.descriptor, min(size - found, _LINE_MAX), found)
+        return found + rest.find(b"\n") + 1
 
     def read_lines(self) -> bytes | None:
         """Return the next complete lines, each with its prefix; None if there is nothing new."""

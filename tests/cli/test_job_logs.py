@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_aio.cli.job_logs import _LINE_MAX, _LogFile, _streams_without_file
+from elastic_aio.logs.trimmer import free_range
 from elastic_aio.status import JobStatus, WorkerStatus
 
 
@@ -60,6 +61,18 @@ def test_the_last_lines(content: bytes, count: int, shown: bytes, tmp_path: Path
     with opened(path) as file:
         file.skip_to_tail(count)
         assert lines(file) == shown
+
+
+def test_what_was_freed_is_not_shown(tmp_path: Path) -> None:
+    """`max_bytes` frees the begin of a file, in the middle of a line."""
+    path = tmp_path / "log"
+    text = b"".join(b"line %d\n" % number for number in range(2000))
+    path.write_bytes(text)
+    with path.open("rb+") as writer:
+        free_range(writer.fileno(), 0, 8192)
+    with opened(path) as file:
+        file.skip_to_tail(2000)
+        assert lines(file) == text[text.index(b"\n", 8192) + 1 :]
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
