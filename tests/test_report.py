@@ -610,7 +610,7 @@ def test_an_event_without_a_description() -> None:
 def test_control_characters_reach_no_terminal() -> None:
     """Neither those of a traceback, which another host may have sent, nor those of a name."""
     trace = "Traceback:\n\tValueError: \x1b]0;title\x07\x1b[2J\x9b31m\u202eboom"
-    error = WorkerError(message="boom", traceback=trace, timestamp=1.0, path=None)
+    error = WorkerError(message="boom", traceback=trace, timestamp=1.0, path="")
     failure = dataclasses.replace(CRASH, error=error)
     text = format_failure(result(failure), "a\x1b[31mb\x07.py")
     assert "traceback : Traceback:\n  \tValueError:  31m boom\n" in text
