@@ -18,10 +18,13 @@ REASON_MAX: Final = 500
 """Characters of a reason."""
 
 _HEADER = "Traceback (most recent call last):"
+_HEADER_START = "Traceback (most recent"
 _RICH_HEADER = "Traceback (most recent call last) ─"
 _GROUP = "Exception Group "
 # Frames of a traceback that is cut by other output: so many lines of it are skipped.
 _FOREIGN_MAX = 20
+# Headers without an exception: each may lead through all lines.
+_TRIED_MAX = 50
 
 _NAME = r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*"
 _EXCEPTION = rf"{_NAME}(?:: .*|:?)$"
@@ -35,7 +38,8 @@ _KNOWN_TEXTS: Final = (
         "out of GPU memory",
     ),
     (
-        r"/dev/shm|out of shared memory|insufficient shared memory|shared memory limit",
+        r"(?:Errno 28\]|ENOSPC|No space left).*/dev/shm|/dev/shm.*(?:ENOSPC|No space left|is full)"
+        r"|out of shared memory|insufficient shared memory|shared memory limit",
         "/dev/shm is full",
     ),
     (r"No module named '?([\w.]+)", "module {} is missing"),
@@ -129,9 +133,13 @@ def exception_line(lines: Sequence[str]) -> str:
     Args:
         lines: without escape sequences.
     """
+    tried = 0
     for index in range(len(lines) - 1, -1, -1):
         if found := _read_end(lines, index):
             return found
+        tried += _HEADER_START in lines[index]
+        if tried >= _TRIED_MAX:
+            break
     return ""
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_aio import reasons
 from elastic_aio.reasons import (
     REASON_MAX,
     exception_line,
@@ -212,6 +214,7 @@ def test_causes_that_a_status_shows(facts: dict[str, object], cause: str, is_pro
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"
          " that dataloader's workers are out of shared memory.", "/dev/shm is full"),
         ("OSError: [Errno 28] No space left on device: '/dev/shm/nccl-x'", "/dev/shm is full"),
+        ("ValueError: /dev/shm/data has no label", ""),
         ("OSError: [Errno 28] No space left on device", "a disk is full"),
         ("bash: echo: write error: No space left on device", "a disk is full"),
         ("OSError: [Errno 122] Disk quota exceeded", "a disk quota is exceeded"),
@@ -228,3 +231,18 @@ def test_causes_that_a_status_shows(facts: dict[str, object], cause: str, is_pro
 def test_causes_that_a_text_names(reason: str, cause: str) -> None:
     assert known_cause(reason, code=1) == (cause, False)
     assert known_cause("RuntimeError: failed", ["x", reason], code=1) == (cause, False)
+
+
+@pytest.mark.parametrize("header", ["  + Exception Group Traceback", "| Traceback", "Traceback"])
+def test_few_of_many_headers_are_read(header: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may lead through all lines, and reasons are read on the event loop."""
+    reads: list[int] = []
+    read_end = reasons._read_end
+
+    def count(lines: Sequence[str], index: int) -> str:
+        reads.append(index)
+        return read_end(lines, index)
+
+    monkeypatch.setattr(reasons, "_read_end", count)
+    assert exception_line([f"{header} (most recent call last):"] * 2000) == ""
+    assert len(reads) < 200
