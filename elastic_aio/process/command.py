@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
@@ -168,14 +168,21 @@ class _FirstLook:
     the transport, which has the pid.  If they did not, the pidfd would be opened later, and a
     child that is reaped by then would have no usage.
 
+    It watches the pidfd at once: the kernel wakes the pollers of a process from the latest to
+    the first, and asyncio polled first.  So the zombie is seen here before asyncio reaps it.
+
     Attributes:
-        descriptor: the pidfd; -1 if there is none.  The taker sets it to -1.
-        end: how the child has ended, if it had.
+        watch: of the pidfd; None if there is none.
+        end: how the child has ended, if it has.
+        on_end: called when it ends.
+        is_taken: whether `close` does nothing, since the child has the watch.
     """
 
     def __init__(self) -> None:
-        self.descriptor = -1
+        self.watch: PidfdWatch | None = None
         self.end: tuple[ExitStatus, ResourceUsage | None] | None = None
+        self.on_end: Callable[[], object] = bool
+        self.is_taken = False
 
     def __call__(self, starting: Coroutine[Any, Any, Any]) -> None:
         """Look at the child that the coroutine `starting` has started."""
@@ -183,20 +190,35 @@ class _FirstLook:
         while (frame := getattr(awaited, "cr_frame", None)) is not None:
             for value in frame.f_locals.values():
                 if isinstance(value, asyncio.SubprocessTransport):
-                    self._open(value.get_pid())
+                    if (pid := value.get_pid()) is not None:
+                        with suppress(OSError):  # no descriptor is left now
+                            self.open(pid)
                     return
             awaited = awaited.cr_await
 
-    def _open(self, pid: int | None) -> None:
-        with suppress(OSError):  # no descriptor is left now
-            if pid is not None and (descriptor := open_child_pidfd(pid)) >= 0:
-                self.descriptor = descriptor
-                self.end = _peek(descriptor)
+    def open(self, pid: int) -> None:
+        """Watch a child, unless it is reaped already.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        if (descriptor := open_child_pidfd(pid)) >= 0:
+            self.watch = PidfdWatch(descriptor, self._on_end)
+            self.end = _peek(descriptor)  # it may have ended before it was watched
+
+    @property
+    def descriptor(self) -> int:
+        """The pidfd; -1 if there is none, or the child has ended."""
+        return -1 if self.watch is None else self.watch.descriptor
+
+    def _on_end(self) -> None:
+        self.end = self.end or _peek(self.descriptor)
+        self.on_end()
 
     def close(self) -> None:
-        """Close the pidfd, unless it was taken."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        """End the watch, unless it was taken."""
+        if self.watch is not None and not self.is_taken:
+            self.watch.close()
 
 
 def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
@@ -216,24 +238,22 @@ class _AsyncioChild(PidfdChild):
     """A child that asyncio reaps.
 
     asyncio reports code 255 for a child that another part of the program has reaped.  So the
-    status is read from the zombie before asyncio reaps it: the kernel wakes the pollers of a
-    process from the latest to the first, and asyncio polled first.  If asyncio or the other
-    part was faster nevertheless, 255 counts as a status that is lost.
+    status is read from the zombie before asyncio reaps it.  If asyncio or the other part was
+    faster nevertheless, 255 counts as a status that is lost.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, look: _FirstLook) -> None:
-        """Watch a child that has just been started; takes the pidfd of `look`."""
-        if look.descriptor < 0:
-            look.descriptor = open_child_pidfd(process.pid)
+        """Watch a child that has just been started; takes the watch of `look`."""
+        if look.watch is None:
+            look.open(process.pid)
         super().__init__(process.pid, look.descriptor)
-        look.descriptor = -1
         self._process = process
-        self._end = look.end
-        self._watch = None if self._pidfd < 0 else PidfdWatch(self._pidfd, self._on_end)
+        self._look = look
+        look.on_end = self._on_end
+        look.is_taken = True
         self._wait()
 
     def _on_end(self) -> None:
-        self._end = self._end or _peek(self._pidfd)
         self._pidfd = -1  # the watch closes it
 
     def _wait(self) -> None:
@@ -248,10 +268,10 @@ class _AsyncioChild(PidfdChild):
             # waits for this exit.
             self._wait()
             return
-        if self._watch is not None:
-            self._watch.close()
+        if self._look.watch is not None:
+            self._look.watch.close()
             self._pidfd = -1
-        status, usage = self._end or (ExitStatus(), None)
+        status, usage = self._look.end or (ExitStatus(), None)
         if status.returncode is None and task.result() != 255:
             status = ExitStatus.from_returncode(task.result())
         self.exited.set_result(ChildExit(status, time.monotonic(), usage))
