@@ -266,15 +266,21 @@ class _Pump:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         # A loop that shuts down cancels this task too, while the workers are still being
-        # stopped and write their last lines; in a fork of this process there is nothing to copy.
-        if task.cancelled() and not self._is_closed and os.getpid() == self._pid:
+        # stopped and write their last lines.
+        if task.cancelled() and not self._is_closed and not self._is_in_fork:
             self._start()
 
+    @property
+    def _is_in_fork(self) -> bool:
+        """Whether this is a copy in a fork of the process: its parent copies the output."""
+        return os.getpid() != self._pid
+
     async def _run(self) -> None:
-        while True:
-            while not self._queue:
+        while not self._is_in_fork:
+            if not self._queue:
                 self._woken.clear()
                 await self._woken.wait()
+                continue  # it may be a fork that was woken
             tailer = self._queue.popleft()
             # Before the copy: growth during it must queue the file again.
             self._queued.discard(tailer)

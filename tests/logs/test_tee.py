@@ -109,6 +109,20 @@ async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
     assert repr(bench.tee) == "<Tee of 1 files>"
 
 
+async def test_a_fork_copies_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a copy of the task, which may be about to run."""
+    file, _ = bench.follow("a")
+    os.write(file, b"first\n")
+    await bench.console.lines(1)
+    (pump,) = bench.tee._pumps.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(pump, "_pid", os.getppid())
+        os.write(file, b"second\n")
+        await asyncio.wait([pump._task], timeout=GUARD)
+    assert pump._task.done()
+    assert bench.console.rest() == b"P:first\n"
+
+
 async def test_a_file_is_followed_from_its_start(bench: Bench) -> None:
     (bench.directory / "a").write_bytes(b"old\n")
     bench.follow("a")
