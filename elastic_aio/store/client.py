@@ -384,8 +384,10 @@ class RemoteStore(Store):
                 async with asyncio.timeout(max(0.0, min(left, _ATTEMPT_TIMEOUT))):
                     return await open_link(self._options)
             except TimeoutError as error:
-                # The socket's ETIMEDOUT is a TimeoutError too, and has a text.
-                reason = str(error) or "no answer"
+                # The socket's ETIMEDOUT is a TimeoutError too, and has a text.  An attempt that
+                # the end cuts short says less than the one before it.
+                if attempt == 0 or left >= _ATTEMPT_TIMEOUT or str(error):
+                    reason = str(error) or "no answer"
             except ConnectionRefusedError:
                 reason = "connection refused"
             except (OSError, LinkLost) as error:
