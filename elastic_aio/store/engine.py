@@ -79,7 +79,7 @@ class EngineStore(Store):
         """Differs after each loss of data that keys alone do not show; empty if they do."""
         return b""
 
-    def continue_from(self, former: EngineStore) -> None:  # noqa: B027: most need nothing
+    def continue_from(self, former: EngineStore) -> None:  # most need nothing
         """Take over what a former store of this client knows of the changes; before `open`."""
 
     @property

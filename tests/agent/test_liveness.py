@@ -81,7 +81,7 @@ async def test_a_worker_without_heartbeats_fails_the_attempt() -> None:
     (item,) = [event for event in events if isinstance(event, DeadlineMissed)]
     assert (item.deadline, item.rank, item.limit) == ("heartbeat", 1, 0.3)
     assert item.status == "all well"
-    assert item.age >= 0.29
+    assert item.age >= 0.3 - 1e-6
     assert 1 in ready_ranks(events)
     assert [failure.is_victim for failure in error.result.failures] == [False, True]
     # The stacks are read before anything is stopped.
