@@ -126,7 +126,10 @@ async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Signals) -> None:
-    """Each for longer than the leases, the leader among them: the job does not notice."""
+    """Each for longer than the leases, the leader among them: the job does not notice.
+
+    A leader is not paused where that makes etcd itself revoke the leases of living nodes.
+    """
     (tmp_path / "etcd").mkdir()
     with etcd_cluster(tmp_path / "etcd") as members:
         endpoints = ",".join(member.endpoint for member in members)
@@ -134,6 +137,8 @@ async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Si
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes)
             for member in sorted(members, key=lambda one: one.is_leader, reverse=True):
+                if fault == signal.SIGSTOP and member.is_leader and not member.is_pause_safe:
+                    continue
                 if fault == signal.SIGKILL:
                     member.kill()
                 else:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.children import until_sync
 from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program, running
-from tests.support.sockets import free_port
+from tests.support.sockets import free_port, listening
 
 PROGRAMS = Path(__file__).parent
 SECONDS = 900.0  # torch takes seconds to import, per process and attempt; minutes on a busy host
@@ -127,19 +128,22 @@ def test_accelerate_launch_runs_its_job_here(tmp_path: Path) -> None:
 @needs_accelerate
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_accelerate_launch_of_two_nodes(backend: str) -> None:
-    """Each node has its own `accelerate launch`, by `aio-elastic exec`."""
+    """Each node has its own `accelerate launch`, by `aio-elastic exec`.
+
+    The first one has the store of the nodes: its accelerate refuses a port that is in use.
+    """
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision=no"]
     nodes = ["--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1"]
-    others = [f"--main_process_port={free_port()}", f"--rdzv_backend={backend}"]
+    port = free_port()
+    others = [f"--main_process_port={port}", f"--rdzv_backend={backend}"]
     command = [*CLI, "exec", sys.executable, *launch, "--dynamo_backend=no", *nodes, *others]
     program = str(PROGRAMS / "accelerate_sum.py")
     with ExitStack() as stack:
-        agents = [
-            stack.enter_context(
-                running([*command, f"--machine_rank={rank}", program], env=ENVIRONMENT)
-            )
-            for rank in (0, 1)
-        ]
+        agents = []
+        for rank in (0, 1):
+            argv = [*command, f"--machine_rank={rank}", program]
+            agents.append(stack.enter_context(running(argv, env=ENVIRONMENT)))
+            until_sync(lambda: listening([port]), "the store", SECONDS)
         ended = [agent.ended(SECONDS) for agent in agents]
     assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
     lines = [line for one in ended for line in one.out.splitlines() if line.startswith("rank")]

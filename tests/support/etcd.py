@@ -27,6 +27,13 @@ WHY_NOT = "needs the etcd command (Debian: etcd-server)"
 
 _START_S = 60.0
 
+_PAUSE_IS_SAFE = {(3, 4): 31, (3, 5): 13}
+"""Patch releases from which a leader that was paused does not revoke living leases.
+
+Before them it does so as soon as it goes on, before it knows of its successor: etcd's issue
+15247, mended in 3.4.31 and 3.5.13 (pull requests 17465 and 17425).
+"""
+
 
 class EtcdProcess:
     """One member of a cluster; it can be killed and started again with its data."""
@@ -131,14 +138,21 @@ class EtcdProcess:
         return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
     @property
+    def is_pause_safe(self) -> bool:
+        """Whether a leader of this release can be paused without revoking living leases."""
+        major, minor, patch = (int(part) for part in self._status()["version"].split(".")[:3])
+        return patch >= _PAUSE_IS_SAFE.get((major, minor), 0)
+
+    @property
     def is_leader(self) -> bool:
         """Whether it is the leader of its cluster."""
-        status = (
-            ask(self.endpoint, "maintenance/status")
-            if self.host is None
-            else json.loads(self._curl("/v3/maintenance/status", "POST"))
-        )
+        status = self._status()
         return bool(status["header"]["member_id"] == status["leader"])
+
+    def _status(self) -> Any:
+        if self.host is None:
+            return ask(self.endpoint, "maintenance/status")
+        return json.loads(self._curl("/v3/maintenance/status", "POST"))
 
     def send(self, number: int) -> None:
         """Send it a signal."""
