@@ -22,6 +22,7 @@ import time
 from contextlib import suppress
 from typing import Self
 
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.outcome import Failure
@@ -41,6 +42,7 @@ from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartAction
+from elastic_aio.store.sockets import Address
 from tests.support.sockets import LOOPBACK, Traffic, free_port, traffic_of
 
 _RUN_ID = "members"
@@ -185,7 +187,8 @@ class Members:
         )
         member = Member(self)
         node = NodeInfo(name=f"host{number}", pid=number, nproc=1, role="default")
-        member.rendezvous = DynamicRendezvous(spec, node, _RUN_ID, member)
+        network = OtherHost() if number else None
+        member.rendezvous = DynamicRendezvous(spec, node, _RUN_ID, member, network)
         self.members.append(member)
         await member.rendezvous.open()
 
@@ -203,6 +206,14 @@ class Members:
                 return self._last
             self._changed.clear()
             await self._changed.wait()
+
+
+class OtherHost(StoreNetwork):
+    """The network of a host that does not have the store's address."""
+
+    def is_local(self, address: Address) -> bool:
+        """Return False."""
+        return False
 
 
 class Member:
