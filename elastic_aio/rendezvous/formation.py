@@ -77,6 +77,8 @@ from elastic_aio.text import counted
 
 _UPDATE_S = 1.0
 """Least seconds between two `WaitForNodes` orders of different content."""
+_UPDATE_PER_NODE_S = 0.005
+"""The same for each node that waits: they must not delay those that are still to join."""
 _REPEAT_S = 15.0
 """Seconds between two `WaitForNodes` orders of the same content."""
 
@@ -321,7 +323,9 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
             state.outbox.send(record, StopRound(record.status.round, why))
     timer, deadlines = state.timer, state.deadlines
     forming = _round_forming(state, candidates)
-    pause = _REPEAT_S if forming == timer.published else _UPDATE_S
+    pause = min(_REPEAT_S, max(_UPDATE_S, _UPDATE_PER_NODE_S * len(candidates)))
+    if forming == timer.published:
+        pause = _REPEAT_S
     if deadlines.arm(timer.published_at + pause):
         return
     timer.published, timer.published_at = forming, deadlines.now

@@ -166,6 +166,20 @@ def test_waiting_members_get_few_orders() -> None:
     assert 35 <= len(published) <= 45
 
 
+def test_many_waiting_members_get_few_orders() -> None:
+    """A node gets one or two while a thousand others join, and not one per second."""
+    settings = RoundSettings(2000, 2000)
+    harness = CoordinatorHarness(settings, "a")
+    for number in range(1000):
+        name = f"node{number}"
+        harness.members[name] = Member(status(name, settings))
+        harness.done[name] = []
+        if number % 100 == 99:
+            harness.settle(number / 100)
+    waits = [one for one, body in harness.sent if one == "a" and isinstance(body, WaitForNodes)]
+    assert 2 <= len(waits) <= 5
+
+
 # -------------------------------------------------------------- the membership
 
 
