@@ -30,12 +30,14 @@ from elastic_aio.text import one_line
 _CONNECT_TIMEOUT: Final = 2.0
 """Seconds for a connection: the kernel repeats a lost SYN after one second (tcp(7))."""
 
-_REPLY_TIMEOUT: Final = 2.0
-"""Seconds for the answers of a store that has accepted the connection."""
+_REPLY_TIMEOUT: Final = 8.0
+"""Seconds for the answers of a store that has accepted the connection: one at which thousands
+of nodes arrive at once must not have to begin anew with each of them."""
 
-_REPLY_TIMEOUT_MAX: Final = 8.0
-"""The same, when earlier attempts had no answer: a store at which thousands of nodes arrive at
-once must not have to begin anew with each of them every few seconds."""
+_SILENT_AFTER: Final = 2.0
+"""Seconds of an attempt after which an endpoint counts as one without a store."""
+
+_SILENT: Final = "it accepts connections, but does not answer"
 
 _RESOLVE_TIMEOUT: Final = 1.0
 """Seconds for the addresses of a host."""
@@ -134,30 +136,20 @@ class StoreNotFound(Exception):
     """There is no usable store; the message says why, in one line.
 
     `was_accepted`: a program accepted the connection.  `is_refusal`: it, or this node, refuses
-    the other: by a token or a certificate, or it is no store.  `is_silent`: it did not answer.
+    the other: by a token or a certificate, or it is no store.
     """
 
-    def __init__(
-        self,
-        why: str,
-        *,
-        was_accepted: bool = False,
-        is_refusal: bool = False,
-        is_silent: bool = False,
-    ) -> None:
+    def __init__(self, why: str, *, was_accepted: bool = False, is_refusal: bool = False) -> None:
         """Sanitize `why`: a part of it may come from the program that answered."""
         super().__init__(one_line(why, _REASON_MAX))
         self.was_accepted = was_accepted
         self.is_refusal = is_refusal
-        self.is_silent = is_silent
 
 
-async def dial_any(
-    addresses: Sequence[Address], options: DialOptions, reply_timeout: float = _REPLY_TIMEOUT
-) -> StoreHandshake:
+async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreHandshake:
     """Return the first store that answers at one of `addresses`.
 
-    It has 2 s to accept a connection, and then `reply_timeout` seconds.
+    It has 2 s to accept a connection, and then 8 s, or `options.reply_timeout` if less.
 
     All addresses are dialled at once, so that one that drops packets delays no other.
     The caller closes the store.
@@ -170,7 +162,7 @@ async def dial_any(
     if not addresses:
         raise StoreNotFound("its name has no address")
     dialled = addresses[:_ADDRESSES_MAX]
-    tasks = [create_task(_handshake(one, options, reply_timeout)) for one in dialled]
+    tasks = [create_task(_handshake(one, options)) for one in dialled]
     try:
         best = await _first_handshake(tasks)
         await run_shielded(lambda: _discard(tasks, best))
@@ -204,9 +196,7 @@ async def _discard(
         await task.result().store.aclose()
 
 
-async def _handshake(
-    address: Address, options: DialOptions, reply_timeout: float
-) -> StoreHandshake:
+async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     store = connect(
         format_endpoint(address[1]),
         reply_timeout=options.reply_timeout,
@@ -217,12 +207,10 @@ async def _handshake(
         ping_when_idle=True,
         survive_server_restart=False,
     )
-    loop = asyncio.get_running_loop()
-    began = loop.time()
     try:
         sock = await _dial(address, options.network)
         local_address = str(sock.getsockname()[0])
-        async with asyncio.timeout(reply_timeout):
+        async with asyncio.timeout(_REPLY_TIMEOUT):
             await store.connect_over(sock)
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"
@@ -233,16 +221,11 @@ async def _handshake(
                 raise StoreNotFound(why, was_accepted=True)
     except TimeoutError:
         await store.aclose()
-        why = "it accepts connections, but does not answer"
-        raise StoreNotFound(why, was_accepted=True, is_silent=True) from None
+        raise StoreNotFound(_SILENT, was_accepted=True) from None
     except StoreError as error:
         await store.aclose()
         is_refusal = isinstance(error, StoreRefused)
-        # The connection has a limit of its own, which may be the shorter one.
-        is_silent = not is_refusal and loop.time() - began >= options.reply_timeout
-        raise StoreNotFound(
-            str(error), was_accepted=True, is_refusal=is_refusal, is_silent=is_silent
-        ) from None
+        raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
     except BaseException:  # a cancellation too: no connection stays open
         await store.aclose()
         raise
@@ -295,7 +278,6 @@ class EndpointMonitor:
         self._options = options.for_host(endpoint.host)
         self._on_change = on_change
         self._retry = asyncio.Event()
-        self._reply_timeout = _REPLY_TIMEOUT
         self._resolved_at = 0.0
         self._task = create_task(self._run(), f"monitor of {endpoint.text}")
         self._task.add_done_callback(lambda _: on_change())
@@ -349,14 +331,15 @@ class EndpointMonitor:
                     await self._retry.wait()
 
     async def _dial(self) -> None:
+        # The attempt goes on: its answer may be on the way.
+        silent = asyncio.get_running_loop().call_later(_SILENT_AFTER, self._set_no_store, _SILENT)
         try:
-            self._handshake = await dial_any(self.addresses, self._options, self._reply_timeout)
+            self._handshake = await dial_any(self.addresses, self._options)
         except StoreNotFound as error:
-            longer = min(2 * self._reply_timeout, _REPLY_TIMEOUT_MAX)
-            self._reply_timeout = longer if error.is_silent else _REPLY_TIMEOUT
             self._set_no_store(str(error), is_refused=error.is_refusal)
             return
-        self._reply_timeout = _REPLY_TIMEOUT
+        finally:
+            silent.cancel()
         has_run = self._handshake.has_run
         self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
         self._on_change()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_aio.discovery import monitor, search
+from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
@@ -513,26 +514,30 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
         await locator.aclose()
 
 
-async def test_a_slow_store_gets_more_time_with_each_attempt(
-    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
+async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two answers take longer than the first attempt may."""
-    monkeypatch.setattr(monitor, "_REPLY_TIMEOUT", 0.3)
+    """Another attempt would cost it the same work again."""
+    monkeypatch.setattr(monitor, "_SILENT_AFTER", 0.1)
+    states: list[tuple[EndpointState, str]] = []
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
         proxy.delay = 0.2
-        locator = make_locator(proxy.endpoint, is_host=False)
-        located = await locator.locate(is_first=True)
-        assert located.store.has_extensions
-        assert proxy.connections > 1
-
-
-async def test_the_limit_of_a_connection_is_silence_too() -> None:
-    """It ends the attempt, if `heartbeat_timeout` is short."""
-    port = free_port()
-    options = monitor.DialOptions(
-        token=None, peer_timeout=0.7, reconnect_for=0.25, run_id=RUN, network=StoreNetwork()
-    )
-    async with listening(port):
-        with pytest.raises(monitor.StoreNotFound, match=r"no answer for 0.2 s") as caught:
-            await monitor.dial_any([(socket.AF_INET, ("127.0.0.1", port))], options)
-    assert caught.value.is_silent
+        changed = asyncio.Event()
+        options = monitor.DialOptions(
+            token=None, peer_timeout=30.0, reconnect_for=0.25, run_id=RUN, network=StoreNetwork()
+        )
+        watched = monitor.EndpointMonitor(
+            monitor.Endpoint.parse(0, proxy.endpoint), options, changed.set
+        )
+        try:
+            while not states or states[-1][0] is not EndpointState.STORE:
+                await changed.wait()
+                changed.clear()
+                states.append((watched.state, watched.reason))
+        finally:
+            await watched.aclose()
+        assert states[0] == (
+            EndpointState.NO_STORE,
+            "it accepts connections, but does not answer",
+        )
+        assert proxy.connections == 1
