@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from elastic_aio.aio import create_task
+from elastic_aio.store.sockets import BACKLOG
 
 _BATCH: Final = 64
 """Connections to accept before other work of the loop."""
@@ -68,7 +69,7 @@ class Acceptor:
             OSError: another program listens at the port.
         """
         for sock in self._sockets:
-            sock.listen(socket.SOMAXCONN)
+            sock.listen(BACKLOG)
         self.resume()
 
     def resume(self) -> None:

@@ -15,6 +15,10 @@ from elastic_aio.text import one_line
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 """A family, and an address as the socket functions of that family take it."""
 
+BACKLOG: Final = 65535
+"""Connections that wait to be accepted: as many as the kernel allows, listen(2).  `SOMAXCONN` is
+what the kernel headers allowed with which Python was built, which may be 128."""
+
 _BIND_ATTEMPTS: Final = 16
 """How many free ports to try until one is free in both families."""
 
@@ -136,7 +140,7 @@ def _bind(
         enable_keepalive(sock, peer_timeout)
         sock.bind(address)
         if is_listening:
-            sock.listen(socket.SOMAXCONN)
+            sock.listen(BACKLOG)
     except BaseException:  # on any error: the socket does not stay open
         sock.close()
         raise
