@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -217,70 +218,31 @@ async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
     return content
 
 
-class FileReader:
-    """An open file that is read off the loop, by chunks; must be closed.
+async def read_range(descriptor: int, offset: int, size: int) -> bytes:
+    """Read a part of an open file: here what the page cache has, else off the loop.
 
-    Make it with `open`.
+    A thread costs more than the copy of some hundred kilobytes, and on a busy host it may
+    begin to run much later.
+
+    Cancellation: leaves a thread that a disk blocks running; it ends with the program.
+
+    Returns:
+        `size` bytes or fewer; none only at the end of the file, or if `size` is 0.
+
+    Raises:
+        OSError: the file cannot be read.
     """
-
-    def __init__(self, file: Any, executor: _ThreadPerCall) -> None:
-        self._file = file
-        self._executor = executor
-        self.descriptor: int = file.fileno()
-
-    def __repr__(self) -> str:
-        return f"<FileReader, descriptor {self.descriptor}>"
-
-    @classmethod
-    async def open(cls, path: str | int) -> FileReader:
-        """Open a file, or take over a descriptor.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        import aiofiles
-
-        executor = _ThreadPerCall(daemon=True)
-        return cls(await aiofiles.open(path, "rb", buffering=0, executor=executor), executor)
-
-    async def read(self, size: int) -> bytes:
-        """Read the next bytes, fewer than `size` at the end of the file.
-
-        Cancellation: these bytes are lost.
-
-        Raises:
-            OSError: they cannot be read.
-        """
-        content: bytes = await self._file.read(size)
-        return content
-
-    def seek(self, offset: int) -> None:
-        """Set the position of the next read."""
-        os.lseek(self.descriptor, offset, os.SEEK_SET)
-
-    @property
-    def size(self) -> int:
-        """The present size of the file."""
-        return os.fstat(self.descriptor).st_size
-
-    @property
-    def modified_at(self) -> float:
-        """Unix seconds of the last change."""
-        return os.fstat(self.descriptor).st_mtime
-
-    def data_after(self, offset: int) -> int:
-        """Return where the data begins after a position, which may be in a hole; moves the
-        position of the next read.
-
-        Raises:
-            OSError: there is no data.
-        """
-        return os.lseek(self.descriptor, offset, os.SEEK_DATA)
-
-    async def aclose(self) -> None:
-        """Close the file."""
-        await self._file.close()
-        self._executor.shutdown()
+    if not size:
+        return b""
+    buffer = bytearray(size)
+    try:
+        count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
+    except OSError as error:
+        # The latter is that of file systems without such reads, such as tmpfs.
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+            raise
+        return await run_in_thread(os.pread, descriptor, size, offset, daemon=True)
+    return bytes(memoryview(buffer)[:count])
 
 
 class _ThreadPerCall(Executor):

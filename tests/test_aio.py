@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 import time
 from collections.abc import Awaitable
@@ -18,6 +20,7 @@ from elastic_aio.aio import (
     cancel_and_wait,
     create_task,
     read_file,
+    read_range,
     run_in_thread,
     run_shielded,
     set_result_if_pending,
@@ -428,6 +431,38 @@ async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
     assert threading.active_count() == before
     with pytest.raises(FileNotFoundError):
         await read_file(str(tmp_path / "missing"), 0, 1)
+
+
+@pytest.mark.parametrize("number", [None, errno.EAGAIN, errno.EOPNOTSUPP])
+async def test_a_range_that_the_page_cache_has_needs_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    """Without it, and on a file system without such reads, a thread reads."""
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    started = []
+    original = threading.Thread.start
+    read = os.preadv
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        original(thread)
+
+    def preadv(descriptor: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        if number is not None:
+            raise OSError(number, "not now")
+        return read(descriptor, buffers, offset, 0 if flags == os.RWF_NOWAIT else -1)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with path.open("rb") as file:
+        assert await read_range(file.fileno(), 2, 4) == b"2345"
+        assert await read_range(file.fileno(), 8, 100) == b"89"
+        assert await read_range(file.fileno(), 10, 100) == b""
+        assert await read_range(file.fileno(), 0, 0) == b""
+    assert len(started) == (0 if number is None else 3)
+    with path.open("ab") as writer, pytest.raises(OSError, match=r"Bad file|not now"):
+        await read_range(writer.fileno(), 0, 1)
 
 
 async def test_a_notification_wakes_all_waiters() -> None:

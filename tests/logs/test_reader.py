@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -160,6 +162,51 @@ async def test_what_was_removed_is_counted(bench: Bench) -> None:
     assert first.raw == b"001171\n"
     assert {line.missed for line in others} == {0}
     assert len(others) == 100_000 - 1172
+
+
+async def test_a_page_that_is_not_cached_is_read_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache has parts of a file: what is read ends where the disk has to be asked."""
+    stream = bench.stream()
+    content = b"".join(b"%06d\n" % number for number in range(30_000))
+    bench.write(stream, content)
+    bench.streams.close()
+    read = os.preadv
+    calls = 0
+
+    def preadv(descriptor: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise BlockingIOError(errno.EAGAIN, "not cached")
+        return read(descriptor, [memoryview(buffers[0])[:4096]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert b"".join(line.raw for line in await rest(bench.reader())) == content
+    assert calls >= 3
+
+
+async def test_a_reader_beside_a_job_starts_no_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may begin to run late on a busy host; the page cache has what was just written."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a thread was started")
+
+    async with bench.reader() as reader:
+        stream = bench.stream()
+        bench.write(stream, b"x")
+        with open(stream.path, "rb") as file:
+            try:
+                os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+            except OSError:
+                pytest.skip("this file system cannot say what is cached")
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for number in range(3):
+            bench.write(stream, b"%d\n" % number)
+            await take(reader, 1)
 
 
 async def test_a_truncated_file_begins_anew(bench: Bench) -> None:
