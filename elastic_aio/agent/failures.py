@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts
-from elastic_aio.aio import read_file
+from elastic_aio.aio import read_file, run_in_thread
+from elastic_aio.logs.file_end import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import (
     ExitStatus,
@@ -232,26 +233,21 @@ def reason_now(worker: WorkerRecord) -> str:
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
     path = worker.logs.error_file
-    error = parse_error_file(_read_end(path, ERROR_FILE_MAX), path, 0.0) if path else None
-    stderr = worker.logs.stderr.path
-    content = _read_end(stderr, _TAIL_BYTES) if stderr else b""
+    error = parse_error_file(_end_of_file(path, ERROR_FILE_MAX), path, 0.0) if path else None
+    content = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES)
     lines = plain_lines(_end_of_text(content, worker.unkept))
     message = error.message if error else worker.expired_timer
     return _explain(worker.exit.status, message, lines)[0]
 
 
-def _read_end(path: str, size: int) -> bytes:
-    """Return the last bytes of a regular file; b"" if it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+def _end_of_file(path: str | None, size: int) -> bytes:
+    """Return the last bytes of a file; b"" without a file, or if it cannot be read."""
+    if path is None:
         return b""
     try:
-        return os.pread(descriptor, size, max(0, os.fstat(descriptor).st_size - size))
+        return read_end(path, size)
     except OSError:
         return b""
-    finally:
-        os.close(descriptor)
 
 
 async def _read_error(path: str) -> WorkerError | None:
@@ -275,13 +271,7 @@ async def _tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
         path: its file; None for none.
         unkept: the end of what the file has not taken.
     """
-    content = b""
-    if path is not None:
-        try:
-            start = max(0, os.stat(path).st_size - _TAIL_BYTES - 1)
-            content = await read_file(path, start, _TAIL_BYTES + 1)
-        except OSError:
-            pass  # it was removed, or could not be made
+    content = await run_in_thread(_end_of_file, path, _TAIL_BYTES, daemon=True) if path else b""
     text = _end_of_text(content, unkept)
     return text, plain_lines(text)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
@@ -21,15 +21,13 @@ from elastic_aio.control.protocol import EventReply, GetEvents, decode_reply, en
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
-from elastic_aio.logs.inotify import InotifyWatcher
-from elastic_aio.status import JobStatus
+from elastic_aio.logs.file_end import last_lines
+from elastic_aio.logs.reader import LogLine, LogReader
+from elastic_aio.logs.streams import LoggedStream, LoggedStreams
+from elastic_aio.status import JobStatus, WorkerStatus
+from elastic_aio.text import counted
 
 _LINES: Final = 100
-_TAIL_MAX: Final = 4 << 20
-"""Bytes at the end of a file in which the last lines are looked for."""
-_CHUNK: Final = 1 << 18
-_LINE_MAX: Final = 1 << 20
-"""Bytes of a line that is shown whole; a longer one comes in pieces."""
 _REPLY_MAX: Final = 1 << 26
 
 
@@ -61,15 +59,16 @@ def _logs(argv: Sequence[str]) -> int:
     ranks = {worker.rank for worker in status.workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
-    with _Printer(rank, has_prefix=len(ranks) > 1 and rank is None) as printer:
-        printer.open_files(_paths(status), arguments.lines)
-        if not printer.has_files and not arguments.follow:
-            raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
-        if printer.has_files and (missing := _streams_without_file(status)):
-            note = f"{missing} is in no file and not shown (see --tee and --redirects)"
-            print(f"aio-elastic logs: {note}", file=sys.stderr)
-        if arguments.follow:
-            run_coroutine(lambda: _follow(job, status.seq, printer))
+    streams = _streams(status, rank, arguments.lines)
+    if not [*streams] and not arguments.follow:
+        raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
+    if [*streams] and (missing := _streams_without_file(status)):
+        _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
+    printer = _Printer(has_prefix=rank is None and len(ranks) != 1)
+    if arguments.follow:
+        run_coroutine(lambda: _follow(job, status.seq, streams, rank, printer))
+    else:
+        run_coroutine(lambda: _print(streams, printer, follow=False))
     return 0
 
 
@@ -92,174 +91,118 @@ def _streams_without_file(status: JobStatus) -> str:
     return " and ".join(name for name, paths in streams.items() if None in paths)
 
 
-def _paths(status: JobStatus) -> dict[str, int]:
-    """Return the log files of the present workers with their ranks."""
-    return {
-        path: worker.rank
-        for worker in status.workers
-        for path in (worker.stdout_path, worker.stderr_path)
-        if path is not None
-    }
+def _note(text: str) -> None:
+    print(f"aio-elastic logs: {text}", file=sys.stderr)
 
 
-class _LogFile:
-    """An open log file, and the line that is not complete yet."""
+def _streams(status: JobStatus, rank: int | None, lines: int) -> LoggedStreams:
+    """Return the present streams of one rank or of all, each from its last lines on."""
+    streams = LoggedStreams()
+    for worker in status.workers:
+        if rank in (None, worker.rank):
+            _add(streams, worker, status.attempt, lines)
+    return streams
 
-    def __init__(self, path: str, prefix: bytes) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._prefix = prefix
-        self._held = b""
 
-    def skip_to_tail(self, lines: int) -> None:
-        """Begin before the last lines."""
-        size = os.fstat(self.descriptor).st_size
-        start = max(0, size - _TAIL_MAX)
-        start = max(start, self._first_data(start, size))
-        tail = os.pread(self.descriptor, size - start, start)
-        position = len(tail) - tail.endswith(b"\n")
-        for _ in range(lines):
-            if position < 0:
-                break
-            position = tail.rfind(b"\n", 0, position)
-        else:
-            start += position + 1 if lines else len(tail)
-        os.lseek(self.descriptor, start, os.SEEK_SET)
+def _add(
+    streams: LoggedStreams,
+    worker: WorkerStatus | WorkerStarted,
+    attempt: int,
+    lines: int | None = None,
+) -> None:
+    """Add the files of a worker, from their last lines on, or whole."""
+    paths = {worker.stdout_path: "stdout"}
+    if worker.stderr_path in paths:
+        paths[worker.stderr_path] = "output"
+    else:
+        paths[worker.stderr_path] = "stderr"
+    for path, name in paths.items():
+        if path is None or streams.get(path) is not None:
+            continue
+        stream = LoggedStream(worker.rank, worker.local_rank, attempt, name, path)
+        if lines is not None:
+            with suppress(OSError):  # it was removed already
+                stream.begin = last_lines(path, lines)
+        streams.add(stream)
 
-    def _first_data(self, start: int, size: int) -> int:
-        """Return where a line begins after what `max_bytes` has freed, which reads as zeros."""
-        try:
-            found = os.lseek(self.descriptor, start, os.SEEK_DATA)
-        except OSError:
-            return size  # nothing is left
-        if found == start:
-            return start
-        rest = os.pread(self.descriptor, min(size - found, _LINE_MAX), found)
-        return found + rest.find(b"\n") + 1
 
-    def read_lines(self) -> bytes | None:
-        """Return the next complete lines, each with its prefix; None if there is nothing new."""
-        chunk = os.read(self.descriptor, _CHUNK)
-        if not chunk:
-            return None
-        content = self._held + chunk
-        cut = content.rfind(b"\n") + 1
-        if not cut and len(content) > _LINE_MAX:
-            cut = len(content)
-        self._held = content[cut:]
-        return self._prefixed(content[:cut])
+async def _print(streams: LoggedStreams, printer: _Printer, *, follow: bool) -> None:
+    async with LogReader(streams, lambda _: True, follow=follow) as reader:
+        while lines := await reader.batch():
+            printer.print(lines)
+    printer.finish()
 
-    def rest(self) -> bytes:
-        """Return the last line, if it has no end."""
-        return self._prefixed(self._held + b"\n") if self._held else b""
 
-    def _prefixed(self, lines: bytes) -> bytes:
-        return b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
+async def _follow(
+    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, printer: _Printer
+) -> None:
+    """Print what is written until the end of the job."""
+    following = create_task(_add_attempts(job, after, streams, rank), name="follow the attempts")
+    try:
+        await _print(streams, printer, follow=True)
+    finally:
+        await cancel_and_wait([following])
+
+
+async def _add_attempts(
+    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None
+) -> None:
+    """Add the files of later attempts; the streams are closed at the end of the job."""
+    latest = -1
+    with closing(streams), suppress(OSError):  # the job has just ended
+        reader, writer = await asyncio.open_unix_connection(job.path, limit=_REPLY_MAX)
+        with closing(writer):
+            writer.write(encode(GetEvents(after=after, follow=True)))
+            async for line in reader:
+                reply = decode_reply(line)
+                if not isinstance(reply, EventReply):
+                    return
+                event = event_from_json(bytes(reply.event))
+                if not isinstance(event, WorkerStarted):
+                    continue
+                if event.attempt > latest:
+                    for attempt in {stream.attempt for stream in streams} - {event.attempt}:
+                        streams.complete(attempt)
+                    latest = event.attempt
+                if rank in (None, event.rank):
+                    _add(streams, event, event.attempt)
 
 
 class _Printer:
-    """Prints the lines of log files as they grow."""
+    """Prints lines of several files; one that comes in pieces stays in one line."""
 
-    def __init__(self, rank: int | None, *, has_prefix: bool) -> None:
-        """Print the files of one rank, or of all; `has_prefix` names the rank of each line."""
-        self._rank = rank
+    def __init__(self, *, has_prefix: bool) -> None:
+        """Print; `has_prefix` puts the rank before each line."""
         self._has_prefix = has_prefix
-        self._files: dict[int, _LogFile] = {}
-        self._paths: dict[int, str] = {}
-        self._watcher: InotifyWatcher | None = None
-        self.broken: asyncio.Future[None] | None = None
-        """Fails with the error of standard output."""
+        self._unfinished: tuple[object, ...] | None = None
 
-    def __enter__(self) -> _Printer:
-        return self
+    def print(self, lines: Sequence[LogLine]) -> None:
+        """Print lines, with the rank before each; say what is missing.
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            os.close(file.descriptor)
-
-    @property
-    def has_files(self) -> bool:
-        """Whether any file was opened."""
-        return bool(self._files)
-
-    def open_files(self, ranks: Mapping[str, int], lines: int | None = None) -> None:
-        """Open files by path and rank, and print their last `lines`, or all."""
-        for path, rank in ranks.items():
-            if path in self._paths.values() or self._rank not in (None, rank):
-                continue
-            prefix = f"[{rank}]: ".encode() if self._has_prefix else b""
-            try:
-                file = _LogFile(path, prefix)
-            except OSError:
-                continue  # removed already
-            if lines is not None:
-                file.skip_to_tail(lines)
-            token = len(self._paths)
-            self._files[token], self._paths[token] = file, path
-            if self._watcher is not None:
-                self._watcher.add(path, token)
-            self._print(file)
-
-    def watch(self) -> None:
-        """Print the files as they grow, from now on; needs a running loop."""
-        self.broken = asyncio.get_running_loop().create_future()
-        self._watcher = InotifyWatcher(self._on_events)
-        for token, path in self._paths.items():
-            self._watcher.add(path, token)
-            self._print(self._files[token])  # what was written before
-
-    def finish(self) -> None:
-        """Print the rest of all files."""
-        if self._watcher is not None:
-            self._watcher.close()
-        for file in self._files.values():
-            self._print(file)
-            _write(file.rest())
-
-    def _on_events(self, events: Mapping[int, int]) -> None:
-        try:
-            for token in events:
-                self._print(self._files[token])
-        except OSError as error:  # the reader of the pipe has exited
-            if self._watcher is not None:
-                self._watcher.close()
-            if self.broken is not None and not self.broken.done():
-                self.broken.set_exception(error)
-
-    def _print(self, file: _LogFile) -> None:
-        while (lines := file.read_lines()) is not None:
-            _write(lines)
-
-
-def _write(text: bytes) -> None:
-    if text:
+        Raises:
+            OSError: nothing reads standard output.
+        """
+        text = b"".join(map(self._format, lines))
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
 
+    def finish(self) -> None:
+        """End a last line without an end."""
+        if self._unfinished is not None:
+            sys.stdout.buffer.write(b"\n")
+            sys.stdout.buffer.flush()
 
-async def _follow(job: RunningJob, after: int, printer: _Printer) -> None:
-    """Print what is written until the end of the job."""
-    reader, writer = await asyncio.open_unix_connection(job.path, limit=_REPLY_MAX)
-    writer.write(encode(GetEvents(after=after, follow=True)))
-    printer.watch()
-    assert printer.broken is not None, "it is made by `watch`"
-    opening = create_task(_open_new_files(reader, printer), name="follow the attempts")
-    try:
-        await asyncio.wait([opening, printer.broken], return_when=asyncio.FIRST_COMPLETED)
-        if printer.broken.done():
-            printer.broken.result()
-        opening.result()
-        printer.finish()
-    finally:
-        await cancel_and_wait([opening])
-        writer.close()
-
-
-async def _open_new_files(reader: asyncio.StreamReader, printer: _Printer) -> None:
-    async for line in reader:
-        reply = decode_reply(line)
-        if not isinstance(reply, EventReply):
-            return
-        event = event_from_json(bytes(reply.event))
-        if isinstance(event, WorkerStarted):
-            found = event.stdout_path, event.stderr_path
-            printer.open_files({path: event.rank for path in found if path is not None})
+    def _format(self, line: LogLine) -> bytes:
+        source = line.attempt, line.rank, line.stream
+        text = line.raw
+        if line.missed != 0:
+            size = "a part" if line.missed is None else counted(line.missed, "byte")
+            _note(f"rank {line.rank}: {size} of {line.stream} can be read no more")
+        if self._unfinished != source or line.missed != 0:
+            if self._has_prefix and text:
+                text = f"[{line.rank}]: ".encode() + text
+            if self._unfinished is not None:
+                text = b"\n" + text
+        if line.raw:
+            self._unfinished = None if line.raw.endswith(b"\n") else source
+        return text

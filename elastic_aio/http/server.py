@@ -37,6 +37,7 @@ from elastic_aio.http.responses import (
     response,
     server_sent,
 )
+from elastic_aio.logs.file_end import read_end
 from elastic_aio.spec.checks import format_host_port, parse_host_port
 from elastic_aio.status import StatusTracker
 from elastic_aio.store.sockets import bind_addresses
@@ -235,13 +236,9 @@ async def _send_events(events: EventReader[Event], writer: asyncio.StreamWriter)
 def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
     """Return the end of a file, from the beginning of a line; called in a thread."""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - LOG_MAX))
-            data = file.read(LOG_MAX)
+        return read_end(path, LOG_MAX)
     finally:
         readers.release()
-    return data if size <= LOG_MAX else data[data.find(b"\n") + 1 :]
 
 
 def _missed(count: int, following: int) -> Event:

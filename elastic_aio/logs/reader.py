@@ -21,6 +21,7 @@ from types import TracebackType
 import msgspec
 
 from elastic_aio.aio import create_task, read_range, run_in_thread
+from elastic_aio.logs.file_end import open_log
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 
@@ -106,6 +107,18 @@ class LogReader:
         if self._lines or await self._wait_lines():
             return self._lines.popleft()
         raise StopAsyncIteration
+
+    async def batch(self) -> list[LogLine]:
+        """Return the next lines, as many as were read at once; none at the end.
+
+        A program that takes many lines at a time needs half the time of an iteration.
+
+        Cancellation: loses no line.
+        """
+        await self._wait_lines()
+        lines = [*self._lines]
+        self._lines.clear()
+        return lines
 
     async def _wait_lines(self) -> bool:
         """Wait until there is a line; return False at the end."""
@@ -238,13 +251,13 @@ class _OpenLog:
         self.is_closed = False
         self.token = -1
         self.descriptor = -1
-        self._offset = 0
+        self._offset = stream.begin
         self._held = b""  # of an unfinished line
         self._missed: int | None = 0
         if not stream.is_complete:
             # Now: it may be removed when the job ends, which is soon maybe.
             with suppress(OSError):  # no descriptor is left: it is opened when it is read
-                self.descriptor = _open(stream.path)
+                self.descriptor = open_log(stream.path)
 
     def __repr__(self) -> str:
         return f"<_OpenLog {self.stream.path} at {self._offset}>"
@@ -257,7 +270,7 @@ class _OpenLog:
         """
         try:
             if self.descriptor < 0:
-                self.descriptor = await run_in_thread(_open, self.stream.path, daemon=True)
+                self.descriptor = await run_in_thread(open_log, self.stream.path, daemon=True)
             size = self._find_data()
             start = self._offset
             data = await read_range(self.descriptor, start, min(size - start, _CHUNK))
@@ -333,7 +346,3 @@ class _OpenLog:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -24,6 +24,8 @@ class LoggedStream:
     is_shown: bool = False
     """Whether the console shows it."""
     times: LineTimes = field(default_factory=LineTimes)
+    begin: int = 0
+    """Position at which readers begin."""
     is_complete: bool = False
     """Whether no process writes any more."""
 

@@ -11,6 +11,7 @@ import pytest
 from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
+from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
@@ -206,6 +207,15 @@ async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[
     one = await case.failure()
     assert one.stderr_tail == tail
     assert one.stderr_path == case.workers[0].logs.stderr.path
+
+
+async def test_the_last_lines_of_a_file_whose_beginning_was_freed(case: Case) -> None:
+    """By rotation: what reads as zeros is left out."""
+    case.worker(BAD, stderr=b"x" * 9000 + b"\none\ntwo\n")
+    path = str(case.workers[0].logs.stderr.path)
+    with open(path, "rb+") as file:
+        free_range(file.fileno(), 0, 8192)
+    assert (await case.failure()).stderr_tail == ("one", "two")
 
 
 async def test_a_log_that_is_gone_has_no_last_lines(case: Case) -> None:

@@ -2,87 +2,65 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.cli.job_logs import _LINE_MAX, _LogFile, _streams_without_file
-from elastic_aio.logs.trimmer import free_range
+from elastic_aio.cli.job_logs import _Printer, _streams, _streams_without_file
+from elastic_aio.logs.reader import LogLine
 from elastic_aio.status import JobStatus, WorkerStatus
 
 
-@contextmanager
-def opened(path: Path, prefix: bytes = b"") -> Iterator[_LogFile]:
-    file = _LogFile(str(path), prefix)
-    try:
-        yield file
-    finally:
-        os.close(file.descriptor)
-
-
-def lines(file: _LogFile) -> bytes:
-    """Return all lines that are complete by now."""
-    found = b""
-    while (more := file.read_lines()) is not None:
-        found += more
-    return found
-
-
-def test_lines_are_whole_and_have_their_prefix(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"one\ntw")
-    with opened(path, b"[3]: ") as file:
-        assert lines(file) == b"[3]: one\n"
-        with path.open("ab") as writer:
-            writer.write(b"o\nthree")
-        assert lines(file) == b"[3]: two\n"
-        assert file.rest() == b"[3]: three\n"
+def line(raw: bytes, rank: int = 3, stream: str = "stdout", missed: int | None = 0) -> LogLine:
+    return LogLine(rank, stream, 0, 0.0, raw, missed)
 
 
 @pytest.mark.parametrize(
-    ("content", "count", "shown"),
+    ("lines", "shown"),
     [
-        (b"a\nb\nc\n", 2, b"b\nc\n"),
-        (b"a\nb\nc", 2, b"b\n"),
-        (b"a\nb\n", 0, b""),
-        (b"a\nb\n", 2, b"a\nb\n"),
-        (b"a\nb\n", 9, b"a\nb\n"),
-        (b"", 3, b""),
-        (b"\n\n\n", 2, b"\n\n"),
+        ([line(b"one\n"), line(b"two\n", 4)], b"[3]: one\n[4]: two\n"),
+        ([line(b"one")], b"[3]: one\n"),
+        ([line(b"one"), line(b"two\n", 4)], b"[3]: one\n[4]: two\n"),
+        ([line(b"a long "), line(b"line"), line(b" ends\n")], b"[3]: a long line ends\n"),
+        ([line(b"cut"), line(b"new\n", missed=5)], b"[3]: cut\n[3]: new\n"),
+        ([line(b"", missed=5)], b""),
     ],
 )
-def test_the_last_lines(content: bytes, count: int, shown: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(content)
-    with opened(path) as file:
-        file.skip_to_tail(count)
-        assert lines(file) == shown
+def test_lines_are_whole_and_have_their_prefix(
+    lines: list[LogLine], shown: bytes, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Of a line that comes in pieces the first one only."""
+    printer = _Printer(has_prefix=True)
+    for one in lines:
+        printer.print([one])
+    printer.finish()
+    assert capfdbinary.readouterr().out == shown
 
 
-def test_what_was_freed_is_not_shown(tmp_path: Path) -> None:
-    """`max_bytes` frees the begin of a file, in the middle of a line."""
-    path = tmp_path / "log"
-    text = b"".join(b"line %d\n" % number for number in range(2000))
-    path.write_bytes(text)
-    with path.open("rb+") as writer:
-        free_range(writer.fileno(), 0, 8192)
-    with opened(path) as file:
-        file.skip_to_tail(2000)
-        assert lines(file) == text[text.index(b"\n", 8192) + 1 :]
+def test_what_is_missing_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    printer = _Printer(has_prefix=False)
+    printer.print([line(b"a\n", missed=8192), line(b"b\n", missed=None)])
+    out, err = capfd.readouterr()
+    assert out == "a\nb\n"
+    assert err == (
+        "aio-elastic logs: rank 3: 8192 bytes of stdout can be read no more\n"
+        "aio-elastic logs: rank 3: a part of stdout can be read no more\n"
+    )
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
-    """It comes in pieces."""
-    path = tmp_path / "log"
-    path.write_bytes(b"x" * (3 * _LINE_MAX))
-    with opened(path) as file:
-        shown = lines(file)
-        assert len(shown) + len(file.rest()) >= 3 * _LINE_MAX
-        assert len(file.rest()) <= _LINE_MAX + 1
+@pytest.mark.parametrize("is_one_file", [False, True])
+def test_each_file_is_read_once_from_its_last_lines(tmp_path: Path, is_one_file: bool) -> None:
+    out = str(tmp_path / "out")
+    err = out if is_one_file else str(tmp_path / "err")
+    Path(out).write_bytes(b"a\nb\nc\n")
+    worker = WorkerStatus(1, 1, 1, "running", 0.0, stdout_path=out, stderr_path=err)
+    streams = _streams(JobStatus(workers=(worker,)), None, 2)
+    found = [(stream.stream, stream.path, stream.begin) for stream in streams]
+    # The second file does not exist any more.
+    both = [("stdout", out, 2), ("stderr", err, 0)]
+    assert found == ([("output", out, 2)] if is_one_file else both)
+    assert not [*_streams(JobStatus(workers=(worker,)), 0, 2)]
 
 
 @pytest.mark.parametrize(

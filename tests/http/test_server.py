@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, Wo
 from elastic_aio.http import server as server_module
 from elastic_aio.http.responses import LOG_MAX
 from elastic_aio.http.server import CONNECTIONS_MAX
+from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import JobState
 
 DEADLINE_S = 30.0
@@ -304,14 +306,32 @@ async def test_logs(server: StatusServer, tmp_path: Path) -> None:
     assert b"no such file" in (await ask(server, get("/logs/3/stdout"))).lower()
 
 
+async def test_the_end_of_a_log_whose_beginning_was_freed(
+    server: StatusServer, tmp_path: Path
+) -> None:
+    """By rotation: what reads as zeros is left out."""
+    log = tmp_path / "stdout.log"
+    log.write_text("".join(f"line {number:05}\n" for number in range(1000)))
+    with log.open("rb+") as file:
+        free_range(file.fileno(), 0, 8192)
+    publish(server, STARTED, WorkerStarted(rank=3, local_rank=0, pid=1, stdout_path=str(log)))
+    body = (await ask(server, get("/logs/3/stdout"))).partition(b"\r\n\r\n")[2]
+    assert body.startswith(b"line 00745\nline 00746\n")
+
+
 async def test_a_disk_that_does_not_answer(
-    server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few threads wait for it; further requests are refused at once, and others answered."""
     monkeypatch.setattr(server_module, "PATIENCE", 10 * DEADLINE_S)
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    publish(server, STARTED, WorkerStarted(rank=0, local_rank=0, pid=1, stdout_path=str(fifo)))
+    answers = threading.Event()
+
+    def read_end(path: str, size: int) -> bytes:
+        assert answers.wait(DEADLINE_S)
+        return f"the last {size} bytes of {path}".encode()
+
+    monkeypatch.setattr(server_module, "read_end", read_end)
+    publish(server, STARTED, WorkerStarted(rank=0, local_rank=0, pid=1, stdout_path="/log"))
     waiting = [await connect(server) for _ in range(4)]
     for _, writer in waiting:
         writer.write(get("/logs/0/stdout"))
@@ -320,13 +340,10 @@ async def test_a_disk_that_does_not_answer(
         await asyncio.sleep(0)
     assert (await ask(server, get("/logs/0/stdout"))).startswith(b"HTTP/1.1 503 ")
     assert (await ask(server)).startswith(b"HTTP/1.1 200 ")
-    both_ends = os.open(fifo, os.O_RDWR)  # the disk answers: four threads go on
-    try:
-        for reader, writer in waiting:
-            assert b"HTTP/1.1 404 " in await reader.read()  # a pipe has no end to seek
-            writer.close()
-    finally:
-        os.close(both_ends)
+    answers.set()
+    for reader, writer in waiting:
+        assert (await reader.read()).endswith(f"the last {LOG_MAX} bytes of /log".encode())
+        writer.close()
 
 
 @pytest.mark.parametrize(

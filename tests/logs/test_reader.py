@@ -133,6 +133,23 @@ async def test_a_long_line_comes_in_pieces(bench: Bench) -> None:
     assert lines[-1].raw == b"short\n"
 
 
+async def test_lines_by_the_batch(bench: Bench) -> None:
+    """Those of one read; a cancelled call loses none."""
+    stream = bench.stream()
+    stream.begin = 2
+    bench.write(stream, b"a\nb\nc\n")
+    async with bench.reader() as reader:
+        assert [line.raw for line in await reader.batch()] == [b"b\n", b"c\n"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await reader.batch()
+        bench.write(stream, b"d\ne")
+        assert [line.raw for line in await reader.batch()] == [b"d\n"]
+        bench.streams.close()
+        assert [line.raw for line in await reader.batch()] == [b"e"]
+        assert await reader.batch() == []
+
+
 async def test_a_slow_consumer_costs_no_memory(bench: Bench) -> None:
     """What it has not asked for stays in the file."""
     stream = bench.stream()
