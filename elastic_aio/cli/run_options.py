@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from elastic_aio.cli.log_options import RETENTION_OPTIONS
 from elastic_aio.cli.options import Option
 from elastic_aio.cli.rendezvous_options import RENDEZVOUS_OPTIONS
 from elastic_aio.cli.restart_options import RESTART_OPTIONS
@@ -120,6 +121,7 @@ RUN_OPTIONS: Final = (
         has_variable=False,
         is_own=True,
     ),
+    *RETENTION_OPTIONS,
     *(
         Option(
             f"duplicate-{stream}-filters",

@@ -8,13 +8,12 @@ after the script left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elastic_aio.cli.log_options import color_of, parse_log_options
 from elastic_aio.cli.options import (
     Option,
     UsageError,
@@ -38,7 +37,6 @@ from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
-from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE
@@ -80,7 +78,6 @@ class RunRequest(Struct, frozen=True):
 _INFO, _ERROR = 20, 40
 """Levels of `logging`, whose import would delay the start of the guardian."""
 
-_LOG_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "PBS_", "JOB_COMPLETION")
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -178,9 +175,9 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     entrypoint, args = _program(values, program)
     nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
     max_restarts = parse_number("--max-restarts", values["max_restarts"] or "0")
-    logs = _logs(values, env)
+    logs = parse_log_options(values, env)
     if logs.ignored:
-        options = " and ".join(f"--{name.replace('_', '-')}" for name in logs.ignored)
+        options = " and ".join(_option_of(f"logs.{name}") for name in logs.ignored)
         warnings.append(f"--log-dir /dev/null keeps no files: no effect of {options}")
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
     spec = LaunchSpec(
@@ -217,7 +214,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         event_log_handler=values["event_log_handler"] or "null",
         is_dry_run=bool(values["dry_run"]),
         http=http,
-        color=_color(values, env),
+        color=color_of(values, env),
         level=_level(values),
         has_control=not values["no_control"],
     )
@@ -227,15 +224,6 @@ def _http(values: Values) -> str | None:
     if (address := values["http"]) is not None:
         parse_host_port("address", address, at_least=0)
     return address
-
-
-def _color(values: Values, env: Mapping[str, str]) -> str:
-    """Return `--color`; without it, NO_COLOR and a terminal without colors exclude them."""
-    if (color := values["color"]) is None:
-        return "never" if env.get("NO_COLOR") or env.get("TERM") == "dumb" else "auto"
-    if color not in ("auto", "always", "never"):
-        raise invalid_value("--color", "must be 'auto', 'always' or 'never'", color)
-    return color
 
 
 def _level(values: Values) -> int | None:
@@ -274,61 +262,6 @@ def _program(
     if values["module"]:
         return Module(script), args
     return (Command((script,)) if values["no_python"] else Script(script)), args
-
-
-def _logs(values: Values, env: Mapping[str, str]) -> LogSpec:
-    # A plug-in may be older than these settings.
-    others: dict[str, Any] = {} if values["on_full"] is None else {"on_full": values["on_full"]}
-    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
-        if texts := _filters(values[name] or ""):
-            others[name] = texts
-    if values["color"] is not None or values["logs_specs"] in (None, "default"):
-        others["color"] = _color(values, env)
-    return _log_layout(values["logs_specs"])(
-        log_dir=values["log_dir"] or None,
-        redirects=StdMap.parse("logs.redirects", values["redirects"] or "0"),
-        tee=StdMap.parse("logs.tee", values["tee"] or "0"),
-        local_ranks_filter=_ranks(values["local_ranks_filter"] or ""),
-        prefix=values["log_prefix"] or env.get(_LOG_PREFIX_VARIABLE) or None,
-        **others,
-    )
-
-
-def _log_layout(name: str | None) -> Callable[..., LogSpec]:
-    """Return the class that makes the job's `LogSpec`: the default, or a plug-in."""
-    if name in (None, "default"):
-        return LogSpec
-    from importlib.metadata import entry_points
-
-    found = [*entry_points(group=ENTRY_POINTS), *entry_points(group="torchrun.logs_specs")]
-    for entry in found:
-        if entry.name != name:
-            continue
-        try:
-            layout: Callable[..., LogSpec] = entry.load()
-        except Exception as error:
-            raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
-        if entry.group == ENTRY_POINTS:
-            return layout
-        from elastic_aio.cli.torch_logs import TorchLogLayout
-
-        return partial(TorchLogLayout.of_plugin, layout)
-    known = ", ".join(sorted({"default", *(entry.name for entry in found)}))
-    raise invalid_value("--logs-specs", f"must be one of: {known}", name)
-
-
-def _filters(text: str) -> list[str]:
-    """Split a list at its commas; a doubled one belongs to the text."""
-    # NUL cannot occur in an argument.
-    texts = text.replace(",,", "\0").split(",") if text else []
-    return [part.replace("\0", ",") for part in texts]
-
-
-def _ranks(value: str) -> frozenset[int]:
-    ranks = [parse_int(part.strip()) for part in value.split(",")] if value.strip() else []
-    if None in ranks:
-        raise invalid_value("--local-ranks-filter", "must be local ranks such as '0,2'", value)
-    return frozenset(rank for rank in ranks if rank is not None)
 
 
 def timers_from(env: Mapping[str, str]) -> bool | str:
@@ -396,6 +329,9 @@ def _signals(value: str | None) -> SignalSpec:
 
 _OPTION_OF_FIELD = {
     "logs.prefix": "--log-prefix",
+    "logs.max_bytes": "--log-max-bytes",
+    "logs.keep_attempts": "--log-keep-attempts",
+    "logs.keep_runs": "--log-keep-runs",
     "rendezvous.backend": "--rdzv-backend",
     "rendezvous.endpoint": "--rdzv-endpoint",
     "endpoint": "--rdzv-endpoint",
@@ -417,6 +353,7 @@ _OPTIONS_IN_PROBLEMS = {
     "start_method='forkserver'": "--start-method forkserver",
     "restart.backoff": "--restart-delay",
     "restart.restart_on": "--restart-on",
+    "needs log_dir": "needs --log-dir",
 }
 """Fields that messages about other fields name."""
 
@@ -425,9 +362,7 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
     """Return the message of an error with the option, or its variable, in place of the field."""
     message = str(error)
     if isinstance(error, SpecError):
-        name = error.field.rpartition(".")[2]
-        same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
-        option = _OPTION_OF_FIELD.get(error.field) or next(same_name, error.field)
+        option = _option_of(error.field)
         problem = error.problem
         for field, words in _OPTIONS_IN_PROBLEMS.items():
             problem = problem.replace(field, words)
@@ -435,3 +370,10 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
         message = str(SpecError(option, value, problem))
     option, colon, problem = message.partition(":")
     return f"{variables.get(option, option)}{colon}{problem}"
+
+
+def _option_of(field: str) -> str:
+    """Return the option that sets a field of the spec; the field if there is none."""
+    name = field.rpartition(".")[2]
+    same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
+    return _OPTION_OF_FIELD.get(field) or next(same_name, field)

@@ -269,6 +269,9 @@ class LogSpec:
             "duplicate_stdout_filters": bool(self.duplicate_stdout_filters),
             "duplicate_stderr_filters": bool(self.duplicate_stderr_filters),
             "on_full": self.on_full != "fail",
+            "max_bytes": self.max_bytes is not None,
+            "keep_attempts": self.keep_attempts is not None,
+            "keep_runs": self.keep_runs is not None,
         }
         return tuple(name for name, is_set in settings.items() if is_set and self.is_off)
 

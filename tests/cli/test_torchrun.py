@@ -79,6 +79,10 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
     ("stdin", "", False, "rank0", of_spec("stdin"), "rank0"),
     ("log-prefix", "", False, "<${rank}>", of_spec("logs.prefix"), "<${rank}>"),
     ("on-full", "", False, "console", of_spec("logs.on_full"), "console"),
+    ("log-max-bytes", "", False, "100M", of_spec("logs.max_bytes"), 100 << 20),
+    ("log-max-bytes", "", False, "65536", of_spec("logs.max_bytes"), 65536),
+    ("log-max-bytes", "", False, "1t", of_spec("logs.max_bytes"), 1 << 40),
+    ("log-keep-attempts", "", False, "3", of_spec("logs.keep_attempts"), 3),
     ("events", "", False, "story", of_events, "story"),
     ("start-method", "", True, "forkserver", of_spec("start_method"), "forkserver"),
     ("preload", "", False, "json, wave", of_spec("preload"), ("json", "wave")),
@@ -149,6 +153,15 @@ def test_every_flag_in_every_spelling(
     assert read(parse_run(["train"], {variable: "1"})) == with_flag
     assert read(parse_run(["train"], {variable: "2"})) == with_flag
     assert read(parse_run(["train"], {variable: "0"})) == without
+
+
+def test_what_is_kept_of_the_logs() -> None:
+    logs = parse_run(["--no-capture", "--log-dir", "x", "--log-keep-runs=2", "y"], {}).spec.logs
+    assert (logs.capture, logs.keep_runs) == (False, 2)
+    assert parse_run(["y"], {"PET_NO_CAPTURE": "1"}).spec.logs.capture
+    words = ["--log-dir", "/dev/null", "--log-max-bytes", "1M", "--log-keep-runs", "2", "y"]
+    (warning,) = parse_run(words, {}).warnings
+    assert warning.endswith("no effect of --log-max-bytes and --log-keep-runs")
 
 
 def test_the_command_line_wins_over_the_variables() -> None:
@@ -371,6 +384,11 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--stdin", "all"], {}, ["--stdin", "'all'", "'rank0'"]),
     (["--log-prefix", "a\nb"], {}, ["--log-prefix", "single line"]),
     (["--on-full", "drop"], {}, ["--on-full", "'fail' or 'console'"]),
+    (["--log-max-bytes", "1.5G"], {}, ["--log-max-bytes", "'1.5G'", "such as '100M'"]),
+    (["--log-max-bytes", "1K"], {}, ["--log-max-bytes", "1024", "from 65536"]),
+    (["--log-keep-attempts", "0"], {}, ["--log-keep-attempts", "'0'", "from 1"]),
+    (["--log-keep-runs", "3"], {}, ["--log-keep-runs: needs --log-dir (got 3)"]),
+    (["--log-keep-runs", "x", "--log-dir", "y"], {}, ["--log-keep-runs", "'x'", "from 1"]),
     (["--events", "/nowhere/story"], {}, ["--events", "'/nowhere/story'", "can be written"]),
     (["--log-dir", "/dev/full/logs"], {}, ["--log-dir", "'/dev/full/logs'", "directory"]),
     (["-m", "--no-python"], {}, ["run: -m/--module: excludes --no-python"]),

@@ -136,7 +136,8 @@ def test_log_settings_are_normalised() -> None:
 def test_settings_without_effect() -> None:
     """`/dev/null` captures nothing, so there is nothing to tee, to filter or to keep."""
     settings: dict[str, Any] = {
-        "redirects": 1, "tee": 2, "local_ranks_filter": [0], "on_full": "console"
+        "redirects": 1, "tee": 2, "local_ranks_filter": [0], "on_full": "console",
+        "max_bytes": 1 << 20, "keep_attempts": 1, "keep_runs": 1,
     }  # fmt: skip
     assert LogSpec(log_dir="/dev/null", **settings).ignored == tuple(settings)
     assert LogSpec(log_dir="/dev/null", tee=1).ignored == ("tee",)
