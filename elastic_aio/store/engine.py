@@ -74,6 +74,14 @@ class EngineStore(Store):
             StoreError: as for any operation.
         """
 
+    @abc.abstractmethod
+    async def end_lease(self, lease_id: bytes) -> None:
+        """End a lease of any client as if it had expired; without effect on one that has ended.
+
+        Raises:
+            StoreError: as for any operation.
+        """
+
     @property
     def incarnation(self) -> bytes:
         """Differs after each loss of data that keys alone do not show; empty if they do."""

@@ -133,6 +133,11 @@ class EtcdStore(EngineStore):
         keys = [self._key(begin), self._key(record_key), record, self._key(members)]
         return bool(await self._run(lambda: self._operations.remove_branch(*keys)))
 
+    async def end_lease(self, lease_id: bytes) -> None:
+        self._check_open()
+        with contextlib.suppress(EtcdError):  # it has ended, or will end by itself
+            await self._ask(REVOKE, {"ID": lease_id.decode()})
+
     @property
     def last_received_at(self) -> float:
         return self._link.last_received_at

@@ -128,6 +128,10 @@ class RedisStore(EngineStore):
     async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
         return bool(await self._run("purge", self._key(record_key), record, self._key(members)))
 
+    async def end_lease(self, lease_id: bytes) -> None:
+        self._check_open()
+        await self._run("revoke", lease_id)
+
     @property
     def last_received_at(self) -> float:
         return self._link.last_received_at

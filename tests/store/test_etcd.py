@@ -105,6 +105,18 @@ async def test_a_released_lease_deletes_its_keys_only(
         assert sorted(await two.list_keys()) == ["taken", "taken late"]
 
 
+async def test_another_client_ends_a_lease(etcd_endpoint: str, prefix: str) -> None:
+    """As if it had expired; its holder notices when it renews it."""
+    one, two = (EtcdStore(etcd_endpoint, key_prefix=prefix) for _ in range(2))
+    async with one, two, two.watch("", is_prefix=True) as watch, one.lease(3) as lease:
+        await lease.set("k", "1")
+        for _ in range(2):  # the second has no effect
+            await two.end_lease(lease.lease_id)
+        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(2)]]
+        assert kinds == [(ChangeKind.SET, "k"), (ChangeKind.EXPIRED, "k")]
+        await lease.wait_ended()
+
+
 async def test_a_watch_goes_on_after_broken_connections(etcd_endpoint: str, prefix: str) -> None:
     """No change is lost or repeated."""
     async with (

@@ -106,6 +106,18 @@ async def test_a_key_of_an_expired_lease_is_never_seen(redis_endpoint: str, pref
             await lease.compare_set("k", "", "2")
 
 
+async def test_another_client_ends_a_lease(redis_endpoint: str, prefix: str) -> None:
+    """As if it had expired; its holder notices when it renews it."""
+    one, two = (RedisStore(redis_endpoint, key_prefix=prefix) for _ in range(2))
+    async with one, two, two.watch("", is_prefix=True) as watch, one.lease(3) as lease:
+        await lease.set("k", "1")
+        for _ in range(2):  # the second has no effect
+            await two.end_lease(lease.lease_id)
+        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(2)]]
+        assert kinds == [(ChangeKind.SET, "k"), (ChangeKind.EXPIRED, "k")]
+        await lease.wait_ended()
+
+
 async def test_a_watch_goes_on_after_broken_connections(
     redis_endpoint: str, prefix: str, proxy: ChaosProxy
 ) -> None:
