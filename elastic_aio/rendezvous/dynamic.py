@@ -46,6 +46,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
+from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
@@ -195,16 +196,19 @@ class DynamicRendezvous(Rendezvous):
 
     async def _attend(self) -> None:
         """Take part; a defect of this package ends the job instead of hanging it."""
+        detector = FailureDetector()
         try:
-            await self._attend_stores()
+            await self._attend_stores(detector)
         except Exception as error:  # noqa: BLE001  # a defect: it is reported and ends the job
             message = "a rendezvous has a defect"
             asyncio.get_running_loop().call_exception_handler(
                 {"message": message, "exception": error, "task": asyncio.current_task()}
             )
             self._perform(self._member.fail(f"internal error: {error!r}"))
+        finally:
+            await detector.aclose()
 
-    async def _attend_stores(self) -> None:
+    async def _attend_stores(self, detector: FailureDetector) -> None:
         """Take part at one store after the other until the job is over."""
         is_first = True
         while True:
@@ -218,7 +222,7 @@ class DynamicRendezvous(Rendezvous):
                 self._agent.on_event(RendezvousStoreRecovered(endpoint=endpoint, is_host=is_host))
             is_first = False
             try:
-                why = await self._attend_store(located)
+                why = await self._attend_store(located, detector)
             finally:
                 self._barrier.end()
                 await self._locator.aclose()
@@ -230,7 +234,7 @@ class DynamicRendezvous(Rendezvous):
             if self._refusals > 1:
                 await asyncio.sleep(_REJOIN.delay(self._refusals - 2, random.random))
 
-    async def _attend_store(self, located: LocatedStore) -> str:
+    async def _attend_store(self, located: LocatedStore, detector: FailureDetector) -> str:
         """Take part at one store until it is lost; return the reason."""
         host, port = parse_host_port("endpoint", located.endpoint)
         address = host if self._shares_store else self._settings.local_addr or located.local_address
@@ -252,6 +256,7 @@ class DynamicRendezvous(Rendezvous):
             located,
             self._locator,
             runner,
+            detector,
             name=self._name,
             run_id=self._run_id,
             reuse=self._settings.reuse,

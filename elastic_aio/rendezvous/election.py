@@ -42,9 +42,16 @@ from typing import Any, Never, TypeVar
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
+from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.messages import HOST_HEAD_START, LeaderRecord, encode
+from elastic_aio.rendezvous.messages import (
+    HOST_HEAD_START,
+    DetectorPort,
+    LeaderRecord,
+    encode,
+)
 from elastic_aio.store import Lease, Store, Watch
+from elastic_aio.store.engine import EngineStore
 
 T = TypeVar("T")
 
@@ -61,6 +68,7 @@ class Election:
         located: LocatedStore,
         runner: CoordinatorRunner,
         member: Member,
+        detector: FailureDetector,
         *,
         name: str,
         perform: Callable[[Iterable[MemberEffect]], None],
@@ -78,9 +86,11 @@ class Election:
         self._located = located
         self._runner = runner
         self._member = member
+        self._detector = detector
         self._name = name
         self._perform = perform
         self._migrate = migrate
+        self._engine = located.store if isinstance(located.store, EngineStore) else None
         self._record = b""
         self.is_leader = False
 
@@ -107,7 +117,7 @@ class Election:
             if present is not None and present == self._record:
                 present = await self.lead(lease, records)
             else:
-                present = (await anext(records)).value
+                present = await self._follow(present, lease, records)
 
     async def campaign(self, lease: Lease, former: bytes) -> bytes:
         """Try to replace the record `former`; return the record that stands then."""
@@ -115,8 +125,11 @@ class Election:
         present = await lease.compare_set(_KEY, former, candidate)
         if present != candidate:
             return present
+        detector = None
+        if self._engine is not None:
+            detector = await self._detector.serve(self._member.status.address, lease)
         # Of the run, not of its generation: a node may still campaign in an ended one.
-        elected = self._new_record(await self._run_store.add("terms"))
+        elected = self._new_record(await self._run_store.add("terms"), detector)
         return await lease.compare_set(_KEY, candidate, elected)
 
     def observe(self, present: bytes | None) -> None:
@@ -137,6 +150,8 @@ class Election:
                 run(self._store, lease, name=self._name, term=leader.term, instance=instance),
                 self._wait_deposed(records),
             ]
+            if leader.detector is not None and self._engine is not None:
+                work.append(self._detector.end_lost(self._engine, self._is_still_leader))
             if self._located.index and not self._located.is_host:
                 work.append(self._migrate())
             return await first_result(work)
@@ -152,9 +167,21 @@ class Election:
         if self.is_leader:
             await self._runner.departure_handled.wait()
 
-    def _new_record(self, term: int) -> bytes:
-        self._record = encode(LeaderRecord(term, self._name, self._member.status.node.name))
+    async def _follow(self, present: bytes | None, lease: Lease, records: Watch) -> bytes | None:
+        """Return the next record; until then, watch the process of another leader."""
+        leader = LeaderRecord.decode(present)
+        work = [_next_value(records)]
+        if leader is not None and leader.detector is not None and self._engine is not None:
+            work.append(self._detector.watch_leader(leader.detector, self._engine, lease))
+        return await first_result(work)
+
+    def _new_record(self, term: int, detector: DetectorPort | None = None) -> bytes:
+        name = self._member.status.node.name
+        self._record = encode(LeaderRecord(term, self._name, name, detector))
         return self._record
+
+    async def _is_still_leader(self) -> bool:
+        return await self._store.peek(_KEY) == self._record
 
     async def _wait_deposed(self, records: Watch) -> bytes | None:
         """Return the record of another leader, or None, once this member is deposed."""
@@ -163,6 +190,10 @@ class Election:
             present = await self._store.peek(_KEY)
             if present != self._record:
                 return present
+
+
+async def _next_value(records: Watch) -> bytes | None:
+    return (await anext(records)).value
 
 
 async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:

@@ -220,15 +220,25 @@ class Order(Struct, frozen=True, omit_defaults=True):
     history: RestartHistory | None = None
 
 
-class LeaderRecord(Struct, frozen=True):
+class DetectorPort(Struct, frozen=True):
+    """Where the members of a leader at an engine connect to it; the id of its lease there."""
+
+    address: str
+    port: int
+    token: str
+    lease_id: str
+
+
+class LeaderRecord(Struct, frozen=True, omit_defaults=True):
     """The value of the key `coordinator`: the elected member, its host's name, its term.
 
-    The term is 0 until the member has taken one.
+    The term is 0 until the member has taken one; `detector` comes with the term.
     """
 
     term: int
     member: str
     name: str
+    detector: DetectorPort | None = None
 
     @classmethod
     def decode(cls, text: bytes | None) -> LeaderRecord | None:

@@ -5,7 +5,8 @@ Keys, under the prefix of the run's generation (see `elastic_aio.discovery.keys`
 * `t/<member>`: the member's status, under its lease;
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
   the store refuses the orders of a deposed coordinator;
-* `coordinator`: the `LeaderRecord` of the coordinator, under the same lease.
+* `coordinator`: the `LeaderRecord` of the coordinator, under the same lease;
+* `d/<lease>`: of an engine only: a member has checked whether its lease has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.node_events import RoundWaiting
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election, first_result
+from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
@@ -47,6 +49,7 @@ class StoreSession:
         located: LocatedStore,
         locator: StoreLocator | EngineLocator,
         runner: CoordinatorRunner,
+        detector: FailureDetector,
         *,
         name: str,
         run_id: str,
@@ -58,14 +61,15 @@ class StoreSession:
     ) -> None:
         """Prepare.
 
-        `locator` finds the active run at other endpoints, and `runner` coordinates while
-        this member is the leader.  `reuse` begins the run again after its end.  The member
-        counts as lost after `ttl` seconds without a message.  `on_joined` is called when its
-        first status has been written.
+        `locator` finds the active run at other endpoints, `runner` coordinates while this
+        member is the leader, and `detector` notices losses at an engine.  `reuse` begins the
+        run again after its end.  The member counts as lost after `ttl` seconds without a
+        message.  `on_joined` is called when its first status has been written.
         """
         self._located = located
         self._locator = locator
         self._runner = runner
+        self._detector = detector
         self._name = name
         self._run_id = run_id
         self._reuse = reuse
@@ -111,6 +115,7 @@ class StoreSession:
                     self._located,
                     self._runner,
                     self._member,
+                    self._detector,
                     name=self._name,
                     perform=self._perform,
                     migrate=self._migrate,

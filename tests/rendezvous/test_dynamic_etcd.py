@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from elastic_aio.node_events import NodeLost, RendezvousStoreLost, RendezvousStoreRecovered
+from elastic_aio.rendezvous.failure_detector import FailureDetector
+from elastic_aio.rendezvous.messages import DetectorPort
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.store import Lease
 from tests.rendezvous import test_dynamic
 from tests.support.chaos import ChaosProxy
 from tests.support.etcd import leases_of
@@ -130,3 +134,28 @@ async def test_the_keys_of_a_job_are_under_a_lease(
         kept = leases_of(etcd_endpoint, prefix)
         assert {"run", "terms", "instance"} <= {key.rpartition("/")[2] for key in kept}
         assert all(kept.values())
+
+
+async def test_a_leader_whose_port_does_not_answer_costs_nothing(
+    etcd_endpoint: str, spec_of: Callable[..., LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall between the nodes, for example: they need only etcd."""
+    spec = spec_of(etcd_endpoint, "2")
+    a, b = FakeAgent("a", spec), FakeAgent("b", spec)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        async def serve(_: FailureDetector, address: str, lease: Lease) -> DetectorPort:
+            return DetectorPort(address, silent.getsockname()[1], "0" * 32, lease.lease_id.decode())
+
+        monkeypatch.setattr(FailureDetector, "serve", serve)
+        async with present(a, b):
+            await a.wait_formed(2)
+            await b.wait_formed(2)
+            await asyncio.sleep(1.0)
+            b.fail()
+            for agent in (a, b):
+                await agent.wait_ended()
+                assert len(agent.started) == 1
+                assert not any(
+                    isinstance(one, (NodeLost, RendezvousStoreLost)) for one in agent.events
+                )

@@ -15,6 +15,7 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
+from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import LeaderRecord, encode
@@ -62,6 +63,7 @@ class Candidate:
             located,
             runner,
             self.member,
+            FailureDetector(),
             name=name,
             perform=self._perform,
             migrate=cast("Callable[[], Coroutine[Any, Any, Never]]", None),

@@ -1,0 +1,110 @@
+"""Agents of a job on an engine are killed: the others notice it long before its lease ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import CoordinatorChanged, NodeJoined, NodeLost, RoundFormed
+from tests.support import etcd, redis
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+
+pytestmark = [pytest.mark.black_box, pytest.mark.engine]
+
+LEASE_S = 60
+"""Much longer than anything else here takes."""
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture(params=["etcd", "redis"])
+def cluster_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeCluster]:
+    """Return a function that makes a job on an engine, whose leases are long."""
+    support = etcd if request.param == "etcd" else redis
+    if (etcd.ETCD if request.param == "etcd" else redis.REDIS) is None:
+        pytest.skip(support.WHY_NOT)
+    directory = tmp_path / request.param
+    directory.mkdir()
+    with contextlib.ExitStack() as stack:
+        server: etcd.EtcdProcess | redis.RedisProcess
+        if request.param == "etcd":
+            server = stack.enter_context(etcd.EtcdProcess(directory))
+        else:
+            server = stack.enter_context(redis.RedisProcess(directory))
+
+        def make(nnodes: object, **conf: object) -> Cluster:
+            settings = {"heartbeat_timeout": LEASE_S, **conf}
+            return Cluster(
+                tmp_path / "job",
+                nnodes,
+                endpoint=server.endpoint,
+                rdzv_backend=request.param,
+                conf=settings,
+            )
+
+        yield make
+
+
+async def started(cluster: Cluster) -> tuple[AgentProcess, list[AgentProcess]]:
+    """Start three nodes; return that of the coordinator, and the others."""
+    nodes = [cluster.start() for _ in range(3)]
+    await cluster.workers(*nodes, attempt=0, world_size=3)
+    # Only the coordinator reports who has joined.
+    (leader,) = [node for node in nodes if node.events_of(NodeJoined)]
+    nodes.remove(leader)
+    return leader, nodes
+
+
+async def test_a_killed_member_is_noticed_at_once(cluster_of: MakeCluster) -> None:
+    async with cluster_of("1:3") as cluster:
+        leader, (member, killed) = await started(cluster)
+        began = time.monotonic()
+        await killed.kill()
+        await leader.event(NodeLost)
+        print("LOST", time.monotonic() - began)
+        await cluster.workers(leader, member, attempt=1, world_size=2)
+        print("WORKERS", time.monotonic() - began)
+        assert time.monotonic() - began < AT_ONCE_S
+        ended = await cluster.finish(leader, member, attempt=1)
+        assert {one.code for one in ended} == {0}
+
+
+async def test_a_killed_coordinator_is_replaced_at_once(cluster_of: MakeCluster) -> None:
+    """Then a node of its successor's is killed, or the successor itself."""
+    async with cluster_of("1:3") as cluster:
+        leader, (first, second) = await started(cluster)
+        began = time.monotonic()
+        await leader.kill()
+        for node in (first, second):
+            await node.event(CoordinatorChanged, term=2)
+        print("COORDINATOR", time.monotonic() - began)
+        await cluster.workers(first, second, attempt=1, world_size=2)
+        print("WORKERS", time.monotonic() - began)
+        assert time.monotonic() - began < AT_ONCE_S
+        began = time.monotonic()
+        await first.kill()
+        await cluster.workers(second, attempt=2, world_size=1)
+        print("SECOND", time.monotonic() - began)
+        assert time.monotonic() - began < AT_ONCE_S
+        assert {one.code for one in await cluster.finish(second, attempt=2)} == {0}
+
+
+async def test_a_suspended_agent_costs_nothing(cluster_of: MakeCluster) -> None:
+    """Whether it is the coordinator's or not, while its lease lasts."""
+    async with cluster_of("1:2") as cluster:
+        nodes = [cluster.start(), cluster.start()]
+        await cluster.workers(*nodes)
+        for node in nodes:
+            node.send(signal.SIGSTOP)
+            await asyncio.sleep(2.0)
+            node.send(signal.SIGCONT)
+        assert {one.code for one in await cluster.finish(*nodes)} == {0}
+        for node in nodes:
+            assert len(node.events_of(RoundFormed)) == 1
+            assert not node.events_of(NodeLost)
