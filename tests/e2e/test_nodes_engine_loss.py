@@ -67,9 +67,7 @@ async def test_a_killed_member_is_noticed_at_once(cluster_of: MakeCluster) -> No
         began = time.monotonic()
         await killed.kill()
         await leader.event(NodeLost)
-        print("LOST", time.monotonic() - began)
         await cluster.workers(leader, member, attempt=1, world_size=2)
-        print("WORKERS", time.monotonic() - began)
         assert time.monotonic() - began < AT_ONCE_S
         ended = await cluster.finish(leader, member, attempt=1)
         assert {one.code for one in ended} == {0}
@@ -83,14 +81,11 @@ async def test_a_killed_coordinator_is_replaced_at_once(cluster_of: MakeCluster)
         await leader.kill()
         for node in (first, second):
             await node.event(CoordinatorChanged, term=2)
-        print("COORDINATOR", time.monotonic() - began)
         await cluster.workers(first, second, attempt=1, world_size=2)
-        print("WORKERS", time.monotonic() - began)
         assert time.monotonic() - began < AT_ONCE_S
         began = time.monotonic()
         await first.kill()
         await cluster.workers(second, attempt=2, world_size=1)
-        print("SECOND", time.monotonic() - began)
         assert time.monotonic() - began < AT_ONCE_S
         assert {one.code for one in await cluster.finish(second, attempt=2)} == {0}
 

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import StoreRefused
+from elastic_aio.rendezvous import failure_detector
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import parse_host_port
@@ -103,6 +104,7 @@ async def proxy() -> AsyncIterator[ChaosProxy]:
         yield one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_leader", [True, False], ids=["leads", "is deposed"])
 async def test_a_connection_that_ends_without_a_word_is_a_loss(
     leader: Leader, proxy: ChaosProxy, is_leader: bool
@@ -120,6 +122,7 @@ async def test_a_connection_that_ends_without_a_word_is_a_loss(
     assert leader.engine.ended == [b"member"] * is_leader
 
 
+@pytest.mark.slow
 async def test_a_connection_that_is_resumed_is_no_loss(leader: Leader, proxy: ChaosProxy) -> None:
     port = await leader.open()
     proxy.target = port.port
@@ -155,6 +158,7 @@ async def test_the_leader_has_gone_when_its_port_refuses_connections(leader: Lea
     assert leader.engine.ended == [b"leader"] * 2
 
 
+@pytest.mark.slow
 async def test_a_leader_that_does_not_answer_has_not_gone(
     leader: Leader, proxy: ChaosProxy
 ) -> None:
@@ -172,8 +176,11 @@ async def test_a_leader_that_does_not_answer_has_not_gone(
     assert leader.engine.ended == [b"member"]
 
 
-async def test_a_port_that_cannot_be_reached_costs_nothing(leader: Leader) -> None:
+async def test_a_port_that_cannot_be_reached_costs_nothing(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It refuses connections, but this member has never been connected."""
+    monkeypatch.setattr(failure_detector, "_CONNECT_TIMEOUT", 0.1)
     await leader.open()
     host, number = parse_host_port("endpoint", free_endpoint())
     port = DetectorPort(host, number, "0" * 32, "leader")
