@@ -56,6 +56,8 @@ _KNOWN_CODES: Final = {
     126: "a command cannot be executed",
     127: "a command was not found",
 }
+_SIGNALED: Final = 128
+"""Exit codes from here on are a shell's for a signal."""
 _SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 7, 9, 24, 25
 
 
@@ -70,13 +72,17 @@ def _plain(line: str) -> str:
     return re.sub(_ESCAPES, "", line) if "\x1b" in line else line
 
 
-def reason_of(message: str, stderr: Sequence[str] = ()) -> str:
+def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = None) -> str:
     """Return in one line why a worker failed; empty if the texts do not say it.
+
+    A program that exits with a code of its own choice says why in its last line: an exception
+    above that was handled.
 
     Args:
         message: what it has recorded, or is known about it; the exception is in its first
             line, unless it holds a traceback.
         stderr: the last lines that it has written there.
+        code: the exit code; that of an exception is 1.
     """
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
@@ -84,7 +90,10 @@ def reason_of(message: str, stderr: Sequence[str] = ()) -> str:
     if said := _first_text(lines):
         return one_line(said, REASON_MAX)
     lines = [_plain(line) for line in stderr]
-    return one_line(exception_line(lines) or _last_text(lines), REASON_MAX)
+    found = exception_line(lines)
+    if found and code is not None and 1 < code < _SIGNALED and not _is_at_end(lines):
+        found = ""
+    return one_line(found or _last_text(lines), REASON_MAX)
 
 
 def known_cause(
@@ -122,6 +131,24 @@ def known_cause(
 
 
 # ------------------------------------------------------------------ the exception
+
+
+def _is_at_end(lines: Sequence[str]) -> bool:
+    """Whether a text ends with a traceback: no line follows that of the exception."""
+    headers = (index for index in range(len(lines) - 1, -1, -1) if _HEADER_START in lines[index])
+    if (start := next(headers, None)) is None:
+        return True  # an error without frames
+    head = lines[start].partition(_HEADER)[0] if _HEADER in lines[start] else ""
+    group = _group_of(lines, start + 1) if head.endswith(("| ", _GROUP)) else None
+    if group is not None:
+        start, head = group, lines[group].partition(f"  + {_GROUP}")[0]
+    prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(head)))
+    count = 0
+    for line in lines[start + 1 :]:
+        match = prefix.match(line)
+        body = line[match.end() :] if match else line
+        count += bool(one_line(body)) and body[0] not in " \t│╰"
+    return count <= (group is None)
 
 
 def exception_line(lines: Sequence[str]) -> str:

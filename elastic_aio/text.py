@@ -24,6 +24,17 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} m"
 
 
+def error_reason(error: OSError) -> str:
+    """Return why a call failed, as the end of a sentence: `no such file or directory`."""
+    return lower_first(error.strerror or str(error))
+
+
+def lower_first(text: str) -> str:
+    """Return a text with a small first letter, unless its first word is a name: `AF_UNIX ...`."""
+    rest = text.split(" ", 1)[0][1:]
+    return text[:1].lower() + text[1:] if rest == rest.lower() else text
+
+
 def truncate(text: str, limit: int) -> str:
     """Return at most `limit` characters; a longer text ends with an ellipsis."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -184,6 +184,27 @@ def test_what_follows_an_exception_does_not_hide_it(
     assert exception_line(lines) == f"{name}: {message}"
 
 
+MESSAGES_OF_SOME_LINES = ("many lines", "an empty first line", "a note", "a group")
+MORE_AT_THE_END = ("an exception of a __del__ at the end", "a crash")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_exit_after_an_exception_that_was_handled(name: str, tmp_path: Path) -> None:
+    """The last line says why a program chose to exit, unless it belongs to the traceback."""
+    script, expected = SCRIPTS[name]
+    lines = stderr_of(script, tmp_path)
+    for prefix in ("", "[rank0]: "):
+        shown = [f"{prefix}{line}" for line in lines]
+        later = [*shown, f"{prefix}the last words"]
+        if name not in MORE_AT_THE_END:
+            assert reason_of("", later, code=3) == f"{prefix}the last words"
+        assert reason_of("", later, code=1) == expected
+        assert reason_of("", later, code=143) == expected
+    if name not in (*MESSAGES_OF_SOME_LINES, *MORE_AT_THE_END):
+        assert reason_of("", lines, code=3) == expected
+    assert reason_of("E: recorded", [*lines, "the last words"], code=3) == "E: recorded"
+
+
 @pytest.mark.parametrize(
     ("facts", "cause", "is_proven"),
     [

@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from elastic_aio.text import abridge, counted, format_value, jsonable, one_line, truncate
+from elastic_aio.text import (
+    abridge,
+    counted,
+    error_reason,
+    format_value,
+    jsonable,
+    lower_first,
+    one_line,
+    truncate,
+)
 
 
 def test_a_noun_agrees_with_its_number() -> None:
@@ -61,3 +70,23 @@ def test_json_can_carry_any_text() -> None:
     plain = jsonable(odd)
     assert plain == {"a\\udcff": ["b\\ud800", ["é", None]], "n": 1}
     assert json.dumps(plain, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("No such file or directory", "no such file or directory"),
+        ("Input/output error", "input/output error"),
+        ("AF_UNIX path too long", "AF_UNIX path too long"),
+        ("RPC struct is bad", "RPC struct is bad"),
+        ("A b", "a b"),
+        ("", ""),
+    ],
+)
+def test_a_reason_begins_with_a_small_letter_unless_it_is_a_name(text: str, expected: str) -> None:
+    assert lower_first(text) == expected
+    assert error_reason(OSError(1, text)).endswith(expected)
+
+
+def test_the_reason_of_an_error_without_a_number() -> None:
+    assert error_reason(OSError("AF_UNIX path too long")) == "AF_UNIX path too long"

@@ -27,6 +27,8 @@ from elastic_aio.reasons import known_cause, plain_lines, reason_of
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
+# Bytes in which the beginnings of long lines are looked for.
+_LONG_BYTES = 4 << 20
 # Lines of a failure, which events and messages to other nodes hold, and their characters.
 _TAIL_LINES = 20
 _LINES_MAX = 16 * 1024
@@ -161,7 +163,8 @@ async def collect_failures(
         lines: list[str] = []
         if not is_victim:
             culprits[worker.order] = worker
-            worker.stderr_tail, lines = await _tail(worker.logs.stderr.path, worker.unkept)
+            own = worker.logs.stderr.path, worker.unkept
+            worker.stderr_tail, lines = await run_in_thread(_read_tail, *own, daemon=True)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
@@ -213,7 +216,7 @@ def _explain(
     status: ExitStatus, message: str, stderr: Sequence[str], oom_kills: str = ""
 ) -> tuple[str, str]:
     """Return why a worker failed in one line, and the name of a known cause."""
-    reason = reason_of(message, stderr)
+    reason = reason_of(message, stderr, code=status.code)
     cause, is_proven = known_cause(
         reason,
         [*message.splitlines()[:_CAUSE_LINES], *stderr[-_CAUSE_LINES:]],
@@ -234,8 +237,7 @@ def reason_now(worker: WorkerRecord) -> str:
         return ""
     path = worker.logs.error_file
     error = parse_error_file(_end_of_file(path, ERROR_FILE_MAX), path, 0.0) if path else None
-    content = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES)
-    lines = plain_lines(_end_of_text(content, worker.unkept))
+    _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     message = error.message if error else worker.expired_timer
     return _explain(worker.exit.status, message, lines)[0]
 
@@ -250,6 +252,28 @@ def _end_of_file(path: str | None, size: int) -> bytes:
         return b""
 
 
+def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
+    """Return the end of a stream, and its lines, progress bars reduced to their last state.
+
+    Of long lines those are the beginnings, which have the name of an exception.  Blocks.
+
+    Args:
+        path: its file; None for none.
+        unkept: the end of what the file has not taken.
+    """
+    text = _end_of_text(_end_of_file(path, _TAIL_BYTES), unkept)
+    if text.count("\n") > _TAIL_LINES:
+        return text, plain_lines(text)
+    longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
+    return text, plain_lines(_end_of_text(b"\n".join(longer), unkept))
+
+
+def _shorten(line: bytes) -> bytes:
+    if len(line) <= _LINES_MAX:
+        return line
+    return line.rstrip(b"\r").rpartition(b"\r")[2][:_LINES_MAX]
+
+
 async def _read_error(path: str) -> WorkerError | None:
     try:
         status = os.stat(path)
@@ -262,18 +286,6 @@ async def _read_error(path: str) -> WorkerError | None:
     except OSError:
         return None
     return parse_error_file(content, path, status.st_mtime)
-
-
-async def _tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
-    """Return the end of a stream, and its lines, progress bars reduced to their last state.
-
-    Args:
-        path: its file; None for none.
-        unkept: the end of what the file has not taken.
-    """
-    content = await run_in_thread(_end_of_file, path, _TAIL_BYTES, daemon=True) if path else b""
-    text = _end_of_text(content, unkept)
-    return text, plain_lines(text)
 
 
 def _end_of_text(content: bytes, unkept: bytes) -> str:

@@ -36,6 +36,7 @@ from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
     from elastic_aio.logs.trimmer import LogTrimmer
@@ -394,7 +395,7 @@ class JobOutput:
             return None
 
         def on_error(error: OSError) -> None:
-            reason = (error.strerror or str(error)).lower()
+            reason = error_reason(error)
             on_lost(f"its selected lines cannot be written to {path}: {reason}", None)
 
         return LineFilter(path, texts, on_error)
@@ -437,7 +438,7 @@ def _no_space() -> str:
 
 def _log_error(error: OSError) -> SpawnError:
     where = f": {error.filename}" if error.filename else ""
-    reason = (error.strerror or str(error)).lower()
+    reason = error_reason(error)
     return SpawnError(f"cannot make the log files ({reason}){where}", permanent=False, exit_code=1)
 
 

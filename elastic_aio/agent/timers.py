@@ -28,6 +28,7 @@ from elastic_aio.errors import HostError
 from elastic_aio.events import Event, TimerExpired, TimerRejected
 from elastic_aio.process import proc_scan
 from elastic_aio.process.tree import ProcessTree
+from elastic_aio.text import error_reason
 
 _CHUNK = 4096
 """How many bytes of the pipe are read in one turn of the event loop."""
@@ -99,7 +100,7 @@ class JobTimers:
             self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             self.close_pipe()
-            reason = (error.strerror or str(error)).lower()
+            reason = error_reason(error)
             raise HostError(f"cannot make the pipe of the timers at {path}: {reason}") from error
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
 

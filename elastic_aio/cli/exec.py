@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 
 from elastic_aio.cli.options import OptionParser, UsageError, print_error
+from elastic_aio.text import error_reason
 
 _VARIABLE = "PYTHONPATH"
 _SITE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "compat", "torch", "site")
@@ -40,7 +41,7 @@ def main_exec(argv: Sequence[str]) -> int:
         os.execvp(program[0], program)
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        reason = (error.strerror or str(error)).lower()
+        reason = error_reason(error)
         return print_error("exec", f"cannot run {program[0]}: {reason}", code)
 
 

@@ -27,6 +27,7 @@ from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.report import Level
 from elastic_aio.signals import ReceivedSignals
+from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
@@ -195,7 +196,7 @@ def _open_events(path: str | None) -> int | None:
     try:
         return os.open(path, flags, 0o644)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = error_reason(error)
         problem = f"must be a file that can be written: {reason}"
         raise invalid_value("--events", problem, path) from error
 
@@ -217,7 +218,7 @@ def _write_error_file(error: Exception) -> None:
         elif root.error is not None and root.error.path:
             warning = pass_on_error_file(root, target)
     except OSError as problem:
-        reason = (problem.strerror or str(problem)).lower()
+        reason = error_reason(problem)
         print_error(
             "run", str(invalid_value(ERROR_FILE, f"cannot be written: {reason}", target)), 0
         )

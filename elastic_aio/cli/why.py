@@ -23,7 +23,7 @@ from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.report import Level, describe
 from elastic_aio.status import StatusTracker
-from elastic_aio.text import counted, one_line
+from elastic_aio.text import counted, error_reason, one_line
 
 STEPS_MAX: Final = 20
 """The latest steps, which are shown without `--all`."""
@@ -190,7 +190,7 @@ def _recorded(path: str) -> list[Event]:
                     history.clear()
                 history.append(event)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = error_reason(error)
         raise invalid_value("--from", f"cannot be read: {reason}", path) from None
     if not history:
         raise invalid_value("--from", "must have events", path)

@@ -41,6 +41,7 @@ from elastic_aio.logs.file_end import read_end
 from elastic_aio.spec.checks import format_host_port, parse_host_port
 from elastic_aio.status import StatusTracker
 from elastic_aio.store.sockets import bind_addresses
+from elastic_aio.text import error_reason
 
 CONNECTIONS_MAX: Final = 32
 """Connections at a time."""
@@ -117,7 +118,7 @@ class StatusServer:
             addresses = await resolve(self._host, self._port)
             sockets = bind_addresses(addresses, PATIENCE, is_listening=True)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            reason = error_reason(error)
             raise SpecError("address", self._given, f"cannot listen: {reason}") from None
         self._port = sockets[0].getsockname()[1]
         self._is_loopback = all(is_loopback(sock.getsockname()[0]) for sock in sockets)

@@ -22,6 +22,7 @@ from elastic_aio.logs.paths import (
 )
 from elastic_aio.logs.relay import Relay
 from elastic_aio.spec.logs import LogSpec
+from elastic_aio.text import error_reason
 from elastic_aio.worker.errorfile import is_temporary
 
 _LOCK = ".elastic_aio.lock"
@@ -79,7 +80,7 @@ class RunDirectory:
                     directory.lock()
                 return directory
             except OSError as error:
-                reason = (error.strerror or str(error)).lower()
+                reason = error_reason(error)
                 problem = f"cannot create a directory there: {reason}"
                 raise SpecError("logs.log_dir", spec.log_dir, problem) from error
         has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.text import error_reason
 
 _ERASE_LINE = b"\r\x1b[K"
 _DEFAULT_COLUMNS = 80
@@ -101,7 +102,7 @@ class Sink:
             except OSError as error:
                 is_blocked = isinstance(error, BlockingIOError)
                 if not is_blocked and error.errno not in _TRANSIENT:
-                    self.lost = (error.strerror or str(error)).lower()
+                    self.lost = error_reason(error)
                     raise SinkLost(self.lost) from error
                 try:
                     await (self._writable() if is_blocked else asyncio.sleep(_RETRY_S))

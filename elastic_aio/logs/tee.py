@@ -22,7 +22,7 @@ from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
-from elastic_aio.text import counted
+from elastic_aio.text import counted, error_reason
 
 # Seconds until a file that could not be read is read again, if it does not grow earlier.
 _RETRY_S = 0.5
@@ -189,7 +189,7 @@ class Tee:
         blocked: dict[Sink, int] = {}
         for tailer in self._ending():
             if tailer.error is not None:
-                reason = (tailer.error.strerror or str(tailer.error)).lower()
+                reason = error_reason(tailer.error)
                 tailer.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
             elif tailer in is_read:
                 reason = f"a line of more than {counted(tailer.held, 'byte')} is still being read"

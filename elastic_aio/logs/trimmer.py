@@ -16,6 +16,7 @@ from contextlib import suppress
 from msgspec import Struct
 
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.text import error_reason
 
 _PUNCH_HOLE_KEEP_SIZE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _BLOCK = 4096
@@ -89,7 +90,7 @@ class LogTrimmer:
                 self._trim(file)
             except OSError as error:
                 self._watcher.remove(token)
-                file.on_error((error.strerror or str(error)).lower())
+                file.on_error(error_reason(error))
 
     def _trim(self, file: _TrimmedFile) -> None:
         size = os.stat(file.path).st_size

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.text import lower_first
 
 
 class ChildSpec(Struct, frozen=True):
@@ -85,8 +86,7 @@ _LIMITS = {errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.
 
 def reason_of(error: OSError) -> str:
     """Return why a call failed, with the resource limit that made it fail, if one did."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    reason = reason[:1].lower() + reason[1:]
+    reason = lower_first(os.strerror(error.errno) if error.errno else str(error))
     if error.errno in _LIMITS:
         limit, option = _LIMITS[error.errno]
         soft, _ = resource.getrlimit(limit)

@@ -21,6 +21,7 @@ from elastic_aio.errors import HostError
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import reason_of
 from elastic_aio.spec.stop import StopPlan, StopStep
+from elastic_aio.text import error_reason
 
 FAILED = "cannot start the guardian process"
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
@@ -123,7 +124,7 @@ class GuardianProcess:
                         start_new_session=True,
                     )
             except OSError as error:
-                reason = (error.strerror or str(error)).lower()
+                reason = error_reason(error)
                 raise HostError(f"{FAILED}: cannot run {self.python}: {reason}") from error
             self._resources = resources.pop_all()
 

@@ -23,6 +23,7 @@ import time
 from types import TracebackType
 
 from elastic_aio.errors import HostError
+from elastic_aio.text import error_reason
 from elastic_aio.worker import interpreter
 from elastic_aio.worker.context import TIMER_FILE
 
@@ -53,7 +54,7 @@ class Timer:
         try:
             self._send(time.time() + self.seconds, signal.SIGKILL)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            reason = error_reason(error)
             raise HostError(f"the launcher does not listen at {self._path}: {reason}") from error
         return self
 

@@ -335,6 +335,21 @@ def test_on_a_terminal_a_script_records_its_exception(options: list[str], tmp_pa
 
 
 @pytest.mark.e2e
+def test_on_a_terminal_an_exception_that_was_caught_is_not_recorded(tmp_path: Path) -> None:
+    """pytest and `code` store those where the interpreter stores the one that ends it."""
+    (tmp_path / "script.py").write_text(
+        "import code, sys\n"
+        "interpreter = code.InteractiveInterpreter()\n"
+        "interpreter.runcode(compile('1/0', 'x', 'exec'))\n"
+        "assert isinstance(sys.last_value, ZeroDivisionError)\n"
+        "sys.exit(3)\n"
+    )
+    shown = run_on_terminal("script.py", cwd=tmp_path)
+    assert re.search(r"attempt 0 failed: rank 0 \(pid \d+\): exit code 3[;\r]", shown)
+    assert "error_file: <N/A>" in shown
+
+
+@pytest.mark.e2e
 def test_on_a_terminal_no_capture_means_no_hook(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nos.environ['PYTHONPATH']\nraise ValueError\n")
     code = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point
+from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point, reason_now
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
@@ -199,6 +199,7 @@ async def test_an_exit_that_the_stop_did_not_cause_stays(case: Case, ended: Exit
         (b"".join(b"%d\n" % n for n in range(50)), tuple(str(n) for n in range(30, 50))),
         (b"x" * 20_000 + b"\nlast\n", ("last",)),
         (b"y" * 20_000 + b"\n", ("y" * (16 * 1024),)),
+        (b"z" * 20_000 + b"\r10%\r", ("10%",)),
     ],
 )
 async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[str, ...]) -> None:
@@ -207,6 +208,16 @@ async def test_the_last_lines_of_stderr(case: Case, content: bytes, tail: tuple[
     one = await case.failure()
     assert one.stderr_tail == tail
     assert one.stderr_path == case.workers[0].logs.stderr.path
+
+
+@pytest.mark.parametrize("rest", [b"", b"\n", b"\na warning\n"])
+async def test_an_exception_with_a_long_message_keeps_its_name(case: Case, rest: bytes) -> None:
+    """Its beginning is far from the end of the file."""
+    frames = b'Traceback (most recent call last):\n  File "x", line 1\n'
+    case.worker(BAD, stderr=b"before\n" + frames + b"ValueError: " + b"x" * 300_000 + rest)
+    failure = await case.failure()
+    assert failure.reason.startswith("ValueError: xxxx")
+    assert reason_now(case.workers[0]) == failure.reason
 
 
 async def test_the_last_lines_of_a_file_whose_beginning_was_freed(case: Case) -> None:

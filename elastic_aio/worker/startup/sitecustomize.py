@@ -7,7 +7,9 @@ that it starts; a `sitecustomize` of its own is imported in this one's place.
 
 `sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores
 an exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is
-the last one to run, writes that to the error file.
+the last one to run, writes that to the error file.  Others store exceptions there that they have
+caught (pytest, `code`): those have no frame of the script's module, where an exception that
+nothing catches ends.
 
 The interpreter may be any, also one without this package: nothing here is new, and a problem
 leaves no more than the error file out.
@@ -52,6 +54,8 @@ def _make_hook(path: str, pid: int) -> "Callable[[], None]":
         # A fork has inherited the hook; `record` of the script has written the file already.
         if os.getpid() != pid or not isinstance(error, Exception) or os.path.exists(path):
             return
+        if not _has_ended_main(error):
+            return
         sys.path.insert(0, _ROOT)
         try:
             from elastic_aio.worker.errorfile import write_error_file
@@ -62,6 +66,15 @@ def _make_hook(path: str, pid: int) -> "Callable[[], None]":
             pass  # stderr has the exception
 
     return record
+
+
+def _has_ended_main(error: Exception) -> bool:
+    """Whether an exception has left the main module; without frames it has not run."""
+    trace = error.__traceback__
+    if trace is None:
+        return isinstance(error, SyntaxError)
+    code = trace.tb_frame.f_code
+    return code.co_name == "<module>" or code.co_filename == "<frozen runpy>"
 
 
 def _offer_stacks() -> None:
