@@ -20,6 +20,7 @@ A store that a node serves has the key `OWNER_KEY` from its first moment on.  Th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Final, TypeVar
 
@@ -133,10 +134,13 @@ async def enter_run(
         StoreError: the store is lost.
     """
     key = f"{run_prefix(run_id)}/run"
-    value = await store.peek(key)
+    first = run_store(store, run_id, RunRecord(0, ""))
+    # Together: most runs are in their first generation.
+    value, end = await asyncio.gather(store.peek(key), read_end(first))
+    record = _decode(value, RunRecord)
+    if record is not None and record.generation:
+        end = await read_end(run_store(store, run_id, record))
     while True:
-        record = _decode(value, RunRecord)
-        end = None if record is None else await read_end(run_store(store, run_id, record))
         if record is not None and (end is None or record.job == job or not (job or reuse)):
             return record, end
         generation = 0 if record is None else record.generation + 1
@@ -147,6 +151,8 @@ async def enter_run(
             if record is not None:
                 await run_store(store, run_id, record).delete("end")
             return mine, None
+        record = _decode(value, RunRecord)
+        end = None if record is None else await read_end(run_store(store, run_id, record))
 
 
 def _decode(value: bytes | None, kind: type[_T]) -> _T | None:

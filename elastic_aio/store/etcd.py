@@ -1,7 +1,7 @@
 """A store on etcd v3, through its JSON gateway (HTTP/1.1): no other package is needed.
 
-Requests are those of `etcd_operations`, and `etcd_link` sends them.  Each watch has a
-connection of its own and is continued by etcd's revisions: no change is lost while a
+Requests are those of `etcd_operations`, and `etcd_link` sends them.  Watches that are opened
+together share a connection and are continued by etcd's revisions: no change is lost while a
 connection or a member of etcd fails.
 """
 
@@ -11,18 +11,16 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from elastic_aio.aio import cancel_and_wait, create_task, random_bytes, run_shielded
-from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused
-from elastic_aio.spec.checks import check_number, checked_text
-from elastic_aio.spec.rendezvous import ETCD_PORT, parse_endpoints
-from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.errors import StoreError, StoreLost, StoreRefused
+from elastic_aio.spec.rendezvous import ETCD_PORT
 from elastic_aio.store import replies, wire
-from elastic_aio.store.base import check_timeout
-from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.etcd_link import EtcdAccess, EtcdLink
+from elastic_aio.store.engine import RENEWALS, EngineStore
+from elastic_aio.store.engine_link import EngineAccess
+from elastic_aio.store.etcd_link import EtcdLink
 from elastic_aio.store.etcd_operations import ChangeUnknown, EtcdKeys, Operation, Operations
 from elastic_aio.store.etcd_wire import (
     GRANT,
@@ -35,15 +33,13 @@ from elastic_aio.store.etcd_wire import (
     Reply,
     Request,
     WatchEvent,
+    WatchRange,
+    get,
     prefix_end,
 )
 from elastic_aio.store.handles import Lease, Watch
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot
-
-_CLOSE_TIMEOUT: Final = 1.0
-_RENEWALS: Final = 3
-"""Times that a lease is renewed in its time to live."""
 
 _RESYNC_S: Final = 0.05
 """Seconds before a watch whose history is lost is read anew."""
@@ -57,74 +53,27 @@ class EtcdStore(EngineStore):
     a key that it has deleted.
     """
 
-    def __init__(
-        self,
-        endpoints: str,
-        *,
-        key_prefix: str = "/elastic_aio",
-        user: str | None = None,
-        password: str | None = None,
-        tls: TlsSpec | None = None,
-        timeout: float = 30.0,
-        wait_timeout: float = 300.0,
-        lost_after: float = 60.0,
-        retention: float | None = None,
-        retained: str = "",
-    ) -> None:
-        """Configure a client; nothing is connected yet.
+    _port = ETCD_PORT
+    _link: EtcdLink  # type: ignore[mutable-override]  # no other one is assigned
 
-        Args:
-            endpoints: members of the cluster, `host:port` or `host` (port 2379), separated by
-                commas.
-            key_prefix: precedes every key in etcd.
-            user, password: the user of etcd; None for none.
-            tls: connect over TLS; `ca` verifies the members, `cert` and `key` are this client's.
-            timeout: seconds to wait, on entering, for a member that answers.
-            wait_timeout: the default `timeout` of `get`, `wait`, `multi_get` and `queue_pop`.
-            lost_after: seconds without an answer after which the store is lost for good.
-            retention: seconds after which etcd removes the keys that this client has set, if
-                no client with the same `retained` renews them; None keeps them for ever.
-            retained: names the keys that are kept together, those of a job for example.
-
-        Raises:
-            SpecError: an argument is invalid.
-            StoreTimeout: on entering; no member answered in time.
-            StoreRefused: on entering; etcd refuses the user, or has no JSON gateway.
-        """
-        super().__init__(wait_timeout, timeout)
-        check_timeout(timeout)
-        check_number("lost_after", lost_after, above=0)
-        if retention is not None:
-            check_number("retention", retention, above=0)
-        members = parse_endpoints("endpoints", endpoints, ETCD_PORT)
-        self._link = EtcdLink(
-            EtcdAccess(members, user, password, tls, lost_after), self._on_link_ended
-        )
-        self._keys = EtcdKeys(checked_text("key_prefix", key_prefix).encode())
+    def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
+        self._link = EtcdLink(access, self._on_link_ended)
+        self._keys = EtcdKeys(key_prefix.encode())
         self._operations = Operations(self._keys)
-        self._retention = retention
-        self._retained = retained
         self._renew_home_at = 0.0
-        self._leases: dict[Lease, None] = {}
-        self._watches: dict[Watch, asyncio.Task[None]] = {}
-        self._keeper: asyncio.Task[None] | None = None
-        self._has_new_lease = asyncio.Event()
+        self._renewed_at = 0.0
+        self._opening: asyncio.Task[None] | None = None
         self._adding = asyncio.Lock()
 
-    def __repr__(self) -> str:
-        return f"<EtcdStore at {self.endpoint}, {self._link.error or 'open'}>"
-
-    async def open(self, timeout: float) -> None:
-        if self._keeper is not None:
-            raise StoreClosed("a store is opened once")
-        deadline = asyncio.get_running_loop().time() + timeout
+    async def _enter(self, deadline: float) -> None:
         if self._retention is None:
-            await self._link.request(next(self._operations.peek(b"/", None)), deadline)
+            await self._link.request(get(self._keys.value(b"/")), deadline)
         else:
             await self._grant_home(deadline)
-        self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
+        self._renewed_at = asyncio.get_running_loop().time()
 
     async def list_runs(self, begin: str) -> list[str]:
+        self._check_open()
         start = self._key(begin)
         names = await self._run(lambda: self._operations.list_branches(start))
         return [name.decode("utf-8", "surrogateescape") for name in names]
@@ -138,28 +87,8 @@ class EtcdStore(EngineStore):
         with contextlib.suppress(EtcdError):  # it has ended, or will end by itself
             await self._ask(REVOKE, {"ID": lease_id.decode()})
 
-    @property
-    def last_received_at(self) -> float:
-        return self._link.last_received_at
-
-    @property
-    def endpoint(self) -> str:
-        return self._link.endpoint
-
-    @property
-    def local_address(self) -> str:
-        return self._link.local_address
-
-    async def call(self, op: int, key: bytes, argument: Any) -> Any:
+    async def _request(self, op: int, key: bytes, argument: Any) -> Any:
         match op:
-            case wire.GET_WHEN_SET:
-                values = await self._wait(argument, with_queues=False)
-                return [values[name] for name in argument]
-            case wire.WAIT:
-                await self._wait(argument, with_queues=True)
-                return replies.READY
-            case wire.POP_WHEN_PUSHED:
-                return await self._pop(key)
             case wire.QUEUE_PUSH:
                 item_id = random_bytes(8)
                 return await self._run(lambda: self._operations.queue_push(key, argument, item_id))
@@ -187,18 +116,12 @@ class EtcdStore(EngineStore):
                 raise StoreLost("a member of etcd failed; the change may have been made") from None
 
     async def _carry_out(self, operation: Operation) -> Any:
-        self._check_open()
         try:
             request = next(operation)
             while True:
                 request = operation.send(await self._link.request(request))
         except StopIteration as stop:
             return stop.value
-
-    def _check_open(self) -> None:
-        self._link.check()
-        if self._keeper is None:
-            raise StoreClosed("the store is not open: use `async with EtcdStore(...)`")
 
     # ------------------------------------------------------------------------ waits
 
@@ -228,12 +151,12 @@ class EtcdStore(EngineStore):
         self, keys: list[bytes], revision: int, values: dict[bytes, bytes], *, with_queues: bool
     ) -> None:
         missing = {self._keys.value(key): key for key in keys}
-        ranges = [(min(missing), max(missing) + b"\0")]
+        ranges = [WatchRange(min(missing), max(missing) + b"\0", revision)]
         if with_queues:
             queues = [self._keys.queue(key) for key in keys]
-            ranges.append((min(queues)[0], max(queues)[1]))
-        async with contextlib.aclosing(self._link.changes(ranges, revision)) as changes:
-            async for event in changes:
+            ranges.append(WatchRange(min(queues)[0], max(queues)[1], revision))
+        async with contextlib.aclosing(self._link.changes(ranges)) as changes:
+            async for _, event in changes:
                 place = event.kv.key
                 if event.type != "PUT":
                     continue
@@ -256,28 +179,15 @@ class EtcdStore(EngineStore):
             if pairs:
                 continue
             with contextlib.suppress(EtcdError):  # it is read again
-                async with contextlib.aclosing(self._link.changes([queue], revision + 1)) as found:
-                    async for event in found:
+                ranges = [WatchRange(*queue, revision + 1)]
+                async with contextlib.aclosing(self._link.changes(ranges)) as changes:
+                    async for _, event in changes:
                         if event.type == "PUT":
                             break
 
-    async def _take(self, key: bytes) -> tuple[int, bytes]:
-        """Pop an item if there is one; a cancellation returns it."""
-        taking = create_task(self._run(lambda: self._operations.queue_pop(key, None)))
-        try:
-            length, item = await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            await run_shielded(lambda: self._return_item(key, taking))
-            raise
-        return length, item
-
-    async def _return_item(self, key: bytes, taking: asyncio.Task[tuple[int, bytes]]) -> None:
-        """Return the item of a cancelled pop to the front of its queue."""
-        with contextlib.suppress(StoreError):
-            length, item = await taking
-            if length:
-                item_id = random_bytes(8)
-                await self._run(lambda: self._operations.queue_push(key, item, item_id, b"f"))
+    async def _push_front(self, key: bytes, item: bytes) -> None:
+        item_id = random_bytes(8)
+        await self._run(lambda: self._operations.queue_push(key, item, item_id, b"f"))
 
     # ----------------------------------------------------------------------- leases
 
@@ -285,9 +195,7 @@ class EtcdStore(EngineStore):
         self._check_open()
         body = {"TTL": str(math.ceil(lease.ttl))}
         reply: LeaseReply = await self._ask(GRANT, body)
-        lease.lease_id = b"%d" % reply.ID
-        self._leases[lease] = None
-        self._has_new_lease.set()
+        self._on_granted(lease, b"%d" % reply.ID)
 
     async def _release(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
@@ -304,32 +212,26 @@ class EtcdStore(EngineStore):
         kind = Reply if path == REVOKE else LeaseReply
         return await self._link.request(Request(path, body, kind), deadline)
 
-    async def _keep_alive(self) -> None:
-        """Renew the leases; without one, ask etcd nothing."""
-        loop = asyncio.get_running_loop()
-        renewed_at = loop.time()
-        try:
-            while True:
-                self._has_new_lease.clear()
-                times = [renewed_at + math.ceil(lease.ttl) / _RENEWALS for lease in self._leases]
-                if self._operations.lease:
-                    times.append(self._renew_home_at)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(min(times, default=None)):
-                        await self._has_new_lease.wait()
-                        continue
-                renewed_at = loop.time()
-                await asyncio.gather(*(self._renew(lease) for lease in list(self._leases)))
-                if self._operations.lease and loop.time() >= self._renew_home_at:
-                    await self._grant_home()
-        except (StoreError, EtcdError) as error:
-            self._link.fail(error if isinstance(error, StoreError) else StoreRefused(str(error)))
+    def _renew_at(self) -> float | None:
+        """Return when the first lease is due; without one, ask etcd nothing."""
+        times = [self._renewed_at + math.ceil(lease.ttl) / RENEWALS for lease in self._leases]
+        if self._operations.lease:
+            times.append(self._renew_home_at)
+        return min(times, default=None)
 
-    async def _renew(self, lease: Lease) -> None:
+    async def _renew(self) -> None:
+        self._renewed_at = asyncio.get_running_loop().time()
+        try:
+            await asyncio.gather(*map(self._renew_lease, self._leases))
+            if self._operations.lease and self._renewed_at >= self._renew_home_at:
+                await self._grant_home()
+        except EtcdError as error:
+            raise StoreRefused(str(error)) from None
+
+    async def _renew_lease(self, lease: Lease) -> None:
         reply: LeaseReply = await self._ask(KEEP_ALIVE, {"ID": lease.lease_id.decode()})
         if reply.TTL <= 0:
-            self._leases.pop(lease, None)
-            lease._end()
+            self._end_lease(lease)
 
     async def _is_home_alive(self, deadline: float | None = None) -> bool:
         body = {"ID": str(self._operations.lease)}
@@ -353,54 +255,59 @@ class EtcdStore(EngineStore):
                 if error.fault is not Fault.LEASE_EXISTS:
                     raise StoreRefused(str(error)) from None
         now = asyncio.get_running_loop().time()
-        self._renew_home_at = now + self._retention / _RENEWALS
+        self._renew_home_at = now + self._retention / RENEWALS
 
     # ---------------------------------------------------------------------- watches
 
     async def _open_watch(self, watch: Watch) -> None:
         self._check_open()
         await self._resync(watch)
-        self._watches[watch] = create_task(self._follow(watch), f"{watch!r}")
-
-    def _close_watch(self, watch: Watch) -> None:
-        following = self._watches.pop(watch, None)
-        if following is not None:
-            following.cancel()
+        if self._opening is None or self._opening.cancelling():
+            self._opening = create_task(self._follow(), "watches")
+        self._watches[watch] = self._opening
 
     def _range(self, watch: Watch) -> tuple[bytes, bytes]:
         place = self._keys.value(watch.key)
         return place, prefix_end(place) if watch.op == wire.WATCH_PREFIX else b""
 
     async def _resync(self, watch: Watch) -> None:
-        begin, end = self._range(watch)
-        revision, pairs = await self._run(lambda: self._operations.read_all(begin, end))
+        revision, pairs = await self._run(lambda: self._operations.read_all(*self._range(watch)))
         watch._feed(WatchSnapshot(True, revision, pairs))
 
-    async def _follow(self, watch: Watch) -> None:
-        """Feed a watch until it is closed or the store is lost."""
+    async def _follow(self) -> None:
+        """Feed the watches that are opened in one turn of the loop, until all are closed."""
+        await asyncio.sleep(0)
+        own, self._opening = self._opening, None
         try:
             while True:
-                source = self._link.changes([self._range(watch)], watch.revision + 1)
-                try:
-                    async with contextlib.aclosing(source) as changes:
-                        async for event in changes:
-                            watch._feed(await self._change(event))
-                except EtcdError as error:
-                    if error.fault is not Fault.COMPACTED:
-                        raise StoreRefused(str(error)) from None
+                watches = [watch for watch, task in self._watches.items() if task is own]
+                with contextlib.suppress(EtcdError):  # their history is lost
+                    await self._feed(watches)
                 await asyncio.sleep(_RESYNC_S)
-                await self._resync(watch)
+                await asyncio.gather(*map(self._resync, watches))
         except StoreError as error:
-            watch._fail(error)
+            for watch in watches:
+                watch._fail(error)
+
+    async def _feed(self, watches: Sequence[Watch]) -> None:
+        fed = {WatchRange(*self._range(one), one.revision + 1): one for one in watches}
+        try:
+            async with contextlib.aclosing(self._link.changes(list(fed))) as changes:
+                async for changed, event in changes:
+                    if fed[changed] in self._watches:
+                        fed[changed]._feed(await self._change(event))
+        except EtcdError as error:
+            if error.fault is not Fault.COMPACTED:
+                raise StoreRefused(str(error)) from None
+            raise
 
     async def _change(self, event: WatchEvent) -> RawChange:
         revision, key = event.kv.mod_revision, self._keys.key(event.kv.key)
         if event.type == "PUT":
             return RawChange(replies.CHANGE_SET, revision, key, event.kv.value)
-        is_leased = event.prev_kv.lease not in (0, self._operations.lease)
-        if is_leased and not await self._was_deleted(revision):
-            return RawChange(replies.CHANGE_EXPIRED, revision, key, b"")
-        return RawChange(replies.CHANGE_DELETED, revision, key, b"")
+        is_deleted = await self._was_deleted(revision)
+        kind = replies.CHANGE_DELETED if is_deleted else replies.CHANGE_EXPIRED
+        return RawChange(kind, revision, key, b"")
 
     async def _was_deleted(self, revision: int) -> bool:
         try:
@@ -408,35 +315,12 @@ class EtcdStore(EngineStore):
         except EtcdError:
             return False  # compacted: assume the worse
 
-    # ---------------------------------------------------------------------- the end
-
-    def _on_link_ended(self, error: StoreError) -> None:
-        for lease in self._leases:
-            lease._end()
-        self._leases.clear()
+    def _end_watches(self, error: StoreError) -> None:
         for watch in self._watches:
             watch._fail(error)
 
-    async def aclose(self) -> None:
-        """Close this client; its leases end, pending operations raise StoreClosed.
-
-        It takes at most a second or two.  Idempotent.
-
-        Cancellation: raised when the connections are closed.
-        """
-        await run_shielded(self._close)
-
-    async def _close(self) -> None:
-        if self._link.error is None and self._keeper is not None:
-            ends = [self._ask(REVOKE, {"ID": one.lease_id.decode()}) for one in self._leases]
-            if self._operations.lease:
-                ends.append(self._is_home_alive())  # renews it: the retention begins now
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT):
-                    await asyncio.gather(*ends, return_exceptions=True)
-        self._link.fail(StoreClosed("the store was closed"))
-        tasks = [*self._watches.values(), *([self._keeper] if self._keeper else [])]
-        self._watches.clear()
-        await self._link.aclose()
-        if tasks:
-            await cancel_and_wait(tasks)
+    def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:
+        requests = [self._ask(REVOKE, {"ID": lease.lease_id.decode()}) for lease in self._leases]
+        if self._operations.lease:
+            requests.append(self._is_home_alive())  # renews it: the retention begins now
+        return requests

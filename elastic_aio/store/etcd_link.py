@@ -1,9 +1,7 @@
-"""Requests to the members of an etcd cluster: connections, fail-over, users.
+"""Requests to the members of an etcd cluster: connections, users, batches, and watches.
 
-One member is used until it fails, then the next one.  A request that no member answers is
-sent again with growing, jittered delays; what may be sent again is decided by
-`Request.is_repeatable`.  After `lost_after` seconds without an answer of any member the
-link is lost for good.
+Which member is used, and what is sent again, is decided by `EngineLink`.  Reads that begin in
+one turn of the event loop are one transaction, and so are writes.
 """
 
 from __future__ import annotations
@@ -11,100 +9,95 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
-from msgspec import Struct
+import msgspec
 
-from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
-from elastic_aio.spec.checks import parse_host_port
-from elastic_aio.spec.restart import Backoff
-from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.errors import StoreError, StoreRefused
+from elastic_aio.store.engine_link import (
+    EngineAccess,
+    EngineLink,
+    NotAnswered,
+    NotDone,
+    reason_of,
+)
 from elastic_aio.store.etcd_wire import (
     AUTHENTICATE,
+    MAX_OPS,
     WATCH,
     AuthReply,
     EtcdError,
     Fault,
     Request,
+    TxnReply,
     WatchEvent,
+    WatchRange,
     WatchReply,
     parse_error,
     parse_message,
     parse_reply,
+    txn,
     watch_body,
     watch_error,
 )
-from elastic_aio.store.handshake import client_context
 from elastic_aio.store.http import HttpConnection
 
 _CONNECTIONS: Final = 8
 """Requests at once; further ones wait."""
 
-_RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
 _TOKENS: Final = 3
 """Tokens in a row that etcd does not accept before the user is refused."""
 
-
-class _NotSent(Exception):
-    """There is no connection; the message says why."""
-
-
-class EtcdAccess(Struct, frozen=True):
-    """Where the members are and how to connect; the fields are described at `EtcdStore`."""
-
-    endpoints: tuple[str, ...]
-    user: str | None
-    password: str | None
-    tls: TlsSpec | None
-    lost_after: float
-
-    @property
-    def attempt_timeout(self) -> float:
-        """Seconds for one member to answer."""
-        return min(3.0, max(1.0, self.lost_after / 3))
+_BATCH_MAX: Final = 1 << 18
+"""Bytes of the values of a batch; etcd's own limit of a request is 1.5 MiB."""
 
 
-class EtcdLink:
+class _Batch:
+    """Requests that begin in one turn of the event loop, and their replies to come."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._replies: list[asyncio.Future[Any]] = []
+        self._size = 0
+        self._keys: set[tuple[bytes, bytes]] = set()
+
+    def add(self, request: Request) -> asyncio.Future[Any] | None:
+        """Return its reply; None if there is no room."""
+        self._size += request.size
+        if len(self.requests) >= MAX_OPS or self._size > _BATCH_MAX or request.key in self._keys:
+            return None
+        self._keys.add(request.key)
+        self.requests.append(request)
+        self._replies.append(asyncio.get_running_loop().create_future())
+        return self._replies[-1]
+
+    def end(self, reply: TxnReply | None) -> None:
+        """Set the replies; None lets each request be sent by itself."""
+        parts = [None] * len(self._replies) if reply is None else reply.ranges
+        for future, part in zip(self._replies, parts, strict=True):
+            if not future.done():
+                header = reply.header if reply else None
+                future.set_result(part and msgspec.structs.replace(part, header=header))
+
+
+class EtcdLink(EngineLink[HttpConnection]):
     """Connections to an etcd cluster; used by any number of tasks."""
 
-    def __init__(self, access: EtcdAccess, on_end: Callable[[StoreError], None]) -> None:
-        """Parse the endpoints and load the certificates; nothing is connected yet.
+    engine = "etcd"
 
-        `on_end` is called once, when the link is lost or closed.
-
-        Raises:
-            SpecError: one of them cannot be used.
-        """
-        self._access = access
-        self._members = [parse_host_port("endpoint", text) for text in access.endpoints]
-        self._tls = client_context(access.tls)
+    def __init__(self, access: EngineAccess, on_end: Callable[[StoreError], None]) -> None:
+        super().__init__(access, on_end)
         # Not always the first: the nodes of a large job share the load.
         self._current = random.randrange(len(self._members))
-        self._reasons: dict[int, str] = {}
         self._idle: list[tuple[int, HttpConnection]] = []
-        self._busy: dict[HttpConnection, int] = {}
         self._places = asyncio.Semaphore(_CONNECTIONS)
+        self._batches: dict[str, _Batch] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._token = ""
         self._refused_tokens = 0
         self._login = asyncio.Lock()
-        self.error: StoreError | None = None
-        self._on_end = on_end
-        self.last_received_at = 0.0
-        self.local_address = ""
-
-    @property
-    def endpoint(self) -> str:
-        """The member that is used now."""
-        return self._access.endpoints[self._current]
-
-    def explain(self) -> str:
-        """Return why each member cannot be used."""
-        return ", ".join(
-            f"{endpoint}: {self._reasons.get(index, 'not tried')}"
-            for index, endpoint in enumerate(self._access.endpoints)
-        )
 
     async def request(self, request: Request, deadline: float | None = None) -> Any:
         """Send a request until it is answered, until `deadline` (of the loop) if given.
@@ -115,87 +108,108 @@ class EtcdLink:
             StoreLost: the link is lost, or the request must not be sent again.
             StoreTimeout: no member has answered until `deadline`.
         """
-        loop = asyncio.get_running_loop()
-        began, is_repeat = loop.time(), False
-        attempt = 0
-        while True:
-            self.check()
-            member = self._current
-            try:
-                return await self._send(member, request, is_repeat=is_repeat)
-            except _NotSent as error:
-                reason, is_sent = str(error), False
-            except (OSError, EtcdError) as error:
-                reason, is_sent = self._judge(error)
-            self.check()
-            is_repeat = is_repeat or is_sent
-            if is_sent and not request.is_repeatable:
-                self._fail_over(member, reason)
-                raise StoreLost(f"{reason}; the change may have been made or not")
-            await self._back_off(member, reason, attempt, began, deadline)
-            attempt += 1
+        if request.operation is None or deadline is not None:
+            return await self._request(request, deadline)
+        batch = self._batches.get(request.path)
+        reply = None if batch is None else batch.add(request)
+        if reply is None:
+            reply = await self._begin_batch(request)
+        found = None if reply is None else await reply
+        return await self._request(request) if found is None else found
+
+    async def _begin_batch(self, request: Request) -> asyncio.Future[Any] | None:
+        """Return the reply of a batch that begins with a request; None without another one."""
+        batch = self._batches[request.path] = _Batch()
+        reply = batch.add(request)
+        try:
+            await asyncio.sleep(0)  # the others begin in this turn of the loop
+        except asyncio.CancelledError:
+            batch.end(None)
+            raise
+        finally:
+            if self._batches.get(request.path) is batch:
+                del self._batches[request.path]
+        if len(batch.requests) == 1:
+            return None
+        # A task: the cancellation of one request must not end the others.
+        task = create_task(self._send_batch(batch), "a batch of requests")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        return reply
+
+    async def _send_batch(self, batch: _Batch) -> None:
+        reply = None
+        try:
+            # An error may be that of one request only.
+            with contextlib.suppress(EtcdError, StoreError):
+                operations = [one.operation for one in batch.requests if one.operation]
+                reply = await self._request(txn([], operations))
+        finally:
+            batch.end(reply)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._sending:
+            await cancel_and_wait(list(self._sending))
+
+    async def _request(self, request: Request, deadline: float | None = None) -> Any:
+        reply, is_repeat = await self._repeat(
+            lambda member: self._attempt(member, request),
+            is_repeatable=request.is_repeatable,
+            deadline=deadline,
+        )
+        return msgspec.structs.replace(reply, is_repeat=True) if is_repeat else reply
 
     async def changes(
-        self, ranges: Sequence[tuple[bytes, bytes]], revision: int
-    ) -> AsyncGenerator[WatchEvent, None]:
-        """Yield the changes of ranges of places from `revision` on, in order.
+        self, ranges: Sequence[WatchRange]
+    ) -> AsyncGenerator[tuple[WatchRange, WatchEvent], None]:
+        """Yield the changes of ranges of places, those of each range in order.
 
         Raises:
-            EtcdError: etcd has no history from there (`Fault.COMPACTED`); of several ranges,
-                the watch cannot be continued at another member.
+            EtcdError: etcd has no history from there (`Fault.COMPACTED`).
             StoreError: as for `request`.
         """
-        attempt = 0
+        attempts = 0
         while True:
             self.check()
             member, began = self._current, asyncio.get_running_loop().time()
+            reason = "the connection was closed"
             try:
-                stream = self._stream(member, watch_body(list(ranges), revision))
+                stream = self._stream(member, ranges)
                 async with contextlib.aclosing(stream) as watch_replies:
                     async for reply in watch_replies:
-                        _check_watch(reply, revision)
-                        attempt = 0
+                        if reply.canceled:
+                            raise watch_error(reply)
+                        attempts = 0
+                        changed = ranges[reply.watch_id - 1]
+                        if reply.created and reply.header.revision < changed.revision - 1:
+                            raise EtcdError(Fault.COMPACTED, "etcd's history is another one")
                         for event in reply.events:
-                            yield event
-                            revision = event.kv.mod_revision + 1
+                            yield changed, event
+                            changed.revision = event.kv.mod_revision + 1
                         if not reply.events and not reply.created:
-                            revision = max(revision, reply.header.revision + 1)
-                reason = "the connection was closed"
-            except _NotSent as error:
+                            changed.revision = max(changed.revision, reply.header.revision + 1)
+            except NotDone as error:
                 reason = str(error)
             except (OSError, EtcdError) as error:
-                reason, _ = self._judge(error)
-            await self._back_off(member, reason, attempt, began, None)
-            attempt += 1
-            if len(ranges) > 1:
-                raise EtcdError(Fault.COMPACTED, reason)
+                reason = str(self._judge(error))
+            await self._back_off(member, reason, attempts, began)
+            attempts += 1
 
-    def check(self) -> None:
-        """Raise the error of a link that is lost or closed."""
-        if self.error is not None:
-            raise self.error
-
-    def fail(self, error: StoreError) -> None:
-        """End the link: every request raises `error` from now on."""
-        if self.error is None:
-            self.error = error
-            for connection in self._busy:
-                connection.abort()
-            self._on_end(error)
-
-    async def aclose(self) -> None:
-        """Close all connections.
-
-        Idempotent.
-        """
-        self.fail(StoreClosed("the store was closed"))
-        connections = [*self._busy, *(connection for _, connection in self._idle)]
+    def _connections(self) -> list[HttpConnection]:
+        idle = [connection for _, connection in self._idle]
         self._idle.clear()
-        await asyncio.gather(*(connection.aclose() for connection in connections))
+        return [*self._busy, *idle]
 
     # ------------------------------------------------------------------ one attempt
 
-    async def _send(self, member: int, request: Request, *, is_repeat: bool) -> Any:
+    async def _attempt(self, member: int, request: Request) -> Any:
+        try:
+            return await self._send(member, request)
+        except (OSError, EtcdError) as error:
+            raise self._judge(error) from None
+
+    async def _send(self, member: int, request: Request) -> Any:
         async with self._places:
             self.check()
             headers = await self._headers(member, request)
@@ -214,23 +228,33 @@ class EtcdLink:
                 self._idle.append((member, connection))
             else:
                 connection.abort()
-        reply = parse_reply(request, status, body, is_repeat=is_repeat)
+        reply = parse_reply(request, status, body)
         self._on_received()
         return reply
 
-    async def _stream(self, member: int, body: bytes) -> AsyncGenerator[WatchReply, None]:
+    async def _stream(
+        self, member: int, ranges: Sequence[WatchRange]
+    ) -> AsyncGenerator[WatchReply, None]:
         headers = await self._headers(member, None)
         connection = await self._connection(member)
         self._busy[connection] = member
         try:
-            async with asyncio.timeout(self._access.attempt_timeout):
-                status = await connection.begin(f"/v3/{WATCH}", body, headers)
-            text = b""
-            async for part in connection.parts():
+            deadline = asyncio.get_running_loop().time() + self._access.attempt_timeout
+            async with asyncio.timeout_at(deadline):
+                status = await connection.begin(f"/v3/{WATCH}", watch_body(ranges), headers)
+            text, missing, parts = b"", len(ranges), connection.parts()
+            while True:
+                # A watch that the gateway has lost would be silent: see `watch_body`.
+                async with asyncio.timeout_at(deadline if missing else None):
+                    part = await anext(parts, b"")
+                if not part:
+                    break
                 *lines, text = (text + part).split(b"\n")
                 for line in lines:
                     if status == 200 and line.strip():
-                        yield parse_message(line, WatchReply)
+                        reply = parse_message(line, WatchReply)
+                        missing -= reply.created
+                        yield reply
                         self._on_received()
             if status != 200:
                 raise parse_error(status, text)
@@ -242,7 +266,7 @@ class EtcdLink:
         """Return a connection that is not in use.
 
         Raises:
-            _NotSent: the member cannot be reached.
+            NotDone: the member cannot be reached.
         """
         while self._idle:
             owner, connection = self._idle.pop()
@@ -261,7 +285,7 @@ class EtcdLink:
                     peer_timeout=self._access.lost_after,
                 )
         except OSError as error:
-            raise _NotSent(_reason(error)) from None
+            raise NotDone(reason_of(error)) from None
         if self.error is not None:
             connection.abort()
             raise self.error
@@ -278,7 +302,7 @@ class EtcdLink:
                 body = {"name": self._access.user, "password": self._access.password or ""}
                 login = Request(AUTHENTICATE, body, AuthReply)
                 try:
-                    self._token = (await self._send(member, login, is_repeat=False)).token
+                    self._token = (await self._send(member, login)).token
                 except EtcdError as error:
                     if error.fault is not Fault.NO_AUTH:
                         raise
@@ -289,83 +313,24 @@ class EtcdLink:
         self.last_received_at = asyncio.get_running_loop().time()
         self._refused_tokens = 0
 
-    # ------------------------------------------------------------------ after a failure
-
-    def _judge(self, error: OSError | EtcdError) -> tuple[str, bool]:
-        """Return the reason, and whether etcd may have carried out the request.
+    def _judge(self, error: OSError | EtcdError) -> NotDone | NotAnswered:
+        """Return what an error means if another attempt may help.
 
         Raises:
             StoreRefused: another attempt cannot help.
             EtcdError: the caller handles it.
         """
         if isinstance(error, OSError):
-            return _reason(error), True
+            return NotAnswered(reason_of(error))
         match error.fault:
             case Fault.NOT_DONE:
-                return str(error), False
+                return NotDone(str(error))
             case Fault.UNKNOWN:
-                return str(error), True
+                return NotAnswered(str(error))
             case Fault.TOKEN if self._refused_tokens < _TOKENS:
                 self._token = ""
                 self._refused_tokens += 1
-                return str(error), False
+                return NotDone(str(error))
             case Fault.REFUSED | Fault.TOKEN:
                 raise StoreRefused(str(error)) from None
         raise error
-
-    def _fail_over(self, member: int, reason: str) -> None:
-        """Use the next member, and end all that still waits for this one."""
-        self._reasons[member] = reason
-        if self._current == member:
-            self._current = (member + 1) % len(self._members)
-            for connection, other in list(self._busy.items()):
-                if other == member:
-                    connection.abort()
-
-    async def _back_off(
-        self, member: int, reason: str, attempt: int, began: float, deadline: float | None
-    ) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            StoreLost: no member has answered for too long.
-            StoreTimeout: the deadline would pass.
-        """
-        if self.error is not None:
-            raise self.error
-        self._fail_over(member, reason)
-        # The other members are tried at once.
-        turn = attempt // len(self._members)
-        is_last = (attempt + 1) % len(self._members) == 0
-        delay = _RETRY.delay(turn, random.random) if is_last else 0.0
-        now = asyncio.get_running_loop().time()
-        if deadline is not None:
-            if now + delay >= deadline:
-                raise StoreTimeout(self.explain())
-        elif now >= max(began, self.last_received_at) + self._access.lost_after:
-            self.fail(StoreLost(f"etcd does not answer: {self.explain()}"))
-            raise self.error or AssertionError
-        # A poll: there is no notification of a server that begins to listen.
-        await asyncio.sleep(delay)
-
-
-def _check_watch(reply: WatchReply, revision: int) -> None:
-    """Raise `EtcdError` if a watch from `revision` on has ended."""
-    if reply.canceled:
-        raise watch_error(reply)
-    if reply.created and reply.header.revision < revision - 1:
-        raise EtcdError(Fault.COMPACTED, "etcd's history is another one")
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        from elastic_aio.store.tls import tls_reason
-
-        return f"TLS: {tls_reason(error)}"
-    if isinstance(error, TimeoutError):
-        return "does not answer"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
-    return error.strerror or str(error) or type(error).__name__

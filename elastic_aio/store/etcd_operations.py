@@ -25,15 +25,15 @@ from msgspec import Struct
 from elastic_aio.store import wire
 from elastic_aio.store.etcd_wire import (
     MAX_OPS,
-    RANGE,
     RangeReply,
     Request,
     TxnReply,
     compare,
     delete_op,
+    get,
     prefix_end,
+    put,
     put_op,
-    read,
     read_op,
     txn,
     txn_body,
@@ -107,13 +107,13 @@ class Operations:
     # Values.
 
     def set(self, key: bytes, value: bytes) -> Operation:
-        yield txn([], [put_op(self.keys.value(key), value, self.lease)])
+        yield put(self.keys.value(key), value, self.lease)
 
     def leased_set(self, key: bytes, pair: Sequence[bytes]) -> Operation:
-        yield txn([], [put_op(self.keys.value(key), pair[0], int(pair[1]))])
+        yield put(self.keys.value(key), pair[0], int(pair[1]))
 
     def peek(self, key: bytes, _: None) -> Operation:
-        reply: RangeReply = yield Request(RANGE, read(self.keys.value(key)), RangeReply)
+        reply: RangeReply = yield get(self.keys.value(key))
         return reply.kvs[0].value if reply.kvs else None
 
     def compare_set(self, key: bytes, pair: Sequence[bytes]) -> Operation:
@@ -155,7 +155,7 @@ class Operations:
     def _modify(self, key: bytes, change: Callable[[bytes | None], bytes]) -> Operation:
         """Replace a value by another that depends on it; return that."""
         place = self.keys.value(key)
-        reply = yield Request(RANGE, read(place), RangeReply)
+        reply = yield get(place)
         while True:
             present = reply.kvs[0] if reply.kvs else None
             value = change(None if present is None else present.value)
@@ -192,13 +192,11 @@ class Operations:
         return 0
 
     def num_keys(self, _: bytes, __: None) -> Operation:
-        body = read(*self.keys.values(), count_only=True)
-        reply: RangeReply = yield Request(RANGE, body, RangeReply)
+        reply: RangeReply = yield get(*self.keys.values(), count_only=True)
         return reply.count
 
     def list_keys(self, _: bytes, __: None) -> Operation:
-        body = read(*self.keys.values(), keys_only=True)
-        reply: RangeReply = yield Request(RANGE, body, RangeReply)
+        reply: RangeReply = yield get(*self.keys.values(), keys_only=True)
         return [self.keys.key(found.key) for found in reply.kvs]
 
     def list_branches(self, begin: bytes) -> Operation:
@@ -206,8 +204,7 @@ class Operations:
         names: list[bytes] = []
         place, end = self.keys.values(begin)
         while True:
-            body = read(place, end, keys_only=True, limit="1")
-            reply: RangeReply = yield Request(RANGE, body, RangeReply)
+            reply: RangeReply = yield get(place, end, keys_only=True, limit="1")
             if not reply.kvs:
                 return names
             name, slash, _ = self.keys.key(reply.kvs[0].key)[len(begin) :].partition(b"/")
@@ -232,7 +229,7 @@ class Operations:
 
     def read_all(self, begin: bytes, end: bytes) -> Operation:
         """Return the revision and the values of a range of places."""
-        reply: RangeReply = yield Request(RANGE, read(begin, end), RangeReply)
+        reply: RangeReply = yield get(begin, end)
         pairs = tuple((self.keys.key(found.key), found.value) for found in reply.kvs)
         return reply.header.revision, pairs
 
@@ -258,8 +255,7 @@ class Operations:
 
     def was_deleted(self, revision: int) -> Operation:
         """Return whether the keys deleted at a revision were deleted on purpose."""
-        body = read(self.keys.deleted, revision=str(revision), keys_only=True)
-        reply: RangeReply = yield Request(RANGE, body, RangeReply)
+        reply: RangeReply = yield get(self.keys.deleted, revision=str(revision), keys_only=True)
         return bool(reply.kvs) and reply.kvs[0].mod_revision == revision
 
     def delete_leased(self, lease: int, places: Sequence[bytes]) -> Operation:
@@ -297,8 +293,7 @@ class Operations:
                 raise ChangeUnknown
 
     def queue_len(self, key: bytes, _: None) -> Operation:
-        body = read(*self.keys.queue(key), count_only=True)
-        reply: RangeReply = yield Request(RANGE, body, RangeReply)
+        reply: RangeReply = yield get(*self.keys.queue(key), count_only=True)
         return reply.count
 
 

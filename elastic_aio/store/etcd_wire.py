@@ -6,6 +6,7 @@ The gateway (`/v3/...`) carries etcd's gRPC messages as JSON: keys and values in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -41,6 +42,20 @@ class Request(Struct, frozen=True):
     body: dict[str, Any]
     kind: type[Reply]
     is_repeatable: bool = True
+    operation: dict[str, Any] | None = None
+    """The same in a transaction, of one key or range; None for what is sent alone."""
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """The key, or the range, of `operation`."""
+        part = next(iter(self.operation.values())) if self.operation else {}
+        return part["key"], part.get("range_end", b"")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the key and the value of `operation`."""
+        part = next(iter(self.operation.values())) if self.operation else {}
+        return len(part["key"]) + len(part.get("value", b""))
 
     def encode(self) -> bytes:
         """Return the body of the HTTP request."""
@@ -115,16 +130,24 @@ class AuthReply(Reply, frozen=True, kw_only=True):
 
 
 class WatchEvent(Struct, frozen=True):
-    """A change; `prev_kv` is the key before it."""
+    """A change; of a deleted key, `kv` has no value."""
 
     kv: KeyValue
     type: str = "PUT"
-    prev_kv: KeyValue = KeyValue()
+
+
+class WatchRange(Struct, eq=False):
+    """A key, or the range of keys up to `end`, and the `revision` from which it is watched."""
+
+    begin: bytes
+    end: bytes
+    revision: int
 
 
 class WatchReply(Reply, frozen=True, kw_only=True):
-    """A message of a watch."""
+    """A message of a watch; its number is the place of its range in `watch_body`, from 1 on."""
 
+    watch_id: int = 0
     created: bool = False
     canceled: bool = False
     compact_revision: int = 0
@@ -207,7 +230,7 @@ _NO_GATEWAY: Final = (
 )
 
 
-def parse_reply(request: Request, status: int, body: bytes, *, is_repeat: bool) -> Any:
+def parse_reply(request: Request, status: int, body: bytes) -> Any:
     """Return the reply to a request.
 
     Raises:
@@ -217,8 +240,7 @@ def parse_reply(request: Request, status: int, body: bytes, *, is_repeat: bool) 
         raise parse_error(status, body)
     if request.path == KEEP_ALIVE:  # a stream of one message
         return parse_message(body, request.kind)
-    reply = _decode(body, request.kind)
-    return msgspec.structs.replace(reply, is_repeat=True) if is_repeat else reply
+    return _decode(body, request.kind)
 
 
 def parse_message(text: bytes, kind: type[_T]) -> _T:
@@ -285,6 +307,12 @@ def read(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
     return {"key": key, **({"range_end": end} if end else {}), **options}
 
 
+def get(key: bytes, end: bytes = b"", **options: Any) -> Request:
+    """Return the request to read the range `key` to `end`, or only the key."""
+    body = read(key, end, **options)
+    return Request(RANGE, body, RangeReply, operation={"request_range": body})
+
+
 def read_op(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
     """Return the same as an operation of a transaction."""
     return {"request_range": read(key, end, **options)}
@@ -296,6 +324,12 @@ def put_op(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
     if lease:
         put["lease"] = str(lease)
     return {"request_put": put}
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> Request:
+    """Return the request to put a key."""
+    operation = put_op(key, value, lease)
+    return Request(TXN, txn_body([], [operation]), TxnReply, operation=operation)
 
 
 def delete_op(key: bytes, end: bytes = b"") -> dict[str, Any]:
@@ -335,10 +369,28 @@ def txn(
     return Request(TXN, txn_body(conditions, then, otherwise), TxnReply, is_repeatable)
 
 
-def watch_body(ranges: list[tuple[bytes, bytes]], revision: int) -> bytes:
-    """Return the body that opens a watch of each range, from `revision` on."""
+def watch_body(ranges: Sequence[WatchRange]) -> bytes:
+    """Return the body that opens a watch of each range.
+
+    The server of the gateway drops what it has not read of a body when it begins to reply, which
+    it does after the first request.  So that is made so long that the decoder of Go reads the
+    others with it: its buffer grows from 512 bytes to twice its size and 512, when it is full.
+    """
     requests = (
-        read(key, end, start_revision=str(revision), prev_kv=True, progress_notify=True)
-        for key, end in ranges
+        read(
+            one.begin,
+            one.end,
+            start_revision=str(one.revision),
+            watch_id=str(number),
+            progress_notify=True,
+        )
+        for number, one in enumerate(ranges, 1)
     )
-    return b"\n".join(_encoder.encode({"create_request": request}) for request in requests)
+    first, *others = (_encoder.encode({"create_request": request}) for request in requests)
+    rest = b"".join(b"\n" + other for other in others)
+    size, room = len(first), 512
+    while size > room:
+        room = 2 * room + 512
+    while size + len(rest) > room:
+        size, room = room + 1, 2 * room + 512
+    return first.replace(b"{", b"{" + b" " * (size - len(first)), 1) + rest

@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
-from elastic_aio.aio import cancel_and_wait, create_task, random_bytes, run_shielded
-from elastic_aio.errors import StoreClosed, StoreError
-from elastic_aio.spec.checks import check_number, checked_text
-from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT, parse_endpoints
-from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.errors import StoreError
+from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT
 from elastic_aio.store import replies, wire
-from elastic_aio.store.base import check_timeout
-from elastic_aio.store.engine import EngineStore
+from elastic_aio.store.engine import RENEWALS, EngineStore
+from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.etcd_wire import prefix_end
 from elastic_aio.store.handles import Lease, Watch
 from elastic_aio.store.redis_feed import Channel, RedisFeed, WatchPages, escape
-from elastic_aio.store.redis_link import RedisAccess, RedisLink
+from elastic_aio.store.redis_link import RedisLink
 from elastic_aio.store.redis_requests import RedisRequests
 from elastic_aio.store.redis_script import PAGE
 from elastic_aio.store.replies import RawChange, WatchSnapshot
-
-_CLOSE_TIMEOUT: Final = 1.0
-_RENEWALS: Final = 3
-"""Times that a lease is renewed in its time to live."""
 
 _IDLE: Final = 10.0
 """Seconds between two signs of life of a store without leases."""
@@ -52,70 +46,37 @@ class RedisStore(EngineStore):
 
     is_per_run = True
 
-    def __init__(
-        self,
-        endpoints: str,
-        *,
-        key_prefix: str = "/elastic_aio",
-        user: str | None = None,
-        password: str | None = None,
-        tls: TlsSpec | None = None,
-        sentinel: str | None = None,
-        timeout: float = 30.0,
-        wait_timeout: float = 300.0,
-        lost_after: float = 60.0,
-        retention: float | None = None,
-        retained: str = "",
-    ) -> None:
+    _port = REDIS_PORT
+    _link: RedisLink  # type: ignore[mutable-override]  # no other one is assigned
+
+    def __init__(self, endpoints: str, *, sentinel: str | None = None, **settings: Any) -> None:
         """Configure a client; nothing is connected yet.
 
         Args:
-            endpoints: servers, tried in their order, `host:port` or `host` (port 6379),
-                separated by commas; those of the sentinels (port 26379) with `sentinel`.
-            key_prefix, retained: the keys in Redis begin with `{KEY_PREFIX:RETAINED}`.
-            user, password: the user of Redis; None for none.
-            tls: connect over TLS; `ca` verifies the servers, `cert` and `key` are this client's.
+            endpoints: see `EngineStore`; those of the sentinels (port 26379) with `sentinel`.
             sentinel: the name of the master that the sentinels know; None without Sentinel.
-            timeout: seconds to wait, on entering, for a server that answers.
-            wait_timeout: the default `timeout` of `get`, `wait`, `multi_get` and `queue_pop`.
-            lost_after: seconds without an answer after which the store is lost for good.
-            retention: seconds after the last sign of the last client after which Redis removes
-                the keys; None keeps them for ever.
+            settings: the other arguments of `EngineStore`.
 
         Raises:
-            SpecError: an argument is invalid.
-            StoreTimeout: on entering; no server answered in time.
-            StoreRefused: on entering; Redis refuses the user.
+            SpecError: as `EngineStore`, and on entering its other errors.
         """
-        super().__init__(wait_timeout, timeout)
-        check_timeout(timeout)
-        check_number("lost_after", lost_after, above=0)
-        if retention is not None:
-            check_number("retention", retention, above=0)
-        port = REDIS_PORT if sentinel is None else SENTINEL_PORT
-        members = parse_endpoints("endpoints", endpoints, port)
-        access = RedisAccess(members, user, password, tls, sentinel, lost_after)
-        self._link = RedisLink(access, self._on_link_ended)
+        self._sentinel = sentinel
+        self._port = REDIS_PORT if sentinel is None else SENTINEL_PORT
+        super().__init__(endpoints, **settings)
+
+    def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
+        self._link = RedisLink(access, self._sentinel, self._on_link_ended)
         self._feed = RedisFeed(self._link, _IDLE + 2 * access.attempt_timeout)
-        name = f"{checked_text('key_prefix', key_prefix)}:{retained}"
-        self._tag = b"{%b}" % _quote(name).encode()
-        self._requests = RedisRequests(self._link, self._tag, round((retention or 0) * 1000))
+        self._tag = b"{%b}" % _quote(f"{key_prefix}:{self._retained}").encode()
+        retention = round((self._retention or 0) * 1000)
+        self._requests = RedisRequests(self._link, self._tag, retention)
         self._run = self._requests.run
-        self._retention = retention
-        self._leases: dict[Lease, None] = {}
-        self._watches: dict[Watch, asyncio.Task[None]] = {}
-        self._keeper: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._touched_at = self._pinged_at = self._retain_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<RedisStore at {self.endpoint}, {self._link.error or 'open'}>"
-
-    async def open(self, timeout: float) -> None:
-        if self._keeper is not None:
-            raise StoreClosed("a store is opened once")
-        deadline = asyncio.get_running_loop().time() + timeout
+    async def _enter(self, deadline: float) -> None:
         await self._run("touch", b"%d" % bool(self._retention), deadline=deadline)
-        self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
+        self._touched_at = self._pinged_at = asyncio.get_running_loop().time()
+        self._retain_at = self._touched_at + (self._retention or 0.0) / RENEWALS
 
     async def list_runs(self, begin: str) -> list[str]:
         """See `EngineStore`; of a Redis Cluster, those at the endpoint's server."""
@@ -133,18 +94,6 @@ class RedisStore(EngineStore):
         await self._run("revoke", lease_id)
 
     @property
-    def last_received_at(self) -> float:
-        return self._link.last_received_at
-
-    @property
-    def endpoint(self) -> str:
-        return self._link.endpoint
-
-    @property
-    def local_address(self) -> str:
-        return self._link.local_address
-
-    @property
     def incarnation(self) -> bytes:
         return self._requests.known.id
 
@@ -152,8 +101,7 @@ class RedisStore(EngineStore):
         assert isinstance(former, RedisStore)
         self._requests.known = former._requests.known
 
-    async def call(self, op: int, key: bytes, argument: Any) -> Any:
-        self._check_open()
+    async def _request(self, op: int, key: bytes, argument: Any) -> Any:
         match op:
             case wire.SET:
                 await self._run("set", key, argument, b"")
@@ -187,21 +135,6 @@ class RedisStore(EngineStore):
                 return await self._run("qlen", key)
             case wire.QUEUE_POP:
                 return await self._run("pop", key)
-            case _:
-                return await self._call_long(op, key, argument)
-        return None
-
-    async def _call_long(self, op: int, key: bytes, argument: Any) -> Any:
-        """Carry out a request that waits, or that needs many replies."""
-        match op:
-            case wire.GET_WHEN_SET:
-                values = await self._wait(argument, with_queues=False)
-                return [values[name] for name in argument]
-            case wire.WAIT:
-                await self._wait(argument, with_queues=True)
-                return replies.READY
-            case wire.POP_WHEN_PUSHED:
-                return await self._pop(key)
             case wire.LIST_KEYS:
                 names: list[bytes] = []
                 begin = b"-"
@@ -209,12 +142,9 @@ class RedisStore(EngineStore):
                     names += found
                     begin = b"(" + found[-1]
                 return names
-        raise AssertionError(op)
-
-    def _check_open(self) -> None:
-        self._link.check()
-        if self._keeper is None:
-            raise StoreClosed("the store is not open: use `async with RedisStore(...)`")
+            case _:
+                raise AssertionError(op)
+        return None
 
     # ------------------------------------------------------------------------ waits
 
@@ -265,22 +195,8 @@ class RedisStore(EngineStore):
                 if length:
                     return item
 
-    async def _take(self, key: bytes) -> tuple[int, bytes]:
-        """Pop an item if there is one; a cancellation returns it."""
-        taking = create_task(self._run("pop", key))
-        try:
-            length, item = await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            await run_shielded(lambda: self._return_item(key, taking))
-            raise
-        return length, item
-
-    async def _return_item(self, key: bytes, taking: asyncio.Task[tuple[int, bytes]]) -> None:
-        """Return the item of a cancelled pop to the front of its queue."""
-        with contextlib.suppress(StoreError):
-            length, item = await taking
-            if length:
-                await self._run("push", key, item, b"1")
+    async def _push_front(self, key: bytes, item: bytes) -> None:
+        await self._run("push", key, item, b"1")
 
     # ----------------------------------------------------------------------- leases
 
@@ -288,45 +204,32 @@ class RedisStore(EngineStore):
         self._check_open()
         lease_id = random_bytes(8).hex().encode()
         await self._run("grant", lease_id, b"%d" % round(lease.ttl * 1000))
-        lease.lease_id = lease_id
-        self._leases[lease] = None
-        self._wake.set()
+        self._on_granted(lease, lease_id)
 
     async def _release(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
         if lease.is_alive:
             await self._run("release", lease.lease_id)
 
-    async def _keep_alive(self) -> None:
+    def _renew_at(self) -> float | None:
+        delays = (_IDLE, self._requests.shortest / RENEWALS, self._requests.due)
+        return self._touched_at + min(filter(None, delays))
+
+    async def _renew(self) -> None:
         """Renew the leases, and end those of other clients that have expired.
 
         A client without a lease does so too: the time of leases stands still otherwise.
         """
-        loop = asyncio.get_running_loop()
-        touched_at = pinged_at = loop.time()
-        retain_at = touched_at + (self._retention or 0.0) / _RENEWALS
-        try:
-            while True:
-                self._wake.clear()
-                delays = (_IDLE, self._requests.shortest / _RENEWALS, self._requests.due)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(touched_at + min(filter(None, delays))):
-                        await self._wake.wait()
-                        continue
-                touched_at = loop.time()
-                is_due = bool(self._retention) and touched_at >= retain_at
-                leases = {lease.lease_id: lease for lease in self._leases}
-                for lease_id in await self._run("touch", b"%d" % is_due, *leases):
-                    lease = leases[lease_id]
-                    self._leases.pop(lease, None)
-                    lease._end()
-                if is_due and self._retention:
-                    retain_at = touched_at + self._retention / _RENEWALS
-                if touched_at >= pinged_at + _IDLE / 2:
-                    self._feed.ping()
-                    pinged_at = touched_at
-        except StoreError as error:
-            self._link.fail(error)
+        now = self._touched_at = asyncio.get_running_loop().time()
+        is_due = bool(self._retention) and now >= self._retain_at
+        leases = {lease.lease_id: lease for lease in self._leases}
+        for lease_id in await self._run("touch", b"%d" % is_due, *leases):
+            self._end_lease(leases[lease_id])
+        if is_due and self._retention:
+            self._retain_at = now + self._retention / RENEWALS
+        if now >= self._pinged_at + _IDLE / 2:
+            self._feed.ping()
+            self._pinged_at = now
 
     # ---------------------------------------------------------------------- watches
 
@@ -339,11 +242,6 @@ class RedisStore(EngineStore):
         except BaseException:  # a cancellation too
             self._close_watch(watch)
             raise
-
-    def _close_watch(self, watch: Watch) -> None:
-        following = self._watches.pop(watch, None)
-        if following is not None:
-            following.cancel()
 
     async def _follow(self, watch: Watch, opened: asyncio.Future[None]) -> None:
         """Feed a watch until it is closed or the store is lost."""
@@ -389,38 +287,18 @@ class RedisStore(EngineStore):
                 return pages
             begin = b"(" + found[-2]
 
-    # ---------------------------------------------------------------------- the end
-
-    def _on_link_ended(self, error: StoreError) -> None:
-        for lease in self._leases:
-            lease._end()
-        self._leases.clear()
+    def _end_watches(self, error: StoreError) -> None:
         self._feed.fail(error)
 
-    async def aclose(self) -> None:
-        """Close this client; its leases end, pending operations raise StoreClosed.
-
-        It takes at most a second or two.  Idempotent.
-
-        Cancellation: raised when the connections are closed.
-        """
-        await run_shielded(self._close)
+    def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:
+        requests = [self._run("revoke", lease.lease_id) for lease in self._leases]
+        if self._retention:
+            requests.append(self._run("touch", b"1"))  # the retention begins now
+        return requests
 
     async def _close(self) -> None:
-        if self._link.error is None and self._keeper is not None:
-            ends = [self._run("revoke", lease.lease_id) for lease in self._leases]
-            if self._retention:
-                ends.append(self._run("touch", b"1"))  # the retention begins now
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT):
-                    await asyncio.gather(*ends, return_exceptions=True)
-        self._link.fail(StoreClosed("the store was closed"))
-        tasks = [*self._watches.values(), *([self._keeper] if self._keeper else [])]
-        self._watches.clear()
+        await super()._close()
         await self._feed.aclose()
-        await self._link.aclose()
-        if tasks:
-            await cancel_and_wait(tasks)
 
 
 def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:

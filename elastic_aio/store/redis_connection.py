@@ -5,14 +5,18 @@ This is the only module that imports the package redis.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
 import ssl
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
+from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import SpecError, StoreRefused
+from elastic_aio.store.engine_link import NotDone, reason_of
 from elastic_aio.store.sockets import enable_keepalive
 from elastic_aio.text import one_line
 
@@ -59,10 +63,6 @@ _REFUSED: Final = (
 )
 
 
-class NotDone(Exception):
-    """The server has not carried out the request, and another one may; the message says why."""
-
-
 class RedisConnection(Connection):
     """A connection; `run_id` is that of the server process."""
 
@@ -83,6 +83,9 @@ class RedisConnection(Connection):
         self._context = context
         self._server_name = name
         self.run_id = b""
+        self._unsent: list[bytes] = []
+        self._replies: deque[asyncio.Future[Any]] = deque()
+        self._reading: asyncio.Task[None] | None = None
 
     def _connection_arguments(self) -> dict[str, Any]:
         tls = {"ssl": self._context, "server_hostname": self._server_name or self.host}
@@ -96,13 +99,65 @@ class RedisConnection(Connection):
         await self.send_command(*command)
         return await self.read_response()
 
+    def share(self) -> None:
+        """Let any number of tasks call `ask_packed` at once, and nothing else be called."""
+        self._reading = create_task(self._read_replies(), f"replies of {self.host}:{self.port}")
+
     async def ask_packed(self, command: bytes) -> Any:
         """Send a command in the form of the protocol and return its reply.
 
-        Cancellation: leaves the connection unusable.
+        Commands of one turn of the event loop are sent together.
+
+        Cancellation: leaves the connection usable; the reply is dropped.
         """
-        await self.send_packed_command(command, check_health=False)
-        return await self.read_response()
+        if not self.is_shared:
+            raise ConnectionResetError
+        self.write(command)
+        reply = asyncio.get_running_loop().create_future()
+        self._replies.append(reply)
+        return await reply
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether `ask_packed` can be called."""
+        is_open = self._writer is not None and not self._writer.is_closing()
+        return is_open and self._reading is not None and not self._reading.done()
+
+    def write(self, command: bytes) -> None:
+        """Send a command in the form of the protocol, whose reply is one of the messages."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_unsent)
+        self._unsent.append(command)
+
+    def _send_unsent(self) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    async def _read_replies(self) -> None:
+        failure: Exception = ConnectionResetError()
+        try:
+            while True:
+                try:
+                    reply = await self.next_message()
+                except ResponseError as error:
+                    reply = error
+                if not self._replies:
+                    raise exceptions.InvalidResponse
+                waiting = self._replies.popleft()
+                if waiting.done():
+                    continue
+                if isinstance(reply, ResponseError):
+                    waiting.set_exception(reply)
+                else:
+                    waiting.set_result(reply)
+        except (OSError, RedisError) as error:
+            failure = error
+        finally:
+            self.abort()
+            for waiting in self._replies:
+                if not waiting.done():
+                    waiting.set_exception(failure)
 
     async def read_server(self) -> None:
         """Keep the run id of the server.
@@ -127,11 +182,6 @@ class RedisConnection(Connection):
         except exceptions.ResponseError as error:
             return error
 
-    def write(self, *command: Any) -> None:
-        """Send a command whose reply is one of the messages."""
-        if self._writer is not None:
-            self._writer.writelines(self.pack_command(*command))
-
     async def next_message(self) -> Any:
         """Return the next message of a subscription, however late it comes."""
         return await self.read_response(timeout=math.inf)
@@ -151,6 +201,17 @@ class RedisConnection(Connection):
         if self._writer is not None:
             self._writer.transport.abort()
 
+    async def aclose(self) -> None:
+        """Close it at once; a pending request fails.
+
+        Idempotent.
+        """
+        self.abort()
+        if self._reading is not None:
+            await cancel_and_wait([self._reading])
+        with contextlib.suppress(OSError, exceptions.RedisError):
+            await self.disconnect(nowait=True)
+
 
 def pack(*words: bytes) -> bytes:
     """Return a command in the form of the protocol."""
@@ -165,13 +226,6 @@ def pack_words(words: Iterable[bytes]) -> bytes:
 def is_script_unknown(error: Exception) -> bool:
     """Return whether Redis does not know a script by its hash."""
     return isinstance(error, exceptions.NoScriptError)
-
-
-async def close_connection(connection: RedisConnection) -> None:
-    """Close a connection at once."""
-    connection.abort()
-    with contextlib.suppress(OSError, exceptions.RedisError):
-        await connection.disconnect(nowait=True)
 
 
 def check_server(connection: RedisConnection, info: bytes) -> None:
@@ -231,25 +285,17 @@ def judge(error: Exception) -> Exception:
     return error
 
 
-def reason_of(error: Exception, *, is_plain: bool = False) -> str:
+def reason_of_redis(error: Exception, *, is_plain: bool = False) -> str:
     """Return why there is no reply; `is_plain` is true for a first request without TLS."""
     # The package raises an error of its own for one of the system.
     cause = error.__cause__ or error.__context__
     if isinstance(cause, OSError):
         error = cause
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        from elastic_aio.store.tls import tls_reason
-
-        return f"TLS: {tls_reason(error)}"
-    if isinstance(error, TimeoutError | exceptions.TimeoutError):
+    if isinstance(error, exceptions.TimeoutError):
         return "does not answer"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
     if isinstance(error, exceptions.InvalidResponse):
         return "it does not speak the protocol of Redis"
     if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
-        return error.strerror or str(error) or type(error).__name__
+        return reason_of(error)
     hint = " without a reply (perhaps it asks for TLS)" if is_plain else ""
     return f"the connection was closed{hint}"

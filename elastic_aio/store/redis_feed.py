@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import StoreError
-from elastic_aio.store.redis_connection import RedisConnection
+from elastic_aio.store.redis_connection import RedisConnection, pack
 from elastic_aio.store.redis_link import RedisLink
 
 Channel = tuple[bool, bytes]
@@ -113,7 +113,7 @@ class RedisFeed:
         elif self._running is None:
             self._running = create_task(self._run(), f"messages of {self._link.endpoint}")
         elif self._connection is not None:
-            self._send(_commands(listener.channels, "SUBSCRIBE"))
+            self._send(_commands(listener.channels, b"SUBSCRIBE"))
         try:
             yield listener
         finally:
@@ -125,12 +125,12 @@ class RedisFeed:
                     del self._listeners[channel]
                     unused.append(channel)
             if self._connection is not None:
-                self._send(_commands(unused, "UNSUBSCRIBE"))
+                self._send(_commands(unused, b"UNSUBSCRIBE"))
 
     def ping(self) -> None:
         """Ask for a sign of the server."""
         if self._connection is not None:
-            self._send([("PING",)])
+            self._send([(b"PING",)])
 
     def fail(self, error: StoreError) -> None:
         """End all listeners."""
@@ -158,7 +158,7 @@ class RedisFeed:
         for channel, listeners in self._listeners.items():
             for listener in listeners:
                 listener.pending.add(channel)
-        self._send(_commands(self._listeners, "SUBSCRIBE"))
+        self._send(_commands(self._listeners, b"SUBSCRIBE"))
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as limit:
@@ -168,10 +168,10 @@ class RedisFeed:
         finally:
             self._connection = None
 
-    def _send(self, commands: Iterable[tuple[bytes | str, ...]]) -> None:
+    def _send(self, commands: Iterable[tuple[bytes, ...]]) -> None:
         assert self._connection is not None
         for command in commands:
-            self._connection.write(*command)
+            self._connection.write(pack(*command))
 
     def _on_reply(self, reply: object) -> None:
         if not isinstance(reply, list):
@@ -200,11 +200,11 @@ _AT_ONCE: Final = 500
 """Channels in one command."""
 
 
-def _commands(channels: Iterable[Channel], verb: str) -> Iterator[tuple[bytes | str, ...]]:
+def _commands(channels: Iterable[Channel], verb: bytes) -> Iterator[tuple[bytes, ...]]:
     for is_pattern in (False, True):
         names = [name for flag, name in channels if flag == is_pattern]
         for first in range(0, len(names), _AT_ONCE):
-            command = "P" + verb if is_pattern else verb
+            command = b"P" + verb if is_pattern else verb
             yield (command, *names[first : first + _AT_ONCE])
 
 

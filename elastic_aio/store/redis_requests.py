@@ -11,7 +11,7 @@ from msgspec import Struct
 from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreLost, StoreRefused
 from elastic_aio.store.keyspace import OperationRefused, parse_counter, wrap
-from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown, pack_words
+from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown, pack, pack_words
 from elastic_aio.store.redis_link import RedisLink
 from elastic_aio.store.redis_script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
 
@@ -21,7 +21,7 @@ _WHOLE: Final = pack_words([b"EVAL", SCRIPT])
 
 _LOST: Final = "Redis has lost changes, by a fail-over or a restart, or has removed all keys"
 
-_SCANNED: Final = 1000
+_SCANNED: Final = b"1000"
 """Keys that Redis visits in one request."""
 
 _UNREPEATABLE: Final = ("add", "swap", "append", "push", "pop")
@@ -83,14 +83,15 @@ class RedisRequests:
         answer, is_repeat = await self._link.request(
             use, is_repeatable=op not in _UNREPEATABLE, deadline=deadline
         )
-        status, *reply = answer
+        status, *state = answer[0].split(b" ")
         if status == LOST:
             self.known = KnownHistory()  # another store enters what is there now
             self._link.fail(StoreLost(_LOST))
             self._link.check()
-        identity, epoch, revision, ttl, due, result = reply
+        identity, epoch, revision, ttl, due = state
+        result = answer[1]
         self._learn(KnownHistory(identity, epoch, int(revision)))
-        self.shortest, self.due = ttl / 1000, due / 1000
+        self.shortest, self.due = int(ttl) / 1000, int(due) / 1000
         if status == LEASE_ENDED:
             raise StoreRefused("the lease has ended")
         assert status == DONE
@@ -111,7 +112,9 @@ class RedisRequests:
             position = cursor
 
             async def use(connection: RedisConnection, position: bytes = position) -> Any:
-                return await connection.ask("SCAN", position, "MATCH", pattern, "COUNT", _SCANNED)
+                return await connection.ask_packed(
+                    pack(b"SCAN", position, b"MATCH", pattern, b"COUNT", _SCANNED)
+                )
 
             (cursor, keys), _ = await self._link.request(use)
             found += keys

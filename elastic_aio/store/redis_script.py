@@ -30,9 +30,11 @@ from typing import Final
 
 KEYS: Final = (b"v", b"i", b"m", b"o", b"k", b"d", b"t", b"q")
 
-DONE: Final = 1
-LOST: Final = 0
-LEASE_ENDED: Final = 2
+DONE: Final = b"1"
+LOST: Final = b"0"
+LEASE_ENDED: Final = b"2"
+"""The first word of a reply; then come the incarnation, the epoch, the revision, the shortest time
+to live, and the time until the next lease expires.  They are one text, which is parsed at once."""
 
 PAGE: Final = 256
 """Keys that a scan returns at once; and a page ends after about 1 MiB of values."""
@@ -120,7 +122,7 @@ if id then
     epoch = nonce
   end
   if known_id ~= '' then
-    if known_id ~= id then return {0} end
+    if known_id ~= id then return {'0'} end
     local limit = rev
     if known_epoch ~= epoch then
       limit = tonumber(call('HGET', M, 'e:' .. known_epoch) or -1)
@@ -130,7 +132,7 @@ if id then
       for _, lease in ipairs(call('ZRANGE', D, 0, -1)) do end_lease(lease, 2) end
       call('DEL', M)
       begin()
-      return {0}
+      return {'0'}
     end
   end
   local pause = now - last
@@ -147,7 +149,7 @@ if id then
   end
   if pause < 0 or pause > 100 then redis.pcall('HSET', M, 'last', now) end
 elseif known_id ~= '' then
-  return {0}
+  return {'0'}
 elseif not reads[op] then
   begin()
 end
@@ -315,7 +317,7 @@ function ops.purge()
 end
 
 local result, status = ops[op]()
-if op == 'purge' and result > 0 then return {1, '', '', '0', 0, 0, result} end
+if op == 'purge' and result > 0 then return {'1   0 0 0', result} end
 if rev ~= began_rev then call('HSET', M, 'rev', string.format('%.0f', rev)) end
 if keep > 0 and not reads[op] then
   local left = call('PTTL', M)
@@ -328,6 +330,7 @@ if keep > 0 and not reads[op] then
   end
 end
 local due = call('ZRANGE', D, 0, 0, 'WITHSCORES')[2]
-return {status or 1, id or '', epoch or '', string.format('%.0f', rev), ttl,
-  due and math.max(1, due - now) or 0, result or false}
+due = due and math.max(1, due - now) or 0
+return {string.format('%d %s %s %.0f %.0f %.0f', status or 1, id or '', epoch or '', rev, ttl, due),
+  result or false}
 """

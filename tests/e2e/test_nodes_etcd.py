@@ -6,25 +6,14 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastic_aio import (
-    CoordinatorChanged,
-    JobFinished,
-    NodeJoined,
-    NodeLost,
-    RendezvousStoreAwaited,
-    RendezvousStoreLost,
-    RendezvousStoreRecovered,
-    RoundFormed,
-    WorkerStarted,
-)
-from tests.support.cli import run_cli
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
-from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
+from elastic_aio import NodeLost, RendezvousStoreLost
+from tests.e2e.test_nodes_engines import assert_undisturbed, job, serve
+from tests.support.cluster import AT_ONCE_S
+from tests.support.etcd import ETCD, WHY_NOT, etcd_cluster
 from tests.support.netns import Network
 
 pytestmark = [
@@ -33,78 +22,9 @@ pytestmark = [
     pytest.mark.skipif(ETCD is None, reason=WHY_NOT),
 ]
 
-# Short, so that an etcd which is away for some seconds outlasts the leases.
-CONF = {"heartbeat_timeout": 4}
 LEASE_S = 6
 OUTAGE_S = LEASE_S + 1.0
 """Longer than a lease, which must be renewed meanwhile."""
-
-
-@contextlib.contextmanager
-def etcd(directory: Path) -> Iterator[EtcdProcess]:
-    """Run an etcd of one member."""
-    directory.mkdir()
-    with EtcdProcess(directory) as server:
-        yield server
-
-
-def job(directory: Path, nnodes: object, endpoint: str, **conf: object) -> Cluster:
-    """Return a job whose nodes meet at etcd."""
-    settings = {**CONF, **conf}
-    return Cluster(directory, nnodes, endpoint=endpoint, rdzv_backend="etcd", conf=settings)
-
-
-def assert_undisturbed(*nodes: AgentProcess) -> None:
-    """Check that the workers are those of the first round."""
-    for node in nodes:
-        assert len(node.events_of(RoundFormed)) == 1
-        assert {event.attempt for event in node.events_of(WorkerStarted)} == {0}
-        assert not node.events_of(NodeLost)
-
-
-async def test_a_job_meets_at_etcd(tmp_path: Path) -> None:
-    """A lost node is replaced, and the keys of the ended job are left to their lease."""
-    with etcd(tmp_path / "etcd") as server:
-        async with job(tmp_path / "job", "1:2", server.endpoint, last_call_timeout=60) as cluster:
-            nodes = [cluster.start(), cluster.start()]
-            await cluster.workers(*nodes, attempt=0)
-            await nodes[1].kill()
-            await cluster.workers(nodes[0], attempt=1, world_size=1)
-            again = cluster.start()
-            await cluster.workers(nodes[0], again, attempt=2, world_size=2)
-            assert {one.code for one in await cluster.finish(nodes[0], again, attempt=2)} == {0}
-            events = cluster.follow_events(rdzv_backend="etcd")
-            await events.wait_for(lambda event: isinstance(event, JobFinished), "the end")
-            assert any(isinstance(event, NodeJoined) for event in events.entries)
-        late = run_cli(
-            "--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint", server.endpoint,
-            "--rdzv-id=job", __file__,
-        )  # fmt: skip
-        assert late.code == 0, late.err
-
-
-async def test_etcd_is_killed_and_started_again(tmp_path: Path) -> None:
-    """The agents notice, wait without a limit, and come back; no worker is restarted."""
-    with etcd(tmp_path / "etcd") as server:
-        async with job(tmp_path / "job", 2, server.endpoint, read_timeout=1) as cluster:
-            nodes = [cluster.start(), cluster.start()]
-            await cluster.workers(*nodes)
-            server.kill()
-            for node in nodes:
-                lost = await node.event(RendezvousStoreLost)
-                assert server.endpoint in lost.why
-                awaited = await node.event(RendezvousStoreAwaited)
-                assert awaited.time_left is None
-                assert "connection refused" in awaited.why
-            server.start([server.peer])
-            for node in nodes:
-                back = await node.event(RendezvousStoreRecovered)
-                assert not back.is_host
-                await node.event(CoordinatorChanged, term=2)
-            assert {one.code for one in await cluster.finish(*nodes)} == {0}
-            assert_undisturbed(*nodes)
-            for node in nodes:
-                assert node.events_of(JobFinished)
 
 
 async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) -> None:
@@ -112,7 +32,7 @@ async def test_the_leader_of_three_is_killed_while_a_round_runs(tmp_path: Path) 
     (tmp_path / "etcd").mkdir()
     with etcd_cluster(tmp_path / "etcd") as members:
         endpoints = ",".join(member.endpoint for member in members)
-        async with job(tmp_path / "job", "1:3", endpoints, last_call_timeout=1) as cluster:
+        async with job(tmp_path / "job", "1:3", "etcd", endpoints, last_call_timeout=1) as cluster:
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes, attempt=0, world_size=2)
             leader = next(member for member in members if member.is_leader)
@@ -133,7 +53,9 @@ async def test_members_fail_one_after_the_other(tmp_path: Path, fault: signal.Si
     (tmp_path / "etcd").mkdir()
     with etcd_cluster(tmp_path / "etcd") as members:
         endpoints = ",".join(member.endpoint for member in members)
-        async with job(tmp_path / "job", 2, endpoints, heartbeat_timeout=LEASE_S) as cluster:
+        async with job(
+            tmp_path / "job", 2, "etcd", endpoints, heartbeat_timeout=LEASE_S
+        ) as cluster:
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes)
             for member in sorted(members, key=lambda one: one.is_leader, reverse=True):
@@ -165,7 +87,7 @@ async def test_members_are_partitioned_one_after_the_other(tmp_path: Path) -> No
         members = stack.enter_context(etcd_cluster(tmp_path / "etcd", hosts=hosts))
         endpoints = ",".join(member.endpoint for member in members)
         conf = {"last_call_timeout": 1, "heartbeat_timeout": LEASE_S}
-        async with job(tmp_path / "job", "2:3", endpoints, **conf) as cluster:
+        async with job(tmp_path / "job", "2:3", "etcd", endpoints, **conf) as cluster:
             nodes = [cluster.start(name, host=network[name]) for name in ("a", "b")]
             await cluster.workers(*nodes)
             for name in names:
@@ -185,8 +107,10 @@ async def test_members_are_partitioned_one_after_the_other(tmp_path: Path) -> No
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_agents_stop_while_etcd_is_away(tmp_path: Path, fault: signal.Signals) -> None:
     """Before and after they have noticed, and without waiting for it."""
-    with etcd(tmp_path / "etcd") as server:
-        async with job(tmp_path / "job", 2, server.endpoint, heartbeat_timeout=10) as cluster:
+    with serve("etcd", tmp_path / "etcd") as server:
+        async with job(
+            tmp_path / "job", 2, "etcd", server.endpoint, heartbeat_timeout=10
+        ) as cluster:
             early, late = cluster.start(), cluster.start()
             await cluster.workers(early, late)
             server.send(fault)

@@ -264,6 +264,7 @@ async def test_a_surplus_node_stands_by_and_takes_a_free_rank() -> None:
         b.close()
         assert (await c.wait_formed(2)).span.group_rank == rank
         assert (await c.wait_event(StandbyPromoted)).group_rank == rank
+        await a.wait_formed(2, after=0)
         assert [len(a.started), len(a.stopped)] == [2, 1]
 
 

@@ -1,8 +1,9 @@
-"""The store on etcd: fail-over, leases, watches, users, and what etcd refuses."""
+"""The store on etcd: what differs from other engines (`test_engines` has the rest)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import uuid
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
+from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.etcd import EtcdStore
-from elastic_aio.store.etcd_wire import LEASE_KEYS, TXN, Request
+from elastic_aio.store.etcd_link import EtcdLink
+from elastic_aio.store.etcd_wire import LEASE_KEYS, TXN, Request, WatchRange, watch_body
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
 from tests.support.etcd import (
@@ -28,7 +31,6 @@ from tests.support.etcd import (
     text,
     tls_options,
 )
-from tests.support.sockets import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(ETCD is None, reason=WHY_NOT)]
 
@@ -55,32 +57,6 @@ async def set_until_refused(store: EtcdStore, value: bytes = b"1") -> None:
         await store.set(f"k{number}", value)
 
 
-async def test_an_expired_key_differs_from_a_deleted_one(etcd_endpoint: str, prefix: str) -> None:
-    """A client that is cut off lets its lease expire; another deletes its key, then leaves."""
-    async with (
-        EtcdStore(etcd_endpoint, key_prefix=prefix) as observer,
-        proxy_of(etcd_endpoint) as proxy,
-        observer.watch("n/", is_prefix=True) as watch,
-    ):
-        holder = EtcdStore(proxy.endpoint, key_prefix=prefix, lost_after=2)
-        async with holder, holder.lease(2) as lease:
-            await lease.set("n/lost", "1")
-            await lease.set("n/deleted", "1")
-            await holder.delete("n/deleted")
-            proxy.is_refusing = True
-            proxy.cut()
-            await lease.wait_ended()
-            with pytest.raises(StoreLost, match=r"etcd does not answer: .*closed|refused"):
-                await holder.get("n/lost")
-            changes = [await anext(watch) for _ in range(4)]
-        assert [(change.kind, change.key) for change in changes] == [
-            (ChangeKind.SET, "n/lost"),
-            (ChangeKind.SET, "n/deleted"),
-            (ChangeKind.DELETED, "n/deleted"),
-            (ChangeKind.EXPIRED, "n/lost"),
-        ]
-
-
 async def test_a_released_lease_deletes_its_keys_only(
     etcd_endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,34 +79,6 @@ async def test_a_released_lease_deletes_its_keys_only(
         kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(6)]]
         assert kinds[-1] == (ChangeKind.DELETED, "mine")
         assert sorted(await two.list_keys()) == ["taken", "taken late"]
-
-
-async def test_another_client_ends_a_lease(etcd_endpoint: str, prefix: str) -> None:
-    """As if it had expired; its holder notices when it renews it."""
-    one, two = (EtcdStore(etcd_endpoint, key_prefix=prefix) for _ in range(2))
-    async with one, two, two.watch("", is_prefix=True) as watch, one.lease(3) as lease:
-        await lease.set("k", "1")
-        for _ in range(2):  # the second has no effect
-            await two.end_lease(lease.lease_id)
-        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(2)]]
-        assert kinds == [(ChangeKind.SET, "k"), (ChangeKind.EXPIRED, "k")]
-        await lease.wait_ended()
-
-
-async def test_a_watch_goes_on_after_broken_connections(etcd_endpoint: str, prefix: str) -> None:
-    """No change is lost or repeated."""
-    async with (
-        EtcdStore(etcd_endpoint, key_prefix=prefix) as writer,
-        proxy_of(etcd_endpoint) as proxy,
-        EtcdStore(proxy.endpoint, key_prefix=prefix) as reader,
-        reader.watch("k") as watch,
-    ):
-        for number in range(0, 20, 2):
-            await writer.set("k", str(number))
-            assert (await anext(watch)).value == b"%d" % number
-            proxy.cut()
-            await writer.set("k", str(number + 1))
-            assert (await anext(watch)).value == b"%d" % (number + 1)
 
 
 async def test_a_watch_goes_on_after_a_compaction(etcd_endpoint: str, prefix: str) -> None:
@@ -166,7 +114,7 @@ async def test_a_restart_of_etcd_ends_neither_lease_nor_watch_nor_wait(
             waiting = asyncio.ensure_future(store.get("later"))
             etcd.kill()
             setting = asyncio.ensure_future(store.set("k", "2"))
-            etcd.start([etcd.peer])
+            etcd.start()
             await setting
             assert (await anext(watch)).value == b"2"
             await store.set("later", "3")
@@ -190,7 +138,7 @@ async def test_an_etcd_without_its_data_begins_the_watch_anew(
         assert [(await anext(watch)).value for _ in range(10)][-1] == b"9"
         etcd.kill()
         (tmp_path / etcd.name).rename(tmp_path / "lost")
-        etcd.start([etcd.peer])
+        etcd.start()
         await lease.wait_ended()
         with pytest.raises(StoreRefused, match="the lease has ended"):
             await lease.set("w/mine", "1")
@@ -225,27 +173,18 @@ async def test_a_member_that_hangs_is_left(tmp_path: Path, prefix: str) -> None:
                 used.send(signal.SIGCONT)
 
 
-async def test_a_closed_port_is_skipped(etcd_endpoint: str, prefix: str) -> None:
-    """And errors name each endpoint that was tried."""
-    closed = f"127.0.0.1:{free_port()}"
-    for _ in range(4):  # it begins at any of them
-        async with EtcdStore(f"{closed},{etcd_endpoint}", key_prefix=prefix) as store:
-            assert await store.add("n") > 0
-    with pytest.raises(StoreTimeout, match=rf"{closed}: connection refused$"):
-        async with EtcdStore(closed, timeout=0.3):
-            pass
-
-
 async def test_a_lost_reply(
     etcd_endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What can be made twice is; an addition is not, and is reported as unknown."""
     async with EtcdStore(etcd_endpoint, key_prefix=prefix) as store:
         send = store._link._send
+        lost: list[Request] = []
 
-        async def lose_reply(member: int, request: Request, *, is_repeat: bool) -> Any:
-            reply = await send(member, request, is_repeat=is_repeat)
-            if request.path == TXN and not is_repeat:
+        async def lose_reply(member: int, request: Request) -> Any:
+            reply = await send(member, request)
+            if request.path == TXN and all(one is not request for one in lost):
+                lost.append(request)
                 raise OSError("the reply is lost")
             return reply
 
@@ -282,7 +221,7 @@ async def test_users(etcd: EtcdProcess, prefix: str) -> None:
         await store.set("k", "1")
         assert (await anext(watch)).value == b"1"
         etcd.kill()
-        etcd.start([etcd.peer])  # its tokens are gone
+        etcd.start()  # its tokens are gone
         await store.set("k", "2")
         assert (await anext(watch)).value == b"2"
     with pytest.raises(StoreRefused, match=r"does not accept the user or the password$"):
@@ -327,19 +266,6 @@ async def test_the_gateway_is_switched_off(tmp_path: Path) -> None:
     ):
         async with EtcdStore(server.endpoint):
             pass
-
-
-async def test_another_server_at_the_endpoint() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n")
-        writer.write(b"220 mail.example ESMTP\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(StoreTimeout, match=r"it does not speak HTTP$"):
-            async with EtcdStore(f"127.0.0.1:{port}", timeout=0.3):
-                pass
 
 
 async def test_too_few_members_for_a_leader(tmp_path: Path, prefix: str) -> None:
@@ -391,11 +317,37 @@ async def test_keys_are_retained_together(etcd_endpoint: str, prefix: str) -> No
         assert leases_of(etcd_endpoint, prefix)[f"{prefix}/a"] == of_a
 
 
-async def test_a_closed_store(etcd_endpoint: str, prefix: str) -> None:
-    store = EtcdStore(etcd_endpoint, key_prefix=prefix)
-    with pytest.raises(StoreClosed, match="async with EtcdStore"):
-        await store.peek("k")
-    async with store:
-        with pytest.raises(StoreClosed, match="opened once"):
-            await store.open(1)
-    await store.aclose()
+async def test_a_watch_that_the_gateway_has_lost_is_opened_again() -> None:
+    """Of several in one request; it would be silent for ever."""
+    requests: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split()[0])
+        requests.append(await reader.readexactly(size))
+        numbers = (1,) if len(requests) == 1 else (1, 2)
+        lines = [
+            b'{"result":{"header":{"revision":"5"},"watch_id":"%d","created":true}}\n' % number
+            for number in numbers
+        ]
+        if len(numbers) == 2:
+            lines.append(b'{"result":{"watch_id":"2","events":[{"kv":{"key":"Yg=="}}]}}\n')
+        text = b"".join(b"%x\r\n%b\r\n" % (len(line), line) for line in lines)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + text)
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        answered.release()
+
+    answered = asyncio.Semaphore(0)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        link = EtcdLink(EngineAccess((endpoint,), None, None, None, 3.0), lambda error: None)
+        ranges = [WatchRange(b"a", b"", 5), WatchRange(b"b", b"", 5)]
+        async with contextlib.aclosing(link.changes(ranges)) as changes:
+            changed, event = await anext(changes)
+        await link.aclose()
+        for _ in range(2):
+            await answered.acquire()
+        assert (changed, event.kv.key) == (ranges[1], b"b")
+        assert requests == [watch_body(ranges)] * 2

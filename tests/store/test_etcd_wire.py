@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -17,6 +18,7 @@ from elastic_aio.store.etcd_wire import (
     RangeReply,
     Request,
     TxnReply,
+    WatchRange,
     parse_error,
     parse_reply,
     prefix_end,
@@ -28,8 +30,8 @@ from elastic_aio.store.http import HttpError, parse_head
 GET = Request("kv/range", {}, RangeReply)
 
 
-def replied(request: Request, body: str, *, is_repeat: bool = False) -> Any:
-    return parse_reply(request, 200, body.encode(), is_repeat=is_repeat)
+def replied(request: Request, body: str) -> Any:
+    return parse_reply(request, 200, body.encode())
 
 
 def test_a_reply_leaves_out_what_is_zero_or_empty() -> None:
@@ -39,8 +41,6 @@ def test_a_reply_leaves_out_what_is_zero_or_empty() -> None:
     assert (reply.header.revision, reply.count) == (7, 1)
     assert (reply.kvs[0].key, reply.kvs[0].value, reply.kvs[0].lease) == (b"a", b"", -3)
     assert replied(GET, "{}") == RangeReply()
-    assert not replied(GET, "{}").is_repeat
-    assert replied(GET, "{}", is_repeat=True).is_repeat
     alive = replied(Request(KEEP_ALIVE, {}, LeaseReply), '{"result":{"ID":"9","TTL":"5"}}\n')
     assert (alive.ID, alive.TTL) == (9, 5)
 
@@ -48,7 +48,7 @@ def test_a_reply_leaves_out_what_is_zero_or_empty() -> None:
 @pytest.mark.parametrize("body", ["", "null", "[]", '{"kvs":5}', '{"kvs":[{"key":"%"}]}', "\xff"])
 def test_a_reply_of_another_server_is_refused(body: str) -> None:
     with pytest.raises(EtcdError, match="not that of etcd's JSON gateway") as caught:
-        parse_reply(GET, 200, body.encode("latin-1"), is_repeat=False)
+        parse_reply(GET, 200, body.encode("latin-1"))
     assert caught.value.fault is Fault.REFUSED
 
 
@@ -121,10 +121,24 @@ def test_an_addition_is_not_repeated_when_it_may_have_been_made() -> None:
 
 
 def test_a_watch_of_two_ranges_is_two_requests() -> None:
-    lines = watch_body([(b"a", b"b"), (b"c", b"")], 9).splitlines()
+    lines = watch_body([WatchRange(b"a", b"b", 9), WatchRange(b"c", b"", 8)]).splitlines()
     requests = [json.loads(line)["create_request"] for line in lines]
-    assert [request["start_revision"] for request in requests] == ["9", "9"]
+    assert [request["start_revision"] for request in requests] == ["9", "8"]
+    assert [request["watch_id"] for request in requests] == ["1", "2"]
     assert [request.get("range_end") for request in requests] == ["Yg==", None]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 40])
+@pytest.mark.parametrize("length", [1, 100, 700])
+def test_the_first_request_to_watch_fills_a_buffer_with_the_others(count: int, length: int) -> None:
+    """The decoder of the gateway reads all at once: the rest of a body may be dropped."""
+    body = watch_body([WatchRange(b"k" * length, b"", 1)] * count)
+    room = 512
+    while room < len(body.partition(b"\n")[0]):
+        room = 2 * room + 512
+    assert len(body) <= room
+    keys = [json.loads(line)["create_request"]["key"] for line in body.splitlines()]
+    assert keys == [base64.b64encode(b"k" * length).decode()] * count
 
 
 def test_heads_of_replies() -> None:

@@ -468,7 +468,7 @@ async def hold(store: Store, name: bytes, take: Take, *, leaves: bool) -> None:
         for _ in range(5):
             await lease.set("h/data", name)
         if leaves and isinstance(store, EngineStore):
-            store._leases.clear()  # type: ignore[attr-defined]
+            store._leases.clear()
             await lease.set("h/data", name)
             while await store.peek("h/lock") == name:
                 await anext(locks)

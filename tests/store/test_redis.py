@@ -1,4 +1,4 @@
-"""The store on Redis: leases, watches, fail-over, users, and what Redis refuses."""
+"""The store on Redis: what differs from other engines (`test_engines` has the rest)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
-from elastic_aio.store import ChangeKind
+from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store.redis import RedisStore
 from elastic_aio.store.redis_script import PAGE
 from tests.support.certificates import Authority
@@ -52,38 +51,6 @@ async def read_until_lost(store: RedisStore) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_an_expired_key_differs_from_a_deleted_one(
-    redis_endpoint: str, prefix: str, proxy: ChaosProxy
-) -> None:
-    """A client that is cut off lets its lease expire; another deletes its key, then leaves."""
-    async with (
-        RedisStore(redis_endpoint, key_prefix=prefix) as observer,
-        observer.watch("n/", is_prefix=True) as watch,
-    ):
-        holder = RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=2)
-        async with holder, holder.lease(2) as lease:
-            await lease.set("n/lost", "1")
-            await lease.set("n/deleted", "1")
-            await holder.delete("n/deleted")
-            async with observer.lease(5) as released:
-                await released.set("n/released", "1")
-            proxy.is_refusing = True
-            proxy.cut()
-            await lease.wait_ended()
-            with pytest.raises(StoreLost, match=r"Redis does not answer: .*closed|refused|lost"):
-                await holder.get("n/lost")
-            changes = [await anext(watch) for _ in range(6)]
-        assert [(change.kind, change.key) for change in changes] == [
-            (ChangeKind.SET, "n/lost"),
-            (ChangeKind.SET, "n/deleted"),
-            (ChangeKind.DELETED, "n/deleted"),
-            (ChangeKind.SET, "n/released"),
-            (ChangeKind.DELETED, "n/released"),
-            (ChangeKind.EXPIRED, "n/lost"),
-        ]
-        assert await observer.peek("n/lost") is None
-
-
 async def test_a_key_of_an_expired_lease_is_never_seen(redis_endpoint: str, prefix: str) -> None:
     """The client that reads it ends the lease itself; nothing else needs to run."""
     holder = RedisStore(redis_endpoint, key_prefix=prefix)
@@ -104,35 +71,6 @@ async def test_a_key_of_an_expired_lease_is_never_seen(redis_endpoint: str, pref
             await lease.set("k", "2")
         with pytest.raises(StoreRefused, match="the lease has ended"):
             await lease.compare_set("k", "", "2")
-
-
-async def test_another_client_ends_a_lease(redis_endpoint: str, prefix: str) -> None:
-    """As if it had expired; its holder notices when it renews it."""
-    one, two = (RedisStore(redis_endpoint, key_prefix=prefix) for _ in range(2))
-    async with one, two, two.watch("", is_prefix=True) as watch, one.lease(3) as lease:
-        await lease.set("k", "1")
-        for _ in range(2):  # the second has no effect
-            await two.end_lease(lease.lease_id)
-        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(2)]]
-        assert kinds == [(ChangeKind.SET, "k"), (ChangeKind.EXPIRED, "k")]
-        await lease.wait_ended()
-
-
-async def test_a_watch_goes_on_after_broken_connections(
-    redis_endpoint: str, prefix: str, proxy: ChaosProxy
-) -> None:
-    """No change is lost or repeated."""
-    async with (
-        RedisStore(redis_endpoint, key_prefix=prefix) as writer,
-        RedisStore(proxy.endpoint, key_prefix=prefix) as reader,
-        reader.watch("k") as watch,
-    ):
-        for number in range(0, 20, 2):
-            await writer.set("k", str(number))
-            assert (await anext(watch)).value == b"%d" % number
-            proxy.cut()
-            await writer.set("k", str(number + 1))
-            assert (await anext(watch)).value == b"%d" % (number + 1)
 
 
 async def test_a_silent_subscription_is_replaced(
@@ -410,16 +348,6 @@ async def test_sentinel(tmp_path: Path, prefix: str) -> None:
                 assert await store.peek("k") == b"2"
 
 
-async def test_a_closed_port_is_skipped(redis_endpoint: str, prefix: str) -> None:
-    """And errors name each endpoint that was tried."""
-    closed = f"127.0.0.1:{free_port()}"
-    async with RedisStore(f"{closed},{redis_endpoint}", key_prefix=prefix) as store:
-        assert await store.add("n") == 1
-    with pytest.raises(StoreTimeout, match=rf"{closed}: connection refused$"):
-        async with RedisStore(closed, timeout=0.3):
-            pass
-
-
 async def test_a_lost_reply(redis_endpoint: str, prefix: str, proxy: ChaosProxy) -> None:
     """What can be made twice is; an addition is not, and is reported as unknown."""
     async with RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=60) as store:
@@ -461,7 +389,7 @@ async def test_users(server: RedisProcess, prefix: str) -> None:
     assert ask(server.endpoint, "ACL", "SETUSER", "default", "off") == "+OK\r\n"
 
     def client(key_prefix: str, **user: str) -> RedisStore:
-        return RedisStore(server.endpoint, key_prefix=key_prefix, **user)  # type: ignore[arg-type]
+        return RedisStore(server.endpoint, key_prefix=key_prefix, **user)
 
     async with client(prefix, user="job", password="s3cret") as store, store.watch("k") as watch:
         async with store.lease(2) as lease:
@@ -498,19 +426,6 @@ async def test_tls(tmp_path: Path, authority: Authority, prefix: str) -> None:
         other = Authority(tmp_path, "other").issue()
         with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
             async with RedisStore(server.endpoint, timeout=0.5, tls=other):
-                pass
-
-
-async def test_another_server_at_the_endpoint() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n")
-        writer.write(b"220 mail.example ESMTP\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(StoreTimeout, match=r"it does not speak the protocol of Redis$"):
-            async with RedisStore(f"127.0.0.1:{port}", timeout=0.3):
                 pass
 
 
@@ -562,16 +477,6 @@ async def test_a_key_prefix_with_braces(redis_endpoint: str) -> None:
         reply = ask(redis_endpoint, "KEYS", f"*{name[1:-1]}*").split("\r\n")
         keys = [line for line in reply if line.startswith("{")]
         assert {key[: key.index("}") + 1] for key in keys} == {f"{{%7D{name[1:-1]}%7B:a%7Db}}"}
-
-
-async def test_a_closed_store(redis_endpoint: str, prefix: str) -> None:
-    store = RedisStore(redis_endpoint, key_prefix=prefix)
-    with pytest.raises(StoreClosed, match="async with RedisStore"):
-        await store.peek("k")
-    async with store:
-        with pytest.raises(StoreClosed, match="opened once"):
-            await store.open(1)
-    await store.aclose()
 
 
 def test_without_the_package(tmp_path: Path) -> None:

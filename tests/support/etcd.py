@@ -60,7 +60,7 @@ class EtcdProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start([self.peer])
+        self.start()
         self.wait_ready()
         return self
 
@@ -72,8 +72,8 @@ class EtcdProcess:
     ) -> None:
         self.kill()
 
-    def start(self, peers: Sequence[str]) -> None:
-        """Start it as a member of the cluster of `peers`."""
+    def start(self, peers: Sequence[str] = ()) -> None:
+        """Start it as a member of the cluster of `peers`, or as the only one."""
         assert ETCD is not None
         client, peer = f"{self._scheme}://{self.endpoint}", self.peer.partition("=")[2]
         arguments = {
@@ -83,7 +83,7 @@ class EtcdProcess:
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
-            "initial-cluster": ",".join(peers),
+            "initial-cluster": ",".join(peers or [self.peer]),
             "unsafe-no-fsync": "",
             "logger": "zap",
         }

@@ -1,4 +1,4 @@
-"""Jobs of several nodes that meet at Redis, and Redis fails."""
+"""Jobs of several nodes that meet at an engine, which fails and comes back."""
 
 from __future__ import annotations
 
@@ -21,30 +21,37 @@ from elastic_aio import (
 )
 from tests.support.cli import run_cli
 from tests.support.cluster import AgentProcess, Cluster
-from tests.support.redis import REDIS, WHY_NOT, RedisProcess
+from tests.support.etcd import ETCD, EtcdProcess
+from tests.support.redis import REDIS, RedisProcess
 
-pytestmark = [
-    pytest.mark.black_box,
-    pytest.mark.engine,
-    pytest.mark.skipif(REDIS is None, reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.black_box, pytest.mark.engine]
 
-# Short, so that a Redis which is away for some seconds outlasts the leases.
+# Short, so that an engine which is away for some seconds outlasts the leases.
 CONF = {"heartbeat_timeout": 4}
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.skipif(command is None, reason=f"needs {name}"))
+        for name, command in (("etcd", ETCD), ("redis", REDIS))
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @contextlib.contextmanager
-def redis(directory: Path) -> Iterator[RedisProcess]:
-    """Run a Redis."""
+def serve(backend: str, directory: Path) -> Iterator[EtcdProcess | RedisProcess]:
+    """Run an engine of one server."""
     directory.mkdir()
-    with RedisProcess(directory) as server:
+    with (EtcdProcess if backend == "etcd" else RedisProcess)(directory) as server:
         yield server
 
 
-def job(directory: Path, nnodes: object, endpoint: str, **conf: object) -> Cluster:
-    """Return a job whose nodes meet at Redis."""
+def job(directory: Path, nnodes: object, backend: str, endpoint: str, **conf: object) -> Cluster:
+    """Return a job whose nodes meet at an engine."""
     settings = {**CONF, **conf}
-    return Cluster(directory, nnodes, endpoint=endpoint, rdzv_backend="redis", conf=settings)
+    return Cluster(directory, nnodes, endpoint=endpoint, rdzv_backend=backend, conf=settings)
 
 
 def assert_undisturbed(*nodes: AgentProcess) -> None:
@@ -55,10 +62,12 @@ def assert_undisturbed(*nodes: AgentProcess) -> None:
         assert not node.events_of(NodeLost)
 
 
-async def test_a_job_meets_at_redis(tmp_path: Path) -> None:
+async def test_a_job_meets_at_an_engine(tmp_path: Path, backend: str) -> None:
     """A lost node is replaced, and the keys of the ended job are left to their retention."""
-    with redis(tmp_path / "redis") as server:
-        async with job(tmp_path / "job", "1:2", server.endpoint, last_call_timeout=60) as cluster:
+    with serve(backend, tmp_path / "engine") as server:
+        async with job(
+            tmp_path / "job", "1:2", backend, server.endpoint, last_call_timeout=60
+        ) as cluster:
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes, attempt=0)
             await nodes[1].kill()
@@ -66,20 +75,21 @@ async def test_a_job_meets_at_redis(tmp_path: Path) -> None:
             again = cluster.start()
             await cluster.workers(nodes[0], again, attempt=2, world_size=2)
             assert {one.code for one in await cluster.finish(nodes[0], again, attempt=2)} == {0}
-            events = cluster.follow_events(rdzv_backend="redis")
+            events = cluster.follow_events(rdzv_backend=backend)
             await events.wait_for(lambda event: isinstance(event, JobFinished), "the end")
             assert any(isinstance(event, NodeJoined) for event in events.entries)
+        other_name = {"etcd": "etcd-v2", "redis": "valkey"}[backend]
         late = run_cli(
-            "--nnodes=2", "--rdzv-backend=valkey", "--rdzv-endpoint", server.endpoint,
+            "--nnodes=2", "--rdzv-backend", other_name, "--rdzv-endpoint", server.endpoint,
             "--rdzv-id=job", __file__,
         )  # fmt: skip
         assert late.code == 0, late.err
 
 
-async def test_redis_is_killed_and_started_again(tmp_path: Path) -> None:
+async def test_the_engine_is_killed_and_started_again(tmp_path: Path, backend: str) -> None:
     """The agents notice, wait without a limit, and come back; no worker is restarted."""
-    with redis(tmp_path / "redis") as server:
-        async with job(tmp_path / "job", 2, server.endpoint, read_timeout=1) as cluster:
+    with serve(backend, tmp_path / "engine") as server:
+        async with job(tmp_path / "job", 2, backend, server.endpoint, read_timeout=1) as cluster:
             nodes = [cluster.start(), cluster.start()]
             await cluster.workers(*nodes)
             server.kill()

@@ -1,0 +1,213 @@
+"""Requests to the servers of an engine: which server, fail-over, delays, and the end.
+
+One server is used until it fails, then the next one.  A request that no server answers is
+sent again with growing, jittered delays, if it may be made twice.  After `lost_after`
+seconds without an answer of any server the link is lost for good.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import random
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
+
+from msgspec import Struct
+
+from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreTimeout
+from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.restart import Backoff
+from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.store.handshake import client_context
+
+_RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
+
+_T = TypeVar("_T")
+
+
+class NotDone(Exception):
+    """The server has not carried out a request, and another one may; the message says why."""
+
+
+class NotAnswered(Exception):
+    """A server may have carried out a request; the message says why there is no reply."""
+
+
+class EngineConnection(Protocol):
+    """A connection to one server."""
+
+    def abort(self) -> None:
+        """Close it at once; a pending request fails."""
+
+    async def aclose(self) -> None:
+        """Close it, and wait until its descriptor is closed."""
+
+
+_C = TypeVar("_C", bound=EngineConnection)
+
+
+class EngineAccess(Struct, frozen=True):
+    """Where the servers are and how to connect; the fields are described at the stores."""
+
+    endpoints: tuple[str, ...]
+    user: str | None
+    password: str | None
+    tls: TlsSpec | None
+    lost_after: float
+
+    @property
+    def attempt_timeout(self) -> float:
+        """Seconds for one server to answer."""
+        return min(3.0, max(1.0, self.lost_after / 3))
+
+
+class EngineLink(abc.ABC, Generic[_C]):
+    """Connections to the servers of an engine; used by any number of tasks."""
+
+    engine: ClassVar[str]
+    """Its name in messages."""
+
+    def __init__(self, access: EngineAccess, on_end: Callable[[StoreError], None]) -> None:
+        """Parse the endpoints and load the certificates; nothing is connected yet.
+
+        `on_end` is called once, when the link is lost or closed.
+
+        Raises:
+            SpecError: one of them cannot be used.
+        """
+        self._access = access
+        self._members = [parse_host_port("endpoint", text) for text in access.endpoints]
+        self._tls = client_context(access.tls)
+        self._current = 0
+        self._reasons: dict[int, str] = {}
+        self._busy: dict[_C, int] = {}
+        """The open connections that are waited for, each with its server."""
+        self._on_end = on_end
+        self.error: StoreError | None = None
+        self.last_received_at = 0.0
+        self.local_address = ""
+
+    @property
+    def endpoint(self) -> str:
+        """The server that is used now."""
+        return self._access.endpoints[self._current]
+
+    def explain(self) -> str:
+        """Return why each server cannot be used."""
+        return ", ".join(
+            f"{endpoint}: {self._reasons.get(index, 'not tried')}"
+            for index, endpoint in enumerate(self._access.endpoints)
+        )
+
+    def check(self) -> None:
+        """Raise the error of a link that is lost or closed."""
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: StoreError) -> None:
+        """End the link: every request raises `error` from now on."""
+        if self.error is None:
+            self.error = error
+            for connection in self._busy:
+                connection.abort()
+            self._on_end(error)
+
+    async def aclose(self) -> None:
+        """Close all connections.
+
+        Idempotent.
+        """
+        self.fail(StoreClosed("the store was closed"))
+        await asyncio.gather(*(connection.aclose() for connection in self._connections()))
+
+    @abc.abstractmethod
+    def _connections(self) -> list[_C]:
+        """Return all connections that are open."""
+
+    async def _repeat(
+        self,
+        attempt: Callable[[int], Awaitable[_T]],
+        *,
+        is_repeatable: bool,
+        deadline: float | None,
+    ) -> tuple[_T, bool]:
+        """Call `attempt` with a server until it succeeds, until `deadline` (of the loop) if given.
+
+        It raises NotDone or NotAnswered if another attempt may help.
+
+        Returns:
+            The result, and whether an earlier attempt may have been carried out too.
+
+        Raises:
+            StoreLost: the link is lost, or the request must not be sent again.
+            StoreTimeout: no server has answered until `deadline`.
+        """
+        began, is_repeat = asyncio.get_running_loop().time(), False
+        attempts = 0
+        while True:
+            self.check()
+            member = self._current
+            try:
+                return await attempt(member), is_repeat
+            except NotDone as error:
+                reason = str(error)
+            except NotAnswered as error:
+                reason, is_repeat = str(error), True
+                if not is_repeatable:
+                    self.check()
+                    self._fail_over(member, reason)
+                    text = f"{reason}; the change may have been made or not"
+                    raise StoreLost(text) from None
+            await self._back_off(member, reason, attempts, began, deadline)
+            attempts += 1
+
+    def _fail_over(self, member: int, reason: str) -> None:
+        """Use the next server, and end all that still waits for this one."""
+        self._reasons[member] = reason
+        if self._current == member:
+            self._current = (member + 1) % len(self._members)
+            for connection, other in list(self._busy.items()):
+                if other == member:
+                    connection.abort()
+
+    async def _back_off(
+        self, member: int, reason: str, attempts: int, began: float, deadline: float | None = None
+    ) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            StoreLost: no server has answered for too long.
+            StoreTimeout: the deadline would pass.
+        """
+        self.check()
+        self._fail_over(member, reason)
+        # The other servers are tried at once.
+        turn = attempts // len(self._members)
+        is_last = (attempts + 1) % len(self._members) == 0
+        delay = _RETRY.delay(turn, random.random) if is_last else 0.0
+        now = asyncio.get_running_loop().time()
+        if deadline is not None:
+            if now + delay >= deadline:
+                raise StoreTimeout(self.explain())
+        elif now >= max(began, self.last_received_at) + self._access.lost_after:
+            self.fail(StoreLost(f"{self.engine} does not answer: {self.explain()}"))
+            self.check()
+        # A poll: there is no notification of a server that begins to listen.
+        await asyncio.sleep(delay)
+
+
+def reason_of(error: OSError) -> str:
+    """Return why there is no reply, in a few words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"TLS: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        from elastic_aio.store.tls import tls_reason
+
+        return f"TLS: {tls_reason(error)}"
+    if isinstance(error, TimeoutError):
+        return "does not answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,190 @@
+"""The stores on etcd and Redis: what is the same at both."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.store import ChangeKind
+from elastic_aio.store.engine import EngineStore
+from elastic_aio.store.etcd import EtcdStore
+from elastic_aio.store.redis import RedisStore
+from tests.support.chaos import ChaosProxy
+from tests.support.sockets import free_port
+
+pytestmark = pytest.mark.engine
+
+
+class Engine(NamedTuple):
+    """A server that the tests share, a proxy of it, and a key prefix of the test's own."""
+
+    kind: type[EngineStore]
+    endpoint: str
+    proxy: ChaosProxy
+    prefix: str
+
+    def client(self, endpoint: str | None = None, **settings: Any) -> EngineStore:
+        """Return a store that is not open yet, by default at the server."""
+        return self.kind(endpoint or self.endpoint, key_prefix=self.prefix, **settings)
+
+    def far(self, **settings: Any) -> EngineStore:
+        """Return a store that is not open yet, at the proxy."""
+        return self.client(self.proxy.endpoint, **settings)
+
+
+@pytest.fixture(params=["etcd", "redis"])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    kind = EtcdStore if request.param == "etcd" else RedisStore
+    endpoint = request.getfixturevalue(f"{request.param}_endpoint")
+    async with ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy:
+        yield Engine(kind, endpoint, proxy, f"/{uuid.uuid4().hex}")
+
+
+async def test_an_expired_key_differs_from_a_deleted_one(engine: Engine) -> None:
+    """A client that is cut off lets its lease expire; another deletes its key, then leaves."""
+    async with (
+        engine.client() as observer,
+        observer.watch("n/", is_prefix=True) as watch,
+    ):
+        holder = engine.far(lost_after=2)
+        async with holder, holder.lease(2) as lease:
+            await lease.set("n/lost", "1")
+            await lease.set("n/deleted", "1")
+            await holder.delete("n/deleted")
+            async with observer.lease(5) as released:
+                await released.set("n/released", "1")
+            engine.proxy.is_refusing = True
+            engine.proxy.cut()
+            await lease.wait_ended()
+            with pytest.raises(StoreLost, match=r"does not answer: .*closed|refused|lost"):
+                await holder.get("n/lost")
+            changes = [await anext(watch) for _ in range(6)]
+        assert [(change.kind, change.key) for change in changes] == [
+            (ChangeKind.SET, "n/lost"),
+            (ChangeKind.SET, "n/deleted"),
+            (ChangeKind.DELETED, "n/deleted"),
+            (ChangeKind.SET, "n/released"),
+            (ChangeKind.DELETED, "n/released"),
+            (ChangeKind.EXPIRED, "n/lost"),
+        ]
+        assert await observer.peek("n/lost") is None
+
+
+async def test_another_client_ends_a_lease(engine: Engine) -> None:
+    """As if it had expired; its holder notices when it renews it."""
+    one, two = engine.client(), engine.client()
+    async with one, two, two.watch("", is_prefix=True) as watch, one.lease(3) as lease:
+        await lease.set("k", "1")
+        for _ in range(2):  # the second has no effect
+            await two.end_lease(lease.lease_id)
+        kinds = [(change.kind, change.key) for change in [await anext(watch) for _ in range(2)]]
+        assert kinds == [(ChangeKind.SET, "k"), (ChangeKind.EXPIRED, "k")]
+        await lease.wait_ended()
+
+
+async def test_watches_go_on_after_broken_connections(engine: Engine) -> None:
+    """No change is lost or repeated, of watches that were opened together and are closed apart."""
+    async with engine.client() as writer, engine.far() as reader:
+        closed = reader.watch("closed")
+        opened = [reader.watch("k"), reader.watch("p/", is_prefix=True)]
+        _, one, all_of = await asyncio.gather(*(block.__aenter__() for block in (closed, *opened)))
+        await closed.__aexit__(None, None, None)
+        for number in range(0, 20, 2):
+            for key, watch in (("k", one), (f"p/{number}", all_of)):
+                await writer.set(key, str(number))
+                await writer.set("closed", "1")
+                assert (await anext(watch)).value == b"%d" % number
+                engine.proxy.cut()
+                await writer.set(key, str(number + 1))
+                assert (await anext(watch)).value == b"%d" % (number + 1)
+        for block in opened:
+            await block.__aexit__(None, None, None)
+        async with reader.watch("k") as again:
+            await writer.set("k", "again")
+            assert (await anext(again)).value == b"again"
+
+
+async def test_requests_of_one_moment_share_connections(engine: Engine) -> None:
+    """Of a hundred requests and of several watches; each request has its own reply."""
+    async with engine.far() as store, store.lease(5) as lease:
+        await asyncio.gather(*(store.set(f"k{number}", str(number)) for number in range(150)))
+        reads = (store.peek(f"k{number}") for number in range(150))
+        assert await asyncio.gather(*reads) == [b"%d" % number for number in range(150)]
+        opened = [store.watch(name) for name in ("a", "b", "c")]
+        watches = await asyncio.gather(*(block.__aenter__() for block in opened))
+        await asyncio.gather(*(lease.set(name, "1") for name in ("a", "b", "c")))
+        assert [(await anext(watch)).key for watch in watches] == ["a", "b", "c"]
+        for block in opened:
+            await block.__aexit__(None, None, None)
+        assert engine.proxy.connections <= 6
+
+
+async def test_a_refused_request_among_others(engine: Engine) -> None:
+    """It alone is refused; a key that is set twice at once has one of the values."""
+    async with engine.client() as store:
+        async with store.lease(5) as lease:
+            pass
+        results = await asyncio.gather(
+            store.set("a", "1"),
+            lease.set("b", "1"),
+            store.set("c", "1"),
+            store.set("c", "2"),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results if result] == [StoreRefused]
+        assert (await store.peek("a"), await store.peek("b")) == (b"1", None)
+        assert await store.peek("c") in (b"1", b"2")
+
+
+async def test_a_cancelled_request_among_others(engine: Engine) -> None:
+    """The others get their replies, whichever of them is cancelled, and at any time."""
+    async with engine.client() as store:
+        for turns in range(12):
+            requests = [asyncio.ensure_future(store.set(f"k{n}", f"{turns}")) for n in range(5)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            cancelled = requests.pop(turns % 5)
+            cancelled.cancel()
+            await asyncio.gather(*requests)
+            await asyncio.wait([cancelled])
+            values = [await store.peek(f"k{n}") for n in range(5) if n != turns % 5]
+            assert values == [b"%d" % turns] * 4
+
+
+async def test_a_closed_port_is_skipped(engine: Engine) -> None:
+    """And errors name each endpoint that was tried."""
+    closed = f"127.0.0.1:{free_port()}"
+    for _ in range(4):  # etcd begins at any of them
+        async with engine.client(f"{closed},{engine.endpoint}") as store:
+            assert await store.add("n") > 0
+    with pytest.raises(StoreTimeout, match=rf"{closed}: connection refused$"):
+        async with engine.client(closed, timeout=0.3):
+            pass
+
+
+async def test_another_server_at_the_endpoint(engine: Engine) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n")
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StoreTimeout, match=r"it does not speak (HTTP|the protocol of Redis)$"):
+            async with engine.client(f"127.0.0.1:{port}", timeout=0.3):
+                pass
+
+
+async def test_a_closed_store(engine: Engine) -> None:
+    store = engine.client()
+    with pytest.raises(StoreClosed, match=f"async with {engine.kind.__name__}"):
+        await store.peek("k")
+    async with store:
+        with pytest.raises(StoreClosed, match="opened once"):
+            await store.open(1)
+    await store.aclose()
