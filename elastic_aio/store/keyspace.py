@@ -272,23 +272,28 @@ class Keyspace:
         if is_prefix:
             if self._index is None:
                 self._index = KeyIndex(self._values)
-            pairs = tuple((one, self._values[one]) for one in self._index.below(key))
+            keys = list(self._index.below(key))
         else:
-            pairs = ((key, self._values[key]),) if key in self._values else ()
+            keys = [key] if key in self._values else []
+        values = list(map(self._values.__getitem__, keys))
         try:
-            self._check_items(len(pairs))
-            self._checked_reply([item for pair in pairs for item in pair])
+            self._check_items(len(keys))
+            if len(keys) > 1:
+                self.check_reply(sum(map(len, keys)) + sum(map(len, values)) + 16 * len(keys))
         except OperationRefused:
             self.watches.cancel(client, tag)
             raise
-        return snapshot._replace(pairs=pairs)
+        return snapshot._replace(pairs=tuple(zip(keys, values, strict=True)))
 
-    def forget(self, client: Client, now: float) -> None:
-        """Remove a client whose connection has ended; its leases and watches may linger."""
-        for tag in list(client.waits):
-            self.cancel(client, tag)
+    def forget(self, client: Client, now: float) -> bool:
+        """Remove a client whose connection has ended; its leases and watches may linger.
+
+        Returns:
+            Whether it has had so many waits that this must be called again.
+        """
         self.watches.forget(client, now)
         self.leases.forget(client, now)
+        return self.waits.forget(client)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due; None: not before the next operation."""

@@ -136,7 +136,8 @@ class MemoryStore(Store):
         for watch in self._watches:
             watch._fail(error)
         self.expire_leases()
-        self._keyspace.forget(self._client, 0.0)
+        while self._keyspace.forget(self._client, 0.0):
+            pass
         # Its watches cannot be continued.
         self._keyspace.watches.expire(math.inf)
 

@@ -198,9 +198,20 @@ def encode_change(change: RawChange) -> bytes | Pieces:
 
 def encode_snapshot(snapshot: WatchSnapshot) -> bytes:
     """Return the payload of the first message of a watch."""
-    kind = _SNAPSHOT_WHOLE if snapshot.is_whole else _SNAPSHOT_CONTINUED
-    items = _joined([item for pair in snapshot.pairs for item in pair])
-    return _NOTIFICATION.pack(kind, snapshot.revision, len(snapshot.pairs)) + items
+    return encode_head(wire.WATCH_KEY, snapshot) + encode_items(wire.WATCH_KEY, snapshot.pairs)
+
+
+def encode_head(op: int, reply: Any) -> bytes:
+    """Return what precedes the items of a reply to LIST_KEYS, or of the first one of a watch."""
+    if op == wire.LIST_KEYS:
+        return U64.pack(len(reply))
+    kind = _SNAPSHOT_WHOLE if reply.is_whole else _SNAPSHOT_CONTINUED
+    return _NOTIFICATION.pack(kind, reply.revision, len(reply.pairs))
+
+
+def encode_items(op: int, items: Sequence[Any]) -> bytes:
+    """Return some names of a reply to LIST_KEYS, or some pairs of the first one of a watch."""
+    return _joined(items if op == wire.LIST_KEYS else [item for pair in items for item in pair])
 
 
 def decode_notification(payload: bytes) -> RawChange | WatchSnapshot:

@@ -109,10 +109,11 @@ class StoreServer:
         self.limits = limits = checked_part("limits", limits, ServerLimits)
         self.instance = random_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
+        self.keyspace.handlers[wire.LIST_KEYS] = None  # served by the connection, in parts
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
-        self._handlers[wire.MULTI_GET] = None  # served by the connection, in parts
+        self._handlers[wire.MULTI_GET] = None  # as LIST_KEYS
         self._dirty: list[ServerLink] = []
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered
@@ -242,7 +243,8 @@ class StoreServer:
         """Unregister a connection that has ended."""
         self._connections.pop(connection, None)
         had_deadlines = bool(connection.leases or connection.watches)
-        self.keyspace.forget(connection, self._now())
+        if self.keyspace.forget(connection, self._now()):
+            self.loop.call_soon(self._forget, connection)
         self._flush()
         if had_deadlines:
             self._rearm()

@@ -168,25 +168,17 @@ class Connection(ServerLink, Client):
                 elif op == wire.WAIT:
                     if wait(self, None, key, argument) is not PENDING:
                         out.append(b"\0")
-                elif op == wire.MULTI_GET:
-                    if not self._multi_get(argument):
-                        self._backlog.extend(requests)
-                        return
                 elif op == wire.HELLO:
                     self._reply_hello(argument)
                     self._serve_tagged(requests)
                     return
-                elif op == wire.PING:
-                    self._append(ENCODER_OF[op](argument))
-                elif op == wire.CANCEL_WAIT:
-                    self._server.keyspace.cancel(self, None)
-                    out.append(b"\1")
                 else:
-                    client_handler = self._server.keyspace.client_handlers[op]
-                    assert client_handler is not None, op
-                    result = client_handler(self, None, key, argument)
+                    result = self._handle_plain(op, key, argument)
                     if result is not PENDING:
                         self._append(ENCODER_OF[op](result))
+                    elif self._is_reading_keys:
+                        self._backlog.extend(requests)
+                        return
         except OperationRefused as error:
             # The plain dialect has no other way to refuse a request.
             reason = f"sent a request that is refused: {error}"
@@ -205,11 +197,11 @@ class Connection(ServerLink, Client):
             else:
                 if result is not PENDING:
                     size += self._append(tagged(tag, replies.DONE, ENCODER_OF[op](result)))
-                elif op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
-                    size = FLUSH_SIZE
                 elif self._is_reading_keys:
                     self._backlog.extend(requests)
                     return
+                elif op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
+                    size = FLUSH_SIZE
             if size >= FLUSH_SIZE:
                 size = 0
                 if not self.flush():
@@ -274,15 +266,29 @@ class Connection(ServerLink, Client):
                 self._is_held = False
                 self._server.loop.call_soon(self._resume)
 
+    def _handle_plain(self, op: int, key: bytes, argument: Any) -> Any:
+        """Carry out a plain request that involves this connection."""
+        if op == wire.PING:
+            return argument
+        if op == wire.CANCEL_WAIT:
+            self._server.keyspace.cancel(self, None)
+            return replies.WAIT_CANCELED
+        if op in (wire.MULTI_GET, wire.LIST_KEYS):
+            return self._read_few(op, argument, None)
+        client_handler = self._server.keyspace.client_handlers[op]
+        assert client_handler is not None, op
+        return client_handler(self, None, key, argument)
+
     def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
         """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             self._watch(op, key, argument, tag)
             return PENDING
+        if op == wire.LIST_KEYS:
+            return self._read_few(op, argument, tag)
         if op == wire.GET_WHEN_SET and len(argument) > _KEYS_AT_ONCE:
-            self._begin_reading(op, argument, tag)
-            return PENDING
+            return self._begin_reading(op, argument, tag, [])
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
@@ -314,6 +320,9 @@ class Connection(ServerLink, Client):
         keyspace = self._server.keyspace
         is_prefix = op == wire.WATCH_PREFIX
         snapshot = keyspace.watch(self, tag, key, last_revision, is_prefix=is_prefix)
+        if len(snapshot.pairs) > _KEYS_AT_ONCE:
+            self._begin_reading(op, snapshot.pairs, tag, [replies.encode_head(op, snapshot)])
+            return
         self._append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
         if not snapshot.is_whole:
             for change in keyspace.watches.since(self, tag, last_revision):
@@ -327,27 +336,32 @@ class Connection(ServerLink, Client):
         reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
         self._append(ENCODER_OF[wire.HELLO](reply))
 
-    # Values of many keys.
+    # Many keys.
 
-    def _multi_get(self, keys: Sequence[bytes]) -> bool:
-        """Reply with the values of a few keys and return True; otherwise begin to read them."""
+    def _read_few(self, op: int, keys: Any, tag: int | None) -> Any:
+        """Return the result of a MULTI_GET or LIST_KEYS; PENDING if that is built in parts."""
+        keyspace, head = self._server.keyspace, []
+        if op == wire.LIST_KEYS:
+            keys = keyspace.list_keys()
+            head = [replies.encode_head(op, keys)]
         if len(keys) > _KEYS_AT_ONCE:
-            self._begin_reading(wire.MULTI_GET, keys, None)
-            return False
-        values = self._server.keyspace.multi_get(b"", keys)
-        self._append(ENCODER_OF[wire.MULTI_GET](values))
-        return True
+            return self._begin_reading(op, keys, tag, head)
+        return keys if op == wire.LIST_KEYS else keyspace.multi_get(b"", keys)
 
-    def _begin_reading(self, op: int, keys: Sequence[bytes], tag: int | None) -> None:
-        """Carry out a request for the values of many keys in parts; later requests wait."""
+    def _begin_reading(self, op: int, keys: Sequence[Any], tag: int | None, head: Pieces) -> object:
+        """Build the reply with many keys or values in parts, after `head`; later requests wait."""
         self._is_reading_keys = True
         self._transport.pause_reading()
-        self._server.loop.call_soon(self._read_keys, op, keys, tag, 0, [])
+        self._server.loop.call_soon(self._read_keys, op, keys, tag, 0, head)
+        return PENDING
 
     def _read_keys(
-        self, op: int, keys: Sequence[bytes], tag: int | None, count: int, pieces: Pieces
+        self, op: int, keys: Sequence[Any], tag: int | None, count: int, pieces: Pieces
     ) -> None:
-        """Read the values that follow the first `count`, which `pieces` has; finally reply."""
+        """Add what follows the first `count` keys, which `pieces` has; finally reply.
+
+        The values of a MULTI_GET or GET_WHEN_SET are read now; all others were when it came.
+        """
         if self.is_gone or self._transport.is_closing():
             return
         keyspace, part = self._server.keyspace, keys[count : count + _KEYS_AT_ONCE]
@@ -356,10 +370,12 @@ class Connection(ServerLink, Client):
                 # They are waited for as a whole.
                 pieces = _pieces(op, keyspace.get_when_set(self, tag, b"", keys))
             else:
-                pieces += _pieces(op, keyspace.multi_get(b"", part))
-                size = sum(map(len, pieces))
-                keyspace.check_reply(size)
-                self._account_partial(size)
+                if op in (wire.MULTI_GET, wire.GET_WHEN_SET):
+                    pieces += _pieces(op, keyspace.multi_get(b"", part))
+                    keyspace.check_reply(sum(map(len, pieces)))
+                else:
+                    pieces.append(replies.encode_items(op, part))
+                self._account_partial(sum(map(len, pieces)))
                 if count + len(part) < len(keys):
                     following = count + len(part)
                     self._server.loop.call_soon(self._read_keys, op, keys, tag, following, pieces)
@@ -372,9 +388,13 @@ class Connection(ServerLink, Client):
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
         else:
             if pieces:
-                self._append(pieces if tag is None else tagged(tag, replies.DONE, pieces))
+                is_watch = op in (wire.WATCH_KEY, wire.WATCH_PREFIX)
+                status = replies.NOTIFY if is_watch else replies.DONE
+                self._append(pieces if tag is None else tagged(tag, status, pieces))
         self._account_partial(0)
         self._is_reading_keys = False
+        later, self._later = self._later, []
+        self._append(later)
         self._resume()
 
     # Hooks of the keyspace.

@@ -55,6 +55,8 @@ class ServerLink(asyncio.Protocol):
         self._server = server
         self._out: list[bytes] = []
         self._out_size = 0
+        # Notifications that follow the reply which is built.
+        self._later: list[bytes] = []
         self._uses_queue = False
         self._queue = ReplyQueue(server.buffers)
         # Requests that were received before reading was paused.
@@ -104,7 +106,11 @@ class ServerLink(asyncio.Protocol):
 
     def _push(self, reply: bytes | Pieces) -> None:
         """Queue a notification, which is sent at the end of the present operation."""
-        if not self.is_gone:
+        if self.is_gone:
+            return
+        if self._is_reading_keys:
+            self._later += [reply] if isinstance(reply, bytes) else reply
+        else:
             self._out_size += self._append(reply)
             if self._out_size < FLUSH_SIZE:
                 self._server._dirty.append(self)
@@ -197,6 +203,7 @@ class ServerLink(asyncio.Protocol):
         self._cancel_deadline()
         self._account_partial(0)
         self._out.clear()
+        self._later.clear()
         self._queue.clear()
         self._backlog.clear()
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from elastic_aio.store.limits import WAIT, OperationRefused, Usage
+
+_ENDED_AT_ONCE: Final = 4096
+"""Keys of the waits of a client that is gone that end at once: a millisecond or two."""
 
 # Modes of a waiter: what it is sent when it is done.
 WOKEN, VALUES, ITEM = range(3)
@@ -18,6 +21,9 @@ WOKEN, VALUES, ITEM = range(3)
 
 class WaitHolder:
     """The wait half of a client: its pending waits, by tag."""
+
+    is_gone = False
+    """Whether it receives nothing any more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +118,22 @@ class WaitTable:
         self._end(waiter)
         return True
 
+    def forget(self, client: WaitHolder) -> bool:
+        """End some waits of a client that is gone; return whether it has more."""
+        left = _ENDED_AT_ONCE
+        while client.waits and left > 0:
+            tag, waiter = client.waits.popitem()
+            kept = max(0, len(waiter.keys) - left)
+            left -= len(waiter.keys) - kept + 1
+            for key in waiter.keys[kept:]:
+                self._remove(key, waiter)
+            waiter.keys = waiter.keys[:kept]
+            if kept:
+                client.waits[tag] = waiter
+            else:
+                self._usage.left += waiter.size
+        return bool(client.waits)
+
     def on_written(self, key: bytes) -> None:
         """Notify the waiters for `key`, which has been written, oldest first."""
         for waiter in list(self.by_key[key]):
@@ -128,7 +150,7 @@ class WaitTable:
         `take` removes the oldest item of a queue and returns it.
         """
         for waiter in list(self.by_key.get(key, ())):
-            if waiter.mode == VALUES:
+            if waiter.mode == VALUES or waiter.client.is_gone:
                 continue
             self._remove(key, waiter)
             if waiter.mode == ITEM:

@@ -341,6 +341,24 @@ def test_waits_and_watches_that_end_free_their_bytes() -> None:
     assert occupied(keyspace) == counted(keyspace) == 0
 
 
+def test_a_client_that_is_gone_takes_no_item() -> None:
+    """Nor the one wake-up for an item; both are for the next one that waits."""
+    keyspace = Keyspace()
+    gone, pops, waits = RecordingClient(), RecordingClient(), RecordingClient()
+    keyspace.pop_when_pushed(gone, 1, b"q", None)
+    keyspace.wait(gone, 2, b"", (b"p",))
+    gone.is_gone = True
+    keyspace.pop_when_pushed(pops, 3, b"q", None)
+    keyspace.wait(waits, 4, b"", (b"p",))
+    keyspace.queue_push(b"q", b"item")
+    keyspace.queue_push(b"p", b"item")
+    assert pops.take() == [(3, b"item")]
+    assert waits.take() == [(4, "woken")]
+    assert not gone.take()
+    assert not keyspace.forget(gone, 0.0)
+    assert keyspace.waits.count == 0
+
+
 def test_replies_are_limited() -> None:
     """Those with several keys or values, before they are built."""
     keyspace, client = Keyspace(KeyspaceLimits(reply=1000)), RecordingClient()

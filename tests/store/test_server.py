@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import HostError, SpecError, StoreLost, StoreRefused
-from elastic_aio.store import Dropped, RemoteStore, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store import (
+    Dropped,
+    RemoteStore,
+    ServerLimits,
+    StoreServer,
+    connect,
+    replies,
+    wire,
+)
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.server_connection import Connection
@@ -441,6 +449,90 @@ async def test_many_values_of_which_one_is_missing(dropped: list[Dropped]) -> No
                 await store.ping()
         await store.set(names[-1], names[-1])
         assert await waiting == [name.encode() for name in names]
+
+
+@pytest.fixture
+def encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many keys or pairs the server has encoded at once, time by time."""
+    counts: list[int] = []
+    encode_items = replies.encode_items
+
+    def count(op: int, items: Any) -> bytes:
+        counts.append(len(items))
+        return encode_items(op, items)
+
+    monkeypatch.setattr(replies, "encode_items", count)
+    return counts
+
+
+async def test_many_names_are_encoded_in_parts(
+    dropped: list[Dropped], encoded_at_once: list[int]
+) -> None:
+    """They are those of one moment; later requests of the same client wait."""
+    names = [f"k{number}" for number in range(5_000)]
+    async with limited(dropped) as server, connect(server.endpoint) as store:
+        await store.multi_set(dict.fromkeys(names, b""))
+        listed = asyncio.create_task(store.list_keys())
+        later = asyncio.create_task(store.num_keys())
+        while not encoded_at_once:
+            await asyncio.sleep(0)
+        assert not listed.done()
+        server.keyspace.set(b"/later", b"")
+        assert sorted(await listed) == sorted(names)
+        assert await later == 5_001
+        assert encoded_at_once == [2048, 2048, 904]
+        async with connected(server) as peer:
+            peer.send(encode(wire.LIST_KEYS, b"", None) + encode(wire.PING, b"", 7))
+            keys = [f"/{name}".encode() for name in [*names, "later"]]
+            expected = struct.pack("<Q", 5_001) + b"".join(map(wire.sized, keys))
+            expected += struct.pack("<I", 7)
+            assert await peer.receive(len(expected)) == expected
+    assert dropped == []
+
+
+async def test_a_large_snapshot_is_encoded_in_parts(
+    dropped: list[Dropped], encoded_at_once: list[int]
+) -> None:
+    """Changes that are made meanwhile follow it."""
+    items = {f"n/{number}": b"%d" % number for number in range(5_000)}
+    async with limited(dropped) as server, connect(server.endpoint) as store:
+        await store.multi_set(items)
+        block = store.watch("n/", is_prefix=True)
+        opening = asyncio.create_task(block.__aenter__())
+        while not encoded_at_once:
+            await asyncio.sleep(0)
+        assert not opening.done()
+        server.keyspace.set(b"/n/7", b"changed")
+        server.keyspace.delete(b"/n/9")
+        watch = await opening
+        try:
+            assert watch.present == items
+            assert encoded_at_once == [2048, 2048, 904]
+            changes = [await anext(watch), await anext(watch)]
+            assert [(one.key, one.value) for one in changes] == [("n/7", b"changed"), ("n/9", None)]
+        finally:
+            await block.__aexit__(None, None, None)
+    assert dropped == []
+
+
+async def test_the_waits_of_a_lost_client_end_in_parts(server: StoreServer) -> None:
+    counts = []
+    async with connect(server.endpoint) as store:
+        async with connected(server) as peer:
+            peer.send(encode(wire.HELLO, b"", wire.VERSION))
+            for tag in range(1, 9):
+                keys = tuple(b"/w%d" % number for number in range(4_000))
+                peer.send(encode(wire.WAIT, b"", keys, tag))
+            while server.keyspace.waits.count < 32_000:
+                await store.ping()
+        while server.connection_count > 1:
+            await asyncio.sleep(0)
+        while server.keyspace.waits.count:
+            counts.append(server.keyspace.waits.count)
+            await asyncio.sleep(0)
+        assert server.keyspace.usage.left == server.keyspace.usage.limit
+    assert len(counts) > 4
+    assert counts == sorted(counts, reverse=True)
 
 
 async def test_the_values_of_many_keys_are_limited(dropped: list[Dropped]) -> None:
