@@ -14,6 +14,7 @@ import pytest
 from elastic_aio import CoordinatorChanged, NodeJoined, NodeLost, RoundFormed
 from tests.support import etcd, redis
 from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.netns import Network
 
 pytestmark = [pytest.mark.black_box, pytest.mark.engine]
 
@@ -103,3 +104,34 @@ async def test_a_suspended_agent_costs_nothing(cluster_of: MakeCluster) -> None:
         for node in nodes:
             assert len(node.events_of(RoundFormed)) == 1
             assert not node.events_of(NodeLost)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(etcd.ETCD is None, reason=etcd.WHY_NOT)
+async def test_a_partition_between_nodes_that_reach_the_engine_costs_nothing(
+    tmp_path: Path,
+) -> None:
+    """It lasts longer than a lease; afterwards a killed agent is noticed."""
+    lease = 2
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(tmp_path / "network", "e", "a", "b"))
+        (tmp_path / "etcd").mkdir()
+        (server,) = stack.enter_context(etcd.etcd_cluster(tmp_path / "etcd", hosts=[network["e"]]))
+        async with Cluster(
+            tmp_path / "job",
+            "1:2",
+            endpoint=server.endpoint,
+            rdzv_backend="etcd",
+            conf={"heartbeat_timeout": lease},
+        ) as cluster:
+            a, b = (cluster.start(name, host=network[name]) for name in ("a", "b"))
+            await cluster.workers(a, b, attempt=0, world_size=2)
+            network.partition("a", "b")
+            await asyncio.sleep(2.0 * lease)
+            network.heal()
+            for node in (a, b):
+                assert len(node.events_of(RoundFormed)) == 1
+                assert not node.events_of(NodeLost)
+            await b.kill()
+            await cluster.workers(a, attempt=1, world_size=1)
+            assert {one.code for one in await cluster.finish(a, attempt=1)} == {0}
