@@ -254,12 +254,11 @@ class Liveness:
     async def _examine(self) -> None:
         """Read the stacks of all workers once for each group of missed deadlines."""
         while self._missed and not self._is_stopping:
-            missed, attempt = self._missed[:], self._attempt
-            self._missed.clear()
-            first = missed[0]
+            first, attempt = self._missed[0], self._attempt
             record = self._records.get(first.local_rank)
             worker = f"rank {record.ranks.rank}" if record else f"local rank {first.local_rank}"
             await self.dump(f"{worker}: {first.reason}")
+            self._missed.clear()  # the dump has the stacks of all that were missed meanwhile
             if self._spec.on_timeout == "fail" and attempt == self._attempt:
                 self._on_hung(first.local_rank, first.reason)
 
@@ -321,6 +320,8 @@ class Liveness:
             elif now - since >= seconds and not has_reported:
                 has_reported = True
                 await self._report_idle(seconds)
+                # The workers have written their stacks: that was no work.
+                present = await run_in_thread(read_activity, pids, daemon=True)
             former = present
             # The kernel reports no idleness to other processes.
             await self._clock.sleep(seconds / _SAMPLES)

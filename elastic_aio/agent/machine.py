@@ -208,4 +208,6 @@ def why_stopped(stop: StopReceived) -> tuple[str, int]:
     """Return why a stopped job has ended, and its exit code."""
     if stop.signal is None:
         return stop.reason, 128 + SIGTERM
-    return f"{signal_name(stop.signal)} was received", 128 + stop.signal
+    name = signal_name(stop.signal)
+    why = stop.reason if name in stop.reason else f"{stop.reason} ({name})"
+    return why, 128 + stop.signal

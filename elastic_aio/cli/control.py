@@ -17,6 +17,7 @@ from elastic_aio.cli.local_jobs import (
     ask_job,
     choose_from,
     choose_job,
+    choose_job_to_change,
     describe_job,
     job_parser,
     run_command,
@@ -30,7 +31,9 @@ from elastic_aio.cli.options import (
 )
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
+    MEASURED_S,
     WORKER_COLUMNS,
+    CpuMeter,
     head_lines,
     job_row,
     table,
@@ -130,13 +133,26 @@ def _status(argv: Sequence[str]) -> int:
     parser = job_parser("status", "Print what a job is doing, and each worker of this node.")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
-    status, now = fresh_status(choose_job(arguments.job)), time.time()
+    job = choose_job(arguments.job)
+    status, now = fresh_status(job), time.time()
     if arguments.json:
         print(_json(msgspec.to_builtins(status)))
         return 0
-    rows = [worker_row(worker, now) for worker in status.workers]
+    shares = _cpu_shares(status) if job.is_local else {}
+    rows = [worker_row(worker, now, shares.get(worker.pid)) for worker in status.workers]
     print("\n".join([*head_lines(status, now), "", *table(WORKER_COLUMNS, rows)]))
     return 0
+
+
+def _cpu_shares(status: JobStatus) -> dict[int, float]:
+    """Return the part of a CPU that each worker uses now, by pid: measured for a moment."""
+    meter = CpuMeter()
+    for worker in status.workers:
+        meter.share(worker)
+    if any(worker.state == "running" for worker in status.workers):
+        time.sleep(MEASURED_S)
+    shares = {worker.pid: meter.share(worker) for worker in with_usage(status).workers}
+    return {pid: share for pid, share in shares.items() if share is not None}
 
 
 def _stop(argv: Sequence[str]) -> int:
@@ -152,12 +168,14 @@ def _stop(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", metavar="TEXT", help="for the events and the result")
     arguments = parser.parse_args(argv)
     number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
-    job = choose_job(arguments.job)
+    job = choose_job_to_change(arguments.job)
     reason = _reason("stop", arguments.reason)
     request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=not arguments.no_wait)
     reply = ask_job(job, request)
     if isinstance(reply, EndReply):
         print(_ended(job, reply))
+    else:
+        print(f"job {describe_job(job)}: the stop was requested")
     return 0
 
 
@@ -171,10 +189,10 @@ def _restart(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--reason", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
-    job = choose_job(arguments.job)
+    job = choose_job_to_change(arguments.job)
     reply = ask_job(job, RestartJob(reason=_reason("restart", arguments.reason)))
     if isinstance(reply, DoneReply) and reply.is_done:
-        print(f"attempt {fresh_status(job).attempt} runs")
+        print(f"job {describe_job(job)} restarted: attempt {fresh_status(job).attempt} runs")
         return 0
     raise JobError("the job has ended without another attempt")
 
@@ -209,10 +227,11 @@ def _signal(argv: Sequence[str]) -> int:
     rank = None
     if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
         raise invalid_value("--rank", "must be a whole number", arguments.rank)
-    job = choose_job(name[0] if name else None)
+    job = choose_job_to_change(name[0] if name else None)
     reply = ask_job(job, SendSignal(signal=number, rank=rank), _ANSWER_S)
     if isinstance(reply, DoneReply):
-        print(f"{signal_name(number)} sent to {counted(len(reply.pids), 'worker')}")
+        workers = counted(len(reply.pids), "worker")
+        print(f"job {describe_job(job)}: {signal_name(number)} sent to {workers}")
     return 0
 
 

@@ -66,6 +66,19 @@ def choose_job(name: str | None) -> RunningJob:
     return choose_from(find_jobs(), name)
 
 
+def choose_job_to_change(name: str | None) -> RunningJob:
+    """Return the job of this name; a person at a terminal may mean the only one.
+
+    Raises:
+        UsageError: there is no such job, there are several, or a script has not named it.
+    """
+    job = choose_job(name)
+    if name is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        problem = "must be given where standard input or output is no terminal"
+        raise UsageError(f"JOB: {problem}; {describe_job(job)} runs here")
+    return job
+
+
 def choose_from(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
     """Return the job of this name among `jobs`, or the only one.
 

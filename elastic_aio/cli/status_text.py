@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from elastic_aio.control.client import RunningJob
@@ -10,6 +11,9 @@ from elastic_aio.text import counted, format_duration, one_line, truncate
 
 JOB_COLUMNS = ("RUN", "PID", "NAME", "PHASE", "WORKERS", "ATTEMPT", "RESTARTS LEFT", "TIME")
 WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "LAST MESSAGE")
+
+MEASURED_S = 0.25
+"""Seconds between two looks at the CPU time of a process: its unit is 10 milliseconds."""
 
 _ID_MAX = 24
 _NAME_MAX = 32
@@ -108,6 +112,24 @@ def _time(status: JobStatus, now: float) -> str:
         f"{min(seconds / elapsed, 1):.0%} {name}" for name, seconds in kinds if seconds
     )
     return format_duration(elapsed) + (f": {shares}" if shares else "")
+
+
+class CpuMeter:
+    """Says which part of a CPU each worker has used since it was asked last."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}
+
+    def share(self, worker: WorkerStatus) -> float | None:
+        """Return the part of a CPU of a worker; None at first, and if it does not run."""
+        if worker.usage is None or worker.state != "running":
+            return None
+        now, seconds = time.monotonic(), worker.usage.user_s + worker.usage.system_s
+        before = self._before.get(worker.pid)
+        self._before[worker.pid] = now, seconds
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, (seconds - before[1]) / (now - before[0]))
 
 
 def format_size(number: int) -> str:

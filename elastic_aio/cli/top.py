@@ -24,7 +24,9 @@ from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_from, job_pa
 from elastic_aio.cli.options import parse_seconds
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
+    MEASURED_S,
     WORKER_COLUMNS,
+    CpuMeter,
     fit,
     head_lines,
     job_row,
@@ -36,7 +38,7 @@ from elastic_aio.control.protocol import ControlError, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import JobFinished
 from elastic_aio.process.rusage import with_usage
-from elastic_aio.status import JobStatus, WorkerStatus
+from elastic_aio.status import JobStatus
 
 _INTERVAL_S: Final = 2.0
 _CLEAR: Final = "\x1b[H\x1b[2J"
@@ -84,7 +86,11 @@ def _top(argv: Sequence[str]) -> int:
 def _watch(source: _Jobs | _Workers, arguments: argparse.Namespace) -> int:
     """Draw views until the end of what is shown."""
     with _screen(is_plain=arguments.plain) as draw:
-        draw(source.view())
+        view = source.view()
+        if arguments.once and isinstance(source, _Workers):
+            time.sleep(MEASURED_S)
+            view = source.view()
+        draw(view)
         while not arguments.once and source.wait(arguments.interval):
             draw(source.view())
     return 0
@@ -115,7 +121,7 @@ class _Workers:
         self._job = job
         self._status = fresh_status(job)
         self._asked_at = time.time()
-        self._before: dict[int, tuple[float, float]] = {}
+        self._meter = CpuMeter()
         self._client = ControlClient(job.path)
         self._client.send(GetEvents(after=self._status.seq, follow=True))
         self._end: JobFinished | None = None
@@ -160,7 +166,7 @@ class _Workers:
         now = time.time()
         if self._job.is_local:
             self._status = with_usage(self._status)
-        rows = [worker_row(one, now, self._share(one)) for one in self._status.workers]
+        rows = [worker_row(one, now, self._meter.share(one)) for one in self._status.workers]
         return View(head_lines(self._advanced(now), now), WORKER_COLUMNS, rows)
 
     def _advanced(self, now: float) -> JobStatus:
@@ -171,16 +177,6 @@ class _Workers:
         productive = status.goodput.productive + max(0.0, now - self._asked_at)
         goodput = dataclasses.replace(status.goodput, productive=productive)
         return replace(status, goodput=goodput)
-
-    def _share(self, worker: WorkerStatus) -> float | None:
-        if worker.usage is None or worker.state != "running":
-            return None
-        now, seconds = time.monotonic(), worker.usage.user_s + worker.usage.system_s
-        before = self._before.get(worker.pid)
-        self._before[worker.pid] = now, seconds
-        if before is None or now <= before[0]:
-            return None
-        return max(0.0, (seconds - before[1]) / (now - before[0]))
 
 
 # ------------------------------------------------------------------ the screen

@@ -244,6 +244,10 @@ def _usage_warnings(values: Values) -> list[str]:
     elif (method == "forkserver" or values["preload"]) and values["no_python"]:
         option = "--preload" if values["preload"] else "--start-method forkserver"
         warnings.append(f"{option} has no effect with --no-python")
+    deadlines = "heartbeat_timeout", "ready_timeout", "progress_timeout"
+    if values["on_timeout"] is not None and not any(values[name] for name in deadlines):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in deadlines)
+        warnings.append(f"--on-timeout has no effect without one of {options}")
     if (interval := values["monitor_interval"]) is not None:
         parse_seconds("--monitor-interval", interval, is_positive=True)
         warnings.append("--monitor-interval has no effect: workers are not polled")

@@ -18,6 +18,7 @@ from elastic_aio.spec.checks import (
     is_integer,
     set_fields,
 )
+from elastic_aio.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +379,8 @@ class RestartBudget:
                 return RestartDecision(False, f"{what} is not in restart.restart_on")
         if policy.window and policy.window.is_exhausted(self._restarts.times, now):
             count, seconds = policy.window.count, policy.window.seconds
-            return RestartDecision(False, f"{count} restarts within {seconds:g} s (restart.window)")
+            why = f"{counted(count, 'restart')} within {seconds:g} s (restart.window)"
+            return RestartDecision(False, why)
         why = f"restart {self.restarts + 1} of {self._max_restarts} (max_restarts)"
         if action is RestartAction.RESTART:
             why += ", restart.decide returned RESTART"

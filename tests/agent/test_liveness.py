@@ -31,7 +31,9 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.agent.liveness import Liveness
+from elastic_aio.agent.liveness_table import MissedDeadline
 from elastic_aio.aio import PausableClock
+from elastic_aio.worker import interpreter
 from tests.support.cli import run_cli
 
 SAY = 'say() { printf "$1" >&$ELASTIC_AIO_NOTIFY_FD; }\n'
@@ -325,6 +327,43 @@ async def test_idle_workers_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_idle_workers_are_reported_once(tmp_path: Path) -> None:
+    """Also if they write their stacks for the report."""
+    (tmp_path / "script.py").write_text(
+        f"import sys, time\nsys.path.insert(0, {str(Path(interpreter.__file__).parent)!r})\n"
+        "from interpreter import offer_stacks\noffer_stacks()\ntime.sleep(3)\n"
+    )
+    events: list[Event] = []
+    spec = LaunchSpec(
+        str(tmp_path / "script.py"),
+        nproc_per_node=2,
+        liveness=LivenessSpec(idle_report=0.4),
+    )
+    await launch(spec, listeners=[events.append])
+    assert sum(isinstance(event, WorkersIdle) for event in events) == 1
+
+
+async def test_deadlines_that_end_together_have_one_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the stacks of all workers."""
+    liveness = Liveness(LivenessSpec(ready_timeout=1), PausableClock(), lambda event: None)
+    missed = [
+        MissedDeadline(rank, "ready", 1.0, 1.0, f"{rank} is late", "", "", "") for rank in range(3)
+    ]
+    reasons: list[str] = []
+
+    async def dump(reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) == 1:
+            liveness._missed.append(missed[2])  # meanwhile
+
+    monkeypatch.setattr(liveness, "dump", dump)
+    liveness._missed += missed[:2]
+    await liveness._examine()
+    assert reasons == ["local rank 0: 0 is late"]
+    await liveness.aclose()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "busy",
     [
@@ -403,12 +442,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     options = ["--no-python", "--heartbeat-timeout=60", "--progress-timeout=1"]
     ended = run_cli(*options, f"--log-dir={logs}", "bash", script)
     assert ended.code == 1
-    assert "no progress for 1 s (progress_timeout), at step 3" in ended.err
+    assert "no progress for 1 s (--progress-timeout), at step 3" in ended.err
     assert "stacks: rank 0 is in system call" in ended.err
     assert list(logs.rglob("stacks.txt"))
     ended = run_cli("--no-python", "--ready-timeout=0.2", "--on-timeout=report", "sleep", "0.5")
     assert ended.code == 0
-    assert "not ready 0.2 s after its start (ready_timeout)" in ended.err
+    assert "not ready 0.2 s after its start (--ready-timeout)" in ended.err
     wrong = run_cli("--idle-report=x", "true")
     assert wrong.code == 2
     assert "--idle-report: must be a number of seconds above 0 (got 'x')\n" in wrong.err

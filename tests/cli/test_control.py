@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import main
-from elastic_aio.cli.local_jobs import choose_from, matches
+from elastic_aio.cli import control, local_jobs, main
+from elastic_aio.cli.local_jobs import JobError, choose_from, matches
 from elastic_aio.cli.options import UsageError
 from elastic_aio.control.client import RunningJob
+from elastic_aio.control.protocol import Reply
 from elastic_aio.status import JobStatus
 from tests.support.children import until_sync
 from tests.support.cli import CLI, Running, run_program, running, running_cli
@@ -149,6 +150,27 @@ def test_a_name_that_is_not_of_one_job(
     assert str(caught.value) == problem
 
 
+@pytest.mark.parametrize("argv", [["stop"], ["restart"], ["signal", "USR1"]])
+def test_a_script_names_the_job(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At a terminal the only job is meant."""
+    asked = []
+
+    def ask_job(job: RunningJob, *_: object) -> Reply:
+        asked.append(job.pid)
+        raise JobError("it was asked")
+
+    monkeypatch.setattr(local_jobs, "find_jobs", lambda: JOBS[:1])
+    monkeypatch.setattr(control, "ask_job", ask_job)
+    problem = "JOB: must be given where standard input or output is no terminal; abc1 (pid 7)"
+    assert problem in ask(capfd, *argv, code=2)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert "it was asked" in ask(capfd, *argv, code=1)
+    assert asked == [7]
+
+
 COMMANDS = ["status", "logs", "top", "why", "dump", "stop", "restart", "wait", "events"]
 
 
@@ -199,8 +221,10 @@ def test_a_job_is_seen_and_stopped(script: Path, capfd: pytest.CaptureFixture[st
         assert header.split()[:3] == ["RUN", "PID", "NAME"]
         assert row.split()[:2] == ["run-1", str(program.pid)]
         assert row.split()[3:5] == ["running", "2/2"]
-        assert ask(capfd, "stop", "--no-wait", "--signal", "INT") == ""
+        shown = ask(capfd, "stop", "--no-wait", "--signal", "INT", "run-1")
+        assert shown == f"job run-1 (pid {program.pid}): the stop was requested\n"
         assert program.wait() == 130
+        assert re.search(r"requested by aio-elastic stop \(pid \d+\) \(SIGINT\)", program.err)
         until_sync(lambda: "no job" in ask(capfd, "ps"), "the end")
 
 
@@ -212,6 +236,7 @@ def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None
         assert f"run run-1: {script} on " in text
         assert re.search(r"^phase     running for ", text, re.MULTILINE)
         assert "attempt   1 (1 of 3 restarts used)" in text
+        assert len(re.findall(r"^[01] +\d+ +running +\S+ s +\d+%", text, re.MULTILINE)) == 2
         status = json.loads(ask(capfd, "status", "--json", str(program.pid)))
         assert status["attempt"] == 1
         assert all(worker["usage"]["max_rss_bytes"] > 1 << 20 for worker in status["workers"])
@@ -229,15 +254,18 @@ def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None
 @pytest.mark.e2e
 def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with job(capfd, script, "run-1", "--max-restarts=0") as program:
-        assert ask(capfd, "signal", "usr1", "--rank", "1") == "SIGUSR1 sent to 1 worker\n"
+        name = f"job run-1 (pid {program.pid})"
+        sent = f"{name}: SIGUSR1 sent to 1 worker\n"
+        assert ask(capfd, "signal", "run", "usr1", "--rank", "1") == sent
         until_sync(lambda: "got USR1" in ask(capfd, "logs", "run-1", "1"), "the signal")
         assert "got USR1" not in ask(capfd, "logs", "0")
-        assert ask(capfd, "signal", "run-1", "10") == "SIGUSR1 sent to 2 workers\n"
+        assert ask(capfd, "signal", "run-1", "10") == f"{name}: SIGUSR1 sent to 2 workers\n"
         dump = ask(capfd, "dump", "--reason", "it is slow")
         assert dump.startswith("it is slow\n")
         assert "rank 0" in dump
         assert "rank 1" in dump
-        assert ask(capfd, "restart", "--reason", "new data") == "attempt 1 runs\n"
+        restarted = ask(capfd, "restart", "--reason", "new data", "run-1")
+        assert restarted == f"{name} restarted: attempt 1 runs\n"
         assert "restarting as attempt 1: new data" in ask(capfd, "events")
         printed = ask(capfd, "stop", "--reason", "enough", "run-1")
         assert printed == f"job run-1 (pid {program.pid}) stopped, exit code 143: enough\n"
@@ -284,12 +312,12 @@ def test_logs(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert "RANK: must be one of this node" in ask(capfd, "logs", "run-1", "7", code=2)
         with running([*CLI, "logs", "-f", "run-1"]) as follower:
             follower.wait_out("rank 1 begins")
-            ask(capfd, "signal", "USR1")
+            ask(capfd, "signal", "run-1", "USR1")
             follower.wait_out(r"\[0\]: got USR1")
             follower.wait_out(r"\[1\]: got USR1")
-            ask(capfd, "restart")
+            ask(capfd, "restart", "run-1")
             until_sync(lambda: follower.out.count("rank 1 begins") == 2, "the new output")
-            ask(capfd, "stop")
+            ask(capfd, "stop", "run-1")
             assert follower.wait() == 0
         program.wait()
 
@@ -304,7 +332,8 @@ def test_logs_into_a_pipe_that_closes(script: Path, capfd: pytest.CaptureFixture
         assert follower.stdout is not None
         follower.stdout.readline()
         follower.stdout.close()
-        until_sync(lambda: main(["signal", "USR1"]) == 0 and follower.poll() is not None, "its end")
+        words = ["signal", "run-1", "USR1"]
+        until_sync(lambda: main(words) == 0 and follower.poll() is not None, "its end")
         assert follower.returncode == 128 + signal.SIGPIPE
         assert follower.stderr is not None
         assert follower.stderr.read() == b""
@@ -329,7 +358,7 @@ def test_top(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with job(capfd, script, "run-1") as program:
         text = ask(capfd, "top", "--once")
         assert re.search(r"^RANK +PID +STATE", text, re.MULTILINE)
-        assert len(re.findall(r"^[01] +\d+ +running", text, re.MULTILINE)) == 2
+        assert len(re.findall(r"^[01] +\d+ +running +\S+ s +\d+%", text, re.MULTILINE)) == 2
         with running([*CLI, "top", "--interval", "0.1"]) as top:
             until_sync(lambda: top.out.count("RANK") >= 3, "three views")
             assert re.search(r"^1 +\d+ +running +\S+ s +\d+%", top.out, re.MULTILINE)

@@ -109,7 +109,7 @@ def test_how_much_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
     assert main([*quiet, "false"]) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "aio-elastic: all 1 restarts are used up (max_restarts)"
+    assert lines[0] == "aio-elastic: all 1 restarts are used up (--max-restarts)"
     assert "false FAILED" in lines
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("LOGLEVEL", "ERROR")
@@ -291,6 +291,6 @@ def test_the_rules_reach_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[st
     words = ["run", "--max-restarts=3", "--restart-delay=0.125", "--never-on=7", "--events", events,
              *BASH, "exit $((6 + TORCHELASTIC_RESTART_COUNT))"]  # fmt: skip
     assert main([str(word) for word in words]) == 7
-    assert "exit code 7 is in restart.never_on" in capfd.readouterr().err
+    assert "exit code 7 is in --never-on" in capfd.readouterr().err
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     assert [line["delay"] for line in lines if line["event"] == "Restarting"] == [0.125]

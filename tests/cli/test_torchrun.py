@@ -155,6 +155,13 @@ def test_every_flag_in_every_spelling(
     assert read(parse_run(["train"], {variable: "0"})) == without
 
 
+@pytest.mark.parametrize("limit", ["--heartbeat-timeout", "--ready-timeout", "--progress-timeout"])
+def test_an_action_without_a_deadline_has_no_effect(limit: str) -> None:
+    (warning,) = parse_run(["--on-timeout", "report", "--idle-report", "9", "y"], {}).warnings
+    assert warning.startswith("--on-timeout has no effect without one of --heartbeat-timeout,")
+    assert not parse_run(["--on-timeout", "report", limit, "9", "y"], {}).warnings
+
+
 def test_what_is_kept_of_the_logs() -> None:
     logs = parse_run(["--no-capture", "--log-dir", "x", "--log-keep-runs=2", "y"], {}).spec.logs
     assert (logs.capture, logs.keep_runs) == (False, 2)
