@@ -203,6 +203,7 @@ async def test_environment_is_not_modified() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 async def test_a_signal_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
     """With signals=True a stop signal ends the job, and the workers receive the same signal."""
@@ -253,6 +254,7 @@ async def test_chosen_signals(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, former)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 async def test_two_jobs_share_the_signals(first: int, tmp_path: Path) -> None:
     """In either order of their ends: both receive a signal, and the handlers are restored."""

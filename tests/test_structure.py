@@ -111,6 +111,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_modules_import_each_other_without_a_circle() -> None:
     """Imports under TYPE_CHECKING and inside functions count too; `__init__` files do not."""
     packages = {name for name, path in module_names().items() if path.name == "__init__.py"}

@@ -94,6 +94,7 @@ async def test_descriptors_do_not_leak(nproc: int, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_nothing_leaks_when_the_descriptor_limit_was_raised() -> None:
     """Putting back the limit for the workers adds no variable of its own."""
     # One write: the workers share a pipe, which keeps small ones whole.
@@ -263,6 +264,7 @@ async def test_descriptor_limit_of_a_worker(tmp_path: Path) -> None:
     assert text.split() == [str(soft), str(hard)]
 
 
+@pytest.mark.slow
 async def test_descriptor_limit_too_small(tmp_path: Path) -> None:
     """A limit that a large job had to raise is restored in its workers, under the same pid."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -486,6 +486,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 @pytest.mark.parametrize("start_method", ["command", "spawn", "fork", "forkserver"])
 async def test_relayed_streams(start_method: Any, tmp_path: Path) -> None:

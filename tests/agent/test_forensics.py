@@ -114,6 +114,7 @@ async def test_scripts(
         assert worker.note == "the worker has not offered them, and py-spy is not installed"
 
 
+@pytest.mark.slow
 async def test_py_spy_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ async def test_other_programs_are_never_signalled(tmp_path: Path) -> None:
     assert [worker.source for worker in dump.workers] == ["", ""]
 
 
+@pytest.mark.slow
 async def test_a_suspended_worker_does_not_delay_the_dump() -> None:
     """It answers when it goes on; the kernel's view remains."""
     spec = LaunchSpec(hang_with_the_gil, nproc_per_node=2)
@@ -197,6 +199,7 @@ def load_batch() -> None:
     time.sleep(99)
 
 
+@pytest.mark.slow
 async def test_the_dump_of_several_workers(tmp_path: Path) -> None:
     """In the order of ranks, in a file of the attempt, and in an event."""
     events: list[Event] = []

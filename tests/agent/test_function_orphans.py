@@ -55,6 +55,7 @@ def running_launcher(code: str, *args: object) -> Any:
     return running([sys.executable, "-c", code, *map(str, args)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_worker_that_is_not_listed_yet_does_not_stay(method: str, tmp_path: Path) -> None:
     """It has the job's marker; or it waits, before it runs the function, until it is listed."""
@@ -63,6 +64,7 @@ def test_a_worker_that_is_not_listed_yet_does_not_stay(method: str, tmp_path: Pa
         until_sync(lambda: not leaked_processes(), "the end of the worker", 10)
 
 
+@pytest.mark.slow
 def test_a_forked_worker_ends_though_a_pipe_of_its_parent_is_open(tmp_path: Path) -> None:
     """Other forks of the program hold the end of the pipe on which the worker waits."""
     with running_launcher(KILLED_BEFORE_LISTING, tmp_path, "fork", "hold") as launcher:

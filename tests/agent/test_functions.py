@@ -58,6 +58,7 @@ async def failed(spec: LaunchSpec) -> JobFailed:
     return caught.value
 
 
+@pytest.mark.slow
 async def test_a_function_has_the_old_descriptor_limit(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ ENDS_WELL: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", MOSTLY_SPAWN, indirect=True)
 @pytest.mark.parametrize(("function", "args", "value"), ENDS_WELL)
 async def test_ends_that_are_a_success(
@@ -106,6 +108,7 @@ async def test_ends_that_are_a_success(
     assert [worker.return_value for worker in result.attempts[0].workers] == [value]
 
 
+@pytest.mark.slow
 async def test_a_function_that_has_raised_and_is_stopped(method: Any) -> None:
     """The exit code is that of its error, and not that of the signal that cut its exit short."""
     error = await failed(spec_of(functions.raise_and_leave_slowly, method, nproc_per_node=2))
@@ -164,6 +167,7 @@ def said(failure: Failure) -> str:
     return failure.error.message if failure.error else failure.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", MOSTLY_SPAWN, indirect=True)
 @pytest.mark.parametrize(("function", "args", "status", "message", "has_file"), ENDS_BADLY)
 async def test_ends_that_are_a_failure(
@@ -187,6 +191,7 @@ async def test_ends_that_are_a_failure(
         assert json.loads(files[0].read_text())["message"]["message"] == message
 
 
+@pytest.mark.slow
 async def test_a_coroutine_function_is_run_by_asyncio(method: Any) -> None:
     """Of its traceback, the frames of asyncio that led to it are left out."""
     result = await launch(spec_of(functions.give_later, method, "x", nproc_per_node=2))
@@ -199,6 +204,7 @@ async def test_a_coroutine_function_is_run_by_asyncio(method: Any) -> None:
     assert frame.endswith("in raise_later")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logs", [LogSpec(), OFF], ids=["kept", "off"])
 async def test_tracebacks_travel_with_the_failure(method: Any, logs: LogSpec) -> None:
     """With or without a directory for error files; our own frames are left out."""
@@ -219,6 +225,7 @@ async def test_values_come_by_global_rank(method: Any) -> None:
     assert dict(result.return_values) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+@pytest.mark.slow
 async def test_the_first_failure_stops_the_others(method: Any, tmp_path: Path) -> None:
     """The culprit is the root; the others are victims, and have no value."""
     spec = spec_of(functions.fail_after_peers, method, str(tmp_path), nproc_per_node=3)
@@ -228,6 +235,7 @@ async def test_the_first_failure_stops_the_others(method: Any, tmp_path: Path) -
     assert dict(error.result.return_values) == {}
 
 
+@pytest.mark.slow
 async def test_a_restart_calls_again(method: Any) -> None:
     """A failed attempt is repeated, with values from the last one."""
     spec = spec_of(functions.fail_once, method, nproc_per_node=2, max_restarts=1)
@@ -262,6 +270,7 @@ async def test_the_environment_of_a_function(method: Any, tmp_path: Path) -> Non
     assert any(name.startswith("ELASTIC_AIO_JOB_") for name in found["env"])
 
 
+@pytest.mark.slow
 async def test_a_grandchild_that_holds_everything_delays_nothing(method: Any) -> None:
     """The end of the process is what counts; what it left behind is stopped."""
     result = await launch(spec_of(functions.leave_grandchild_holding, method))
@@ -269,6 +278,7 @@ async def test_a_grandchild_that_holds_everything_delays_nothing(method: Any) ->
     assert result.duration < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 async def test_a_restarted_worker_gets_the_same_connection(way: Any, tmp_path: Path) -> None:
     """Although the program has closed its own, and has another file under the number."""
@@ -311,6 +321,7 @@ async def test_a_value_is_unpickled_in_a_thread() -> None:
     assert result.return_values == {0: "run_in_thread"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -395,6 +406,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_queues_events_and_locks_are_arguments(method: str, loop: str, tmp_path: Path) -> None:
     """Those of the matching context, used from both sides."""
@@ -430,6 +442,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 def test_queues_reach_closures_and_workers_of_workers(way: str, tmp_path: Path) -> None:
     """cloudpickle passes their descriptors, and a worker does so without it."""

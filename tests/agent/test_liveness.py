@@ -235,6 +235,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
 """
 
 
+@pytest.mark.slow
 async def test_a_program_that_knows_systemd_only() -> None:
     """It sends to the address in NOTIFY_SOCKET, also from a process below the worker."""
     limits = LivenessSpec(heartbeat_timeout=LONG)

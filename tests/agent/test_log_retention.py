@@ -25,6 +25,7 @@ def space_of(path: str | Path) -> int:
     return os.stat(path).st_blocks * 512
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 @pytest.mark.parametrize("logs", [{"tee": 1}, {"redirects": 1}, {"tee": 1, "on_full": "console"}])
 async def test_a_file_stays_small(tmp_path: Path, logs: Any) -> None:

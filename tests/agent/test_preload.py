@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [HELPERS, ENDLESS])
 def test_a_killed_launcher_leaves_no_process_of_a_module(
     code: str, preloaded: Any, tmp_path: Path
@@ -249,6 +250,7 @@ async def test_a_stop_continues_a_suspended_server(preloaded: Any) -> None:
             await agent.stop()
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_costs_a_restart(preloaded: Any) -> None:
     """As for lack of memory: another one may not be.
 

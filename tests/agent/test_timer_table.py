@@ -172,6 +172,7 @@ def test_a_flood_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.next_deadline == 101.0
 
 
+@pytest.mark.slow
 def test_limits() -> None:
     """A long line costs no memory, and so do many timers and many releases."""
     table = table_of()

@@ -45,6 +45,7 @@ async def run_job(argv: list[str], **settings: Any) -> tuple[list[Event], JobFai
     return events, None
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_an_expired_timer_ends_the_worker() -> None:
     """The reason names the timer, and the restart policy applies."""
@@ -63,6 +64,7 @@ async def test_an_expired_timer_ends_the_worker() -> None:
     assert error is None
 
 
+@pytest.mark.slow
 async def test_a_block_that_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipe is removed at the end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -60,6 +60,7 @@ async def test_events_are_printed_to_the_end_of_the_job() -> None:
     assert out == b"box: job succeeded after 1 s: done\n"
 
 
+@pytest.mark.slow
 async def test_lines_of_json_from_a_cursor(tmp_path: Path) -> None:
     """`--json --after 0` starts at the second event; the token comes from a file."""
     token = tmp_path / "token"
@@ -78,6 +79,7 @@ async def test_lines_of_json_from_a_cursor(tmp_path: Path) -> None:
     assert [event["seq"] for event in events] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 async def test_a_signal_ends_it_quietly(number: int, code: int) -> None:
     """No traceback is printed."""

@@ -57,6 +57,7 @@ def noted(script: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(script.parent.glob("*.json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -365,6 +366,7 @@ os.posix_spawn("/bin/true", ["true"], {}, file_actions=[opening])
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_in_the_kernel_fails_the_job(
     tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

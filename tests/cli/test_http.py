@@ -54,6 +54,7 @@ def test_the_health_check_of_torch(script: Path) -> None:
         program.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--http", VARIABLE])
 def test_a_port_in_use_is_one_line(option: str, tmp_path: Path) -> None:
     """And nothing is started."""

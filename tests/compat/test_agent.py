@@ -73,6 +73,7 @@ def where() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_an_address_in_place_of_the_handlers(backend: str) -> None:
     """Each node tells its own workers, as in torch."""

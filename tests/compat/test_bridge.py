@@ -144,6 +144,7 @@ def run_all(handlers: list[Handler], work: Callable[[Handler], RunResult]) -> li
         return list(pool.map(work, handlers))
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_nodes_and_their_roles() -> None:
     """Nodes of different sizes, as torch's agents agree on them."""
     meeting = Meeting(3)
@@ -168,6 +169,7 @@ def test_ranks_follow_the_nodes_and_their_roles() -> None:
     assert keys["torchelastic/agent/terminal_state/num_members"] == b"3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shares", "settings", "expected"),
     [

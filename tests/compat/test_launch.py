@@ -321,6 +321,7 @@ except SignalException as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM"])
 def test_a_signal_is_a_signal_exception(name: str) -> None:
     """Raised after the workers have ended; the former handlers are back."""

@@ -350,6 +350,7 @@ def test_unknown_signals_are_skipped(
 # ------------------------------------------------------------------------ spawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
     start_context(functions.indexed, (str(tmp_path), "x"), 2, start_method=method)
@@ -367,6 +368,7 @@ def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_join_times_out_and_raises(tmp_path: Path) -> None:
     """What a function raised has its traceback in the message."""
     context = spawn(functions.indexed_wait, (str(tmp_path),), 2, join=False)

@@ -107,6 +107,7 @@ def ended(target: Callable[..., None], argument: Any) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_a_server_by_a_pipe(file_server: tuple[FileTimerServer, str, list[str]]) -> None:
     """It kills the process, and not its own."""
     server, path, events = file_server
@@ -146,6 +147,7 @@ def test_a_client_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         client.acquire("s" * 5000, 1)
 
 
+@pytest.mark.slow
 def test_a_server_by_a_queue() -> None:
     queue = context.Queue()
     server = LocalTimerServer(queue, max_interval=0.01)
@@ -231,6 +233,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [OURS, pytest.param(THEIRS, marks=pytest.mark.torch)])
 def test_a_client_at_the_launcher(module: str) -> None:
     """torch's own too: the worker is ended, and restarted if the policy allows."""

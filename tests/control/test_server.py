@@ -235,6 +235,7 @@ async def test_a_client_that_reads_nothing_delays_no_end() -> None:
             await agent.stop()
 
 
+@pytest.mark.slow
 async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
     """The job's own work has its turn between two answers."""
     flood = (

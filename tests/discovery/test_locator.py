@@ -114,6 +114,7 @@ async def test_port_0_is_for_the_node_that_serves(make_locator: MakeLocator) -> 
         await make_locator("localhost:0", is_host=False, read_timeout=0.2).locate(is_first=True)
 
 
+@pytest.mark.slow
 async def test_fifty_races_in_one_process(make_locator: MakeLocator, start_node: StartNode) -> None:
     hosts = set()
     for turn in range(50):
@@ -191,6 +192,7 @@ async def test_a_port_of_another_program(make_locator: MakeLocator, answer: byte
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 async def test_a_refused_node_says_so_once_and_tries_seldom() -> None:
     """Each attempt costs the store a connection, and a line on its console."""
     dropped: list[Dropped] = []
@@ -262,6 +264,7 @@ async def test_an_endpoint_that_does_not_answer_is_passed_over(make_locator: Mak
         assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 async def test_a_resolver_that_does_not_answer(
     make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +517,7 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
         await locator.aclose()
 
 
+@pytest.mark.slow
 async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

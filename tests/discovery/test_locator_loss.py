@@ -50,6 +50,7 @@ async def test_a_killed_host_is_replaced_within_a_second(
     assert max(when for _, _, when in met) - begin < 3
 
 
+@pytest.mark.slow
 async def test_a_suspended_host_is_replaced_and_follows(
     make_locator: MakeLocator, start_node: StartNode, only_local: Callable[[str], None]
 ) -> None:
@@ -77,6 +78,7 @@ async def test_a_suspended_host_is_replaced_and_follows(
         assert (said["index"], said["is_host"]) == (1, False)
 
 
+@pytest.mark.slow
 async def test_a_suspended_host_of_the_only_endpoint_is_kept(
     make_locator: MakeLocator, start_node: StartNode
 ) -> None:

@@ -82,6 +82,7 @@ async def test_lines_come_while_they_are_written(bench: Bench) -> None:
         assert await rest(reader) == []
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_in_any_order(bench: Bench) -> None:
     """Random writes, cancelled calls and readers that come later."""
     chance = random.Random(7)
@@ -163,6 +164,7 @@ async def test_a_slow_consumer_costs_no_memory(bench: Bench) -> None:
         assert len(await rest(reader)) == 399_999
 
 
+@pytest.mark.slow
 async def test_what_was_removed_is_counted(bench: Bench) -> None:
     """A hole in the file, as rotation makes it: the next line says how much is missing."""
     stream = bench.stream()

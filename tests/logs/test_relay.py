@@ -156,6 +156,7 @@ async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
     assert bench.shown.endswith(b"P:59\nP:last\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 5003, 70_000, 200_001])
 async def test_the_console_shows_what_a_full_disk_does_not_take(bench: Bench, size: int) -> None:
     """No line is lost, split or shown twice where the file ends."""
@@ -215,6 +216,7 @@ async def test_what_a_muted_stream_loses_is_counted(bench: Bench) -> None:
     assert (bench.relay.unkept, bench.relay.lost) == (24, 24)
 
 
+@pytest.mark.slow
 async def test_a_blocked_console_and_a_full_disk(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,6 +244,7 @@ async def test_a_lost_console_is_reported_once(bench: Bench) -> None:
     assert bench.lost.empty()
 
 
+@pytest.mark.slow
 async def test_a_pending_frame_is_shown_after_a_second(bench: Bench) -> None:
     """A pipe gets at most one frame a second from a file."""
     file, _ = bench.follow("a")

@@ -84,6 +84,7 @@ async def test_an_exception_comes_with_its_traceback(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message", "code", "name"),
     [
@@ -129,6 +130,7 @@ async def test_an_interrupt_is_a_success(method: Any) -> None:
     await start_context(functions.indexed_generator, (), 2, start_method=method)
 
 
+@pytest.mark.slow
 async def test_join_returns_whether_all_have_exited(method: Any) -> None:
     """False after each exit but the last; True then, and ever after."""
     context = await context_of(functions.indexed_sleep, (0.3,), 3, start_method=method)
@@ -162,6 +164,7 @@ async def test_a_cancelled_join_stops_nothing() -> None:
         await asyncio.wait_for(spawn(functions.indexed_sleep, (9.0,), 2), 0.5)
 
 
+@pytest.mark.slow
 async def test_the_grace_period(tmp_path: Path) -> None:
     """As long for ends of their own as between SIGTERM and SIGKILL."""
     context = await context_of(functions.indexed_ignoring_sigterm, (str(tmp_path), 99.0), 2)

@@ -320,6 +320,7 @@ async def test_a_child_reaped_by_other_code_has_an_unknown_status(
     assert (await end_of(child)).status == ExitStatus()
 
 
+@pytest.mark.slow
 async def test_a_child_reaped_before_it_is_watched_has_an_unknown_status(
     fitting_spawn: Spawner, devnull: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,7 @@ socket.send_fds = send_others
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ready", "started", "exited"])
 async def test_a_server_that_cannot_answer(
     kind: str, devnull: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

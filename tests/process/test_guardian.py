@@ -332,6 +332,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "end"), [("plain", "kill"), ("forking", "exec")])
 def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
     """After SIGKILL and after an exec, worker, process group and daemon are gone in a second.
@@ -359,6 +360,7 @@ def test_the_end_of_a_supervisor_leaves_no_process(kind: str, end: str) -> None:
             wait_for_end(pidfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["StopPlan.within(0)", "StopPlan(guardian_grace=0)"])
 def test_a_plan_without_a_grace(plan: str) -> None:
     """SIGKILL is the first signal then."""
@@ -468,6 +470,7 @@ sys.exit(not is_ended or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGK
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reading", "scan"), [(0, 0), (0, 0.3), (0.3, 0), (12, 0), (0, 12)])
 def test_a_slow_host_does_not_end_the_guardian_too_early(reading: float, scan: float) -> None:
     """A scan, or the time between two lines, takes longer than what the guardian waits for."""
@@ -520,6 +523,7 @@ def test_a_worker_whose_exec_takes_long_ends_too(tmp_path: Path) -> None:
         until_sync(lambda: not leaked_processes(), "the end of the worker", 10)
 
 
+@pytest.mark.slow
 def test_a_stranger_with_the_launchers_interpreter_holds_no_guardian(tmp_path: Path) -> None:
     """The guardian waits for forks of its launcher only, not for programs of the same file."""
     program = tmp_path / "program"

@@ -143,6 +143,7 @@ async def test_a_host_that_forbids_adoption(monkeypatch: pytest.MonkeyPatch) -> 
     await job.aclose()
 
 
+@pytest.mark.slow
 async def test_a_job_that_adopts_leaves_no_zombie(tmp_path: Path) -> None:
     """Daemons that end during the job, and those that it stops."""
     env = {"NOTES": str(tmp_path)}
@@ -159,6 +160,7 @@ run(LaunchSpec(sys.argv[1:]), adopt_orphans=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("hidden",), ("hidden", "double")], ids="-".join)
 @pytest.mark.parametrize("program", ["command", "library"])
 def test_a_daemon_that_hides_its_environment_is_gone(

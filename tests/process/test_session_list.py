@@ -68,6 +68,7 @@ def test_membership_is_certain_only_before_the_leader_was_reaped(
     assert session.is_certain(pid, start) is is_certain
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rows)
 def test_rows_survive_a_round_trip(descriptor: int, rows: list[Row]) -> None:
@@ -93,6 +94,7 @@ def test_one_row_is_replaced(descriptor: int) -> None:
     assert rows_of(descriptor) == [(1, 5, None), (2, 6, 99), (3, 7, None), (4, 8, None)]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=rows, after=rows, data=st.data())
 def test_a_write_cut_at_any_byte_makes_no_session_up(

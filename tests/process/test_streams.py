@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic_aio.process.streams import StandardStreams
 from tests.support.cli import environment
 
@@ -38,6 +40,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_program_without_standard_streams(tmp_path: Path) -> None:
     """They get neither the epoll of its event loop nor its sockets.
 

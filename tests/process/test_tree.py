@@ -469,6 +469,7 @@ async def test_a_stop_without_descriptors_ends_all_processes(bench: Bench) -> No
     assert not any(map(alive, children))
 
 
+@pytest.mark.slow
 async def test_a_stop_without_scans_ends_in_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

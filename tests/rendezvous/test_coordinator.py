@@ -166,6 +166,7 @@ def test_waiting_members_get_few_orders() -> None:
     assert 35 <= len(published) <= 45
 
 
+@pytest.mark.slow
 def test_many_waiting_members_get_few_orders() -> None:
     """A node gets one or two while a thousand others join, and not one per second."""
     settings = RoundSettings(2000, 2000)

@@ -74,6 +74,7 @@ async def test_the_last_call_ends() -> None:
         assert {(await one.wait_formed(2)).span.group_rank for one in members} == {0, 1}
 
 
+@pytest.mark.slow
 async def test_too_few_nodes_fail_and_name_the_present_ones() -> None:
     spec = job_spec(free_endpoint(), "3", join_timeout=1.5)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
@@ -147,6 +148,7 @@ async def test_a_node_that_leaves_is_replaced() -> None:
         assert stays.place.restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut", "silent"])
 async def test_a_lost_node_is_replaced(fault: str) -> None:
     """At once if its connection ends, else after the heartbeat timeout."""
@@ -172,6 +174,7 @@ async def test_a_lost_node_is_replaced(fault: str) -> None:
         assert (await b.wait_ended()).cause is EndCause.NO_STORE
 
 
+@pytest.mark.slow
 async def test_failures_after_a_lost_node_cost_no_restart() -> None:
     """The workers of the other nodes fail before the lease of the lost node ends."""
     endpoint = free_endpoint()
@@ -415,6 +418,7 @@ async def test_another_coordinator_takes_over() -> None:
             assert len({(one.place.round, one.place.formed_by) for one in members}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_workers_run_on_at_another_store(keeps: bool) -> None:
     """Unless `keep_workers` is off."""
@@ -445,6 +449,7 @@ async def test_workers_run_on_at_another_store(keeps: bool) -> None:
             await asyncio.gather(*(one.rendezvous.leave("over") for one in (a, b)))
 
 
+@pytest.mark.slow
 async def test_a_node_without_a_store_fails() -> None:
     """It stops its workers after the grace period."""
     endpoint = free_endpoint()
@@ -652,6 +657,7 @@ async def test_a_static_job_claims_a_store_that_no_node_serves() -> None:
         assert "it belongs to the run 'x'" in (await y.wait_ended()).why
 
 
+@pytest.mark.slow
 async def test_a_run_never_sees_the_keys_of_another_one() -> None:
     """Although the id of one begins with that of the other and a slash."""
     async with StoreServer("127.0.0.1", 0) as server:

@@ -27,6 +27,7 @@ from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
 
+@pytest.mark.slow
 async def test_a_reconnected_leader_is_elected_again() -> None:
     """Its previous record does not disappear later, with a write of the broken connection."""
     async with StoreServer("127.0.0.1", 0) as server, ChaosProxy(server.port) as proxy:
@@ -87,6 +88,7 @@ async def test_a_leader_without_a_past_has_a_new_term() -> None:
         assert terms == [1, 2, 3]
 
 
+@pytest.mark.slow
 async def test_a_restart_window_survives_its_coordinators() -> None:
     """Each of which leaves after the restart that it has counted."""
     async with StoreServer("127.0.0.1", 0) as server:

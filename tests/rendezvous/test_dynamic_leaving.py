@@ -48,6 +48,7 @@ async def test_a_second_leave_ends_the_wait_for_other_nodes() -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_a_node_leaves_a_store_that_does_not_answer() -> None:
     """Within a second, long before the heartbeat timeout."""

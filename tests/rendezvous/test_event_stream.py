@@ -214,6 +214,7 @@ async def test_invalid_events_do_not_end_the_iteration(when: str) -> None:
             assert shown(await all_of(events)) == [4, 5, "JobFinished"]
 
 
+@pytest.mark.slow
 async def test_the_next_endpoint_is_tried() -> None:
     async with serving() as (server, store):
         await EventStreamWriter(store).write([*started(0), DONE])

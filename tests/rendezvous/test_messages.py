@@ -125,6 +125,7 @@ def test_too_long_messages_are_not_decoded() -> None:
             read(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a", "\x00", "ü", "\U0001f600", "\udc80", '"'])
 def test_any_number_of_failures_fits(text: str) -> None:
     """With long texts, and with texts that JSON makes longer."""

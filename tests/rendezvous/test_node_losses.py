@@ -56,6 +56,7 @@ def test_a_loop_of_lost_nodes_ends_by_default() -> None:
     assert outcome.exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_node_may_be_lost_every_few_minutes_for_days() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2, last_call_timeout=0), "a", max_restarts=0)
     rounds = lose_in_turn(harness, 120, until=3 * 86_400)

@@ -14,6 +14,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_runs, "_AFTER_S", 0.3)
 
 
+@pytest.mark.slow
 async def test_two_ids_of_one_job() -> None:
     """Each waits for the other; a run that has formed its round is not named."""
     endpoint = free_endpoint()
@@ -33,6 +34,7 @@ async def test_two_ids_of_one_job() -> None:
         assert 0 < event.time_left < 60
 
 
+@pytest.mark.slow
 async def test_without_another_run() -> None:
     """The round is formed later, and no event names a run."""
     spec = job_spec(free_endpoint(), "2", join_timeout=60)

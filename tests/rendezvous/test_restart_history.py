@@ -100,6 +100,7 @@ def test_a_coordinator_that_is_lost_in_every_round_is_counted() -> None:
     assert len(harness.events(RoundFormed)) < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [10, 1000])
 def test_a_history_is_bounded(count: int) -> None:
     """So that every order stays small."""

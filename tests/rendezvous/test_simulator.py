@@ -26,7 +26,7 @@ from elastic_aio.testing import (
     run_random_scenario,
 )
 
-COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "100"))
+COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "40"))
 CHUNKS = max(10, COUNT // 250)
 
 
@@ -48,6 +48,7 @@ def test_a_seed_gives_one_trace() -> None:
     assert run_random_scenario(5).trace != run_random_scenario(6).trace
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_trace_in_every_process() -> None:
     code = """
 from elastic_aio.testing import run_random_scenario
@@ -85,6 +86,7 @@ def finish(sim: Simulation) -> set[str]:
     return {outcome.state for outcome in sim.outcomes.values()}
 
 
+@pytest.mark.slow
 def test_a_policy_over_a_hundred_attempts() -> None:
     policy = RestartPolicy(backoff=Backoff(initial=1, cap=60), never_on=[3])
     sim = Simulation(job(2, restart=policy, max_restarts=100))

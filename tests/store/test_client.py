@@ -242,6 +242,7 @@ async def test_a_lease_ends_with_its_holder(server: StoreServer, store: RemoteSt
         await process.wait()
 
 
+@pytest.mark.slow
 async def test_a_suspended_holder_is_detected(server: StoreServer, store: RemoteStore) -> None:
     """It keeps its connection but loses its lease of 0.8 s."""
     async with store.watch("node") as watch:
@@ -323,6 +324,7 @@ async def test_an_idle_watch_or_wait_sends_nothing(store: RemoteStore, proxy: Ch
         )
 
 
+@pytest.mark.slow
 async def test_leases_share_heartbeats(proxy: ChaosProxy) -> None:
     """One small frame in half of the shortest ttl, whatever the number of leases."""
     async with (
@@ -359,6 +361,7 @@ async def test_each_operation_is_one_frame(proxy: ChaosProxy) -> None:
         assert await remote.ping() < 5
 
 
+@pytest.mark.slow
 async def test_a_missing_reply_breaks_the_connection(
     server: StoreServer, proxy: ChaosProxy
 ) -> None:
@@ -414,6 +417,7 @@ async def test_a_reply_that_is_too_large_ends_the_connection() -> None:
         assert "has a reply of 1125899906842624 bytes" in await store.wait_lost()
 
 
+@pytest.mark.slow
 async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreServer) -> None:
     """The reply of a wait is not due; of 20 waits' connections 8 are kept."""
     hide_extensions(server)
@@ -618,6 +622,7 @@ async def test_requests_leak_no_memory(server: StoreServer) -> None:
     assert sum(entry.size for entry in snapshot.statistics("filename")) < count * 10
 
 
+@pytest.mark.slow
 async def test_a_lease_and_a_watch_outlive_their_managers(store: RemoteStore) -> None:
     """A program may enter both by hand and keep only what it got."""
     lease = await store.lease(2.0).__aenter__()

@@ -250,6 +250,7 @@ async def test_no_reply_is_mistaken_after_200_cancellations(pair: Pair) -> None:
     assert [await pair.one.peek(key) for key in keys] == list(keys.values())
 
 
+@pytest.mark.slow
 async def test_bad_keys_and_values_are_refused(pair: Pair) -> None:
     """In one line, before a request is sent."""
     for call in (

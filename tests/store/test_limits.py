@@ -78,6 +78,7 @@ async def test_a_full_store_refuses(dropped: list[Dropped]) -> None:
         assert occupied(server.keyspace) == 0
 
 
+@pytest.mark.slow
 async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Dropped]) -> None:
     """Eight times 20 MiB with a limit of 24 MiB; each peer gets the value when it reads."""
     value = os.urandom(20 * MIB)
@@ -99,6 +100,7 @@ async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Drop
         assert dropped == []
 
 
+@pytest.mark.slow
 async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) -> None:
     """Each its own value; the peers that hold the most are closed, others are served."""
     async with (
@@ -288,6 +290,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 async def test_accepting_pauses_without_descriptors() -> None:
     """It costs no processor time, and clients that wait are served when others have left."""
     async with server_with_few_descriptors() as (pid, port), contextlib.AsyncExitStack() as stack:
@@ -366,6 +369,7 @@ async def test_a_client_without_the_token_makes_room(dropped: list[Dropped]) -> 
         assert strangers
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_completes_the_handshake_in_time(
     dropped: list[Dropped],
 ) -> None:

@@ -113,6 +113,7 @@ async def test_notifications_are_no_answer(server: StoreServer) -> None:
         assert int(await other.get("k")) > 1
 
 
+@pytest.mark.slow
 async def test_a_first_request_does_not_postpone_the_next_ping(server: StoreServer) -> None:
     """Silence counts from the last reply, also before the first ping."""
     async with ChaosProxy(server.port) as proxy, pinging(proxy.endpoint, 1.0) as store:
@@ -124,6 +125,7 @@ async def test_a_first_request_does_not_postpone_the_next_ping(server: StoreServ
         assert store.last_received_at == last_reply
 
 
+@pytest.mark.slow
 async def test_an_idle_connection_is_kept(server: StoreServer) -> None:
     """A watch without changes outlasts the reply timeout."""
     async with pinging(server.endpoint, 0.5) as store, store.watch("k") as watch:
@@ -150,6 +152,7 @@ async def test_pings_renew_leases(server: StoreServer) -> None:
         assert all(len(data) < 20 for data in after[-2:])
 
 
+@pytest.mark.slow
 async def test_a_suspended_client_keeps_its_connection(server: StoreServer) -> None:
     """After its own loop was blocked, the server's replies are still unread."""
     async with pinging(server.endpoint, 0.4) as store:
@@ -188,6 +191,7 @@ async def test_a_server_restart_can_end_the_store() -> None:
     await store.aclose()
 
 
+@pytest.mark.slow
 async def test_a_suspended_server_expires_no_lease() -> None:
     """It could receive no heartbeat; it reports the pause."""
     async with server_process() as (process, endpoint), contextlib.AsyncExitStack() as stack:

@@ -284,6 +284,7 @@ async def test_a_wait_ends_with_its_connection(server: StoreServer) -> None:
     assert server.keyspace.waits.count == 0
 
 
+@pytest.mark.slow
 async def test_dropped_connections_leak_nothing(
     server: StoreServer, dropped: list[Dropped]
 ) -> None:
@@ -339,6 +340,7 @@ async def test_families(host: str | None) -> None:
         await server.aclose()
 
 
+@pytest.mark.slow
 async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> None:
     """Even if a peer does not read its replies."""
     async with connected(server) as peer:

@@ -389,6 +389,7 @@ async def half_open(server: StoreServer, data: bytes) -> AsyncIterator[asyncio.S
             await writer.wait_closed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 100, None])
 async def test_a_handshake_has_a_deadline(
     node: TlsSpec, dropped: list[Dropped], size: int | None
@@ -450,6 +451,7 @@ async def test_garbage_ends_the_connection(
             assert await store.add("n") == 1
 
 
+@pytest.mark.slow
 async def test_a_peer_that_closes_in_the_handshake_is_tried_again(node: TlsSpec) -> None:
     """It may be about to end, and another server to follow; the last error names what it did."""
 

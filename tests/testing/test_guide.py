@@ -11,6 +11,7 @@ GUIDE = Path(__file__).parent.parent.parent / "docs" / "guides" / "simulation.md
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs(program: str) -> None:
     """A thousand clusters take half a minute; twenty show that the program works."""

@@ -42,6 +42,7 @@ def perform(result: int, function: Any, *args: Any) -> int:
     return bootstrap.perform(lambda: (function, args), result)
 
 
+@pytest.mark.slow
 @given(value=PLAIN)
 def test_values_survive_a_round_trip(value: Any) -> None:
     """By marshal or by pickle, with type and content."""

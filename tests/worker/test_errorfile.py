@@ -238,6 +238,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(json_values)
 def test_any_json_is_accepted(value: Any) -> None:
     error = parse_error_file(json.dumps({"message": value}).encode(), "p", NOW)
@@ -482,6 +483,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_in_a_worker_passes_the_root_cause_on(tmp_path: Path) -> None:
     """With the exit code; what was there before is named in a warning."""
     path = tmp_path / "error.json"

@@ -27,6 +27,7 @@ class Number(int):
     """A subclass of int, which is not plain."""
 
 
+@pytest.mark.slow
 @given(value=PLAIN)
 def test_values_survive_a_round_trip(value: Any) -> None:
     form = plain_value.dump(value)
@@ -62,6 +63,7 @@ def test_other_values_are_not_plain(value: object) -> None:
     assert plain_value.dump(value) == b""
 
 
+@pytest.mark.slow
 @given(value=PLAIN, data=st.data())
 def test_damaged_bytes(value: Any, data: st.DataObject) -> None:
     """The only error is one of value: no other type, no endless list."""
