@@ -125,6 +125,7 @@ async def test_cancellation_twice(tmp_path: Path) -> None:
     assert (tmp_path / "stopped").exists()
 
 
+@pytest.mark.slow
 async def test_cancellation_by_an_anyio_scope(tmp_path: Path) -> None:
     """A cancelled anyio scope waits for the stop plan without using CPU time."""
 
@@ -143,6 +144,7 @@ async def test_cancellation_by_an_anyio_scope(tmp_path: Path) -> None:
     assert time.process_time() - cpu_before < 0.25
 
 
+@pytest.mark.slow
 async def test_two_jobs_at_once() -> None:
     """Two launches in one program are independent."""
     good, bad = await asyncio.gather(

@@ -41,6 +41,7 @@ def test_a_group_that_is_closed() -> None:
     assert result.failures[0].signal_name() == "SIGTERM"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_processes_that_are_joined(method: Any, tmp_path: Path) -> None:
     """At once, or step by step."""

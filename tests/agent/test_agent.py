@@ -9,6 +9,7 @@ import pytest
 from elastic_aio import Agent, Event, JobFailed, LaunchSpec, LogSpec, launch
 
 
+@pytest.mark.slow
 async def test_all_workers_exit_zero() -> None:
     """Success is a result with a status for each worker."""
     result = await launch(LaunchSpec(["true"], nproc_per_node=3))

@@ -160,6 +160,7 @@ class _Stuck:
         pass
 
 
+@pytest.mark.slow
 async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
     """What holds memory and ports from the last attempt leaves no room for another one."""
     from elastic_aio.process.command import command_spawner
@@ -186,6 +187,7 @@ async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
     stuck[0].exited.set_result(ChildExit(ExitStatus(signal=9), 0.0))
 
 
+@pytest.mark.slow
 async def test_many_descendants_do_not_hold_the_loop() -> None:
     """Others have their turns while hundreds of processes are being stopped."""
     script = "for i in $(seq 300); do sleep 99 & done; wait"

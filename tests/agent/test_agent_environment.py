@@ -151,6 +151,7 @@ async def test_the_place_wins_over_what_is_inherited(
     assert env["MASTER_PORT"] != "1"
 
 
+@pytest.mark.slow
 async def test_a_fresh_port_for_each_attempt(tmp_path: Path) -> None:
     """Rank 0 can bind the port that its attempt shares, if asked to; the next has another."""
     script = python(
@@ -200,6 +201,7 @@ async def test_arguments_that_are_no_text(tmp_path: Path) -> None:
     assert text == "1 2.5 /a b\n"
 
 
+@pytest.mark.slow
 async def test_python_workers_are_unbuffered(tmp_path: Path) -> None:
     """What a script prints is there even when it ends without flushing."""
     script = tmp_path / "script.py"

@@ -100,6 +100,7 @@ async def test_a_slow_reader_sees_how_many_events_it_missed() -> None:
     assert isinstance(kept[-1], JobFinished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 2, 3])
 async def test_the_end_is_never_missed(kept: int) -> None:
     """However few events are kept, JobFinished is among them."""

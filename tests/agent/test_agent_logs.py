@@ -314,6 +314,7 @@ async def main(log_dir, *argv):
 """
 
 
+@pytest.mark.slow
 def test_a_very_long_line(tmp_path: Path) -> None:
     """A line of 64 MiB arrives whole, without being held in memory."""
     size = 64 * 2**20

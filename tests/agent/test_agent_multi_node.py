@@ -208,6 +208,7 @@ async def test_a_failure_is_reported_at_once(tmp_path: Path) -> None:
     assert (ended.round, ended.exit_code, ended.is_permanent) == (4, 5, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_begin", [False, True], ids=["halt", "begin"])
 async def test_a_failure_is_not_lost_to_an_instruction(tmp_path: Path, is_begin: bool) -> None:
     """A failure before the instruction is reported, whatever the instruction is."""
@@ -392,6 +393,7 @@ async def test_a_stop_while_the_rendezvous_is_being_joined(tmp_path: Path) -> No
     assert len(node.rendezvous.leave_reasons) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_a_node_that_is_stopped_leaves_after_its_workers(
     tmp_path: Path, overlap: bool

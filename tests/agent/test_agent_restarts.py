@@ -111,6 +111,7 @@ async def test_window() -> None:
     assert "restart.window" in result.reason
 
 
+@pytest.mark.slow
 async def test_a_window_slides() -> None:
     """Restarts older than the window do not count."""
     spec = LaunchSpec(

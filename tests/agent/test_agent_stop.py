@@ -81,6 +81,7 @@ async def test_before_a_restart(tmp_path: Path) -> None:
     assert result.restarts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_where_signals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter refuses pidfd_send_signal: kill(2) ends children, and the guardian all others."""
@@ -297,6 +298,7 @@ async def unkillable_spawner() -> AsyncIterator[tuple[Spawner, list[Unkillable]]
         await until(lambda: threading.active_count() <= threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["stop", "failure"])
 async def test_a_worker_that_cannot_be_killed_is_reported(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def hang_with_the_gil() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 async def test_functions_that_hang_with_the_gil(method: Any) -> None:
     """Every thread is seen, although no Python code can run in the process."""
@@ -234,6 +235,7 @@ async def test_the_dump_of_several_workers(tmp_path: Path) -> None:
     assert found[-1].summary == again.summary
 
 
+@pytest.mark.slow
 async def test_an_expired_timer_shows_what_the_worker_did() -> None:
     """Its stacks are read before it is killed."""
     code = (

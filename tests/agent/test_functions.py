@@ -219,6 +219,7 @@ async def test_tracebacks_travel_with_the_failure(method: Any, logs: LogSpec) ->
     assert bool(recorded.path) == (logs is not OFF)
 
 
+@pytest.mark.slow
 async def test_values_come_by_global_rank(method: Any) -> None:
     """Every rank's own."""
     result = await launch(spec_of(functions.give_rank, method, nproc_per_node=4))
@@ -245,6 +246,7 @@ async def test_a_restart_calls_again(method: Any) -> None:
     assert result.attempts[0].failures[0].error is not None
 
 
+@pytest.mark.slow
 async def test_output_is_caught_at_the_descriptors(method: Any, tmp_path: Path) -> None:
     """Python's, C's and children's output goes to the files."""
     logs = LogSpec(log_dir=tmp_path, redirects=3)
@@ -256,6 +258,7 @@ async def test_output_is_caught_at_the_descriptors(method: Any, tmp_path: Path) 
     assert Path(worker.stderr_path).read_text() == "python err\ndescriptor err\nchild err\n"
 
 
+@pytest.mark.slow
 async def test_the_environment_of_a_function(method: Any, tmp_path: Path) -> None:
     """Session, environment, directory, streams and signals are as a command has them."""
     env = {"OWN": "1"}
@@ -300,6 +303,7 @@ async def test_a_restarted_worker_gets_the_same_connection(way: Any, tmp_path: P
         os.close(number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 async def test_a_connection_ends_with_the_workers_that_have_it(way: Any) -> None:
     """Without restarts, this process keeps no copy."""
@@ -338,6 +342,7 @@ async def test_a_value_that_exits_is_a_failure(name: str, reason: str) -> None:
     assert failure.message == f"its value cannot be unpickled here: {reason}".strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raise_error", "leave"])
 async def test_a_long_text_is_abridged_by_its_worker(name: str, tmp_path: Path) -> None:
     """The supervisor would be blocked for seconds; stderr has all of it."""
@@ -549,6 +554,7 @@ async def test_any_value_comes_back(values: list[Any], method: Any) -> None:
     assert result.return_values[0] == tuple(values)
 
 
+@pytest.mark.slow
 async def test_large_values(method: Any) -> None:
     """100 MB come back whole."""
     size = 100_000_000
@@ -556,6 +562,7 @@ async def test_large_values(method: Any) -> None:
     assert len(result.return_values[0]) == size
 
 
+@pytest.mark.slow
 async def test_a_kill_leaves_no_function_behind(method: Any, tmp_path: Path) -> None:
     """Leaving the block stops functions as it stops commands."""
     spec = spec_of(functions.note_and_sleep, method, str(tmp_path), nproc_per_node=2)
@@ -661,6 +668,7 @@ async def test_another_interpreter(tmp_path: Path) -> None:
     assert result.return_values[0] == ({1: 2},)
 
 
+@pytest.mark.slow
 async def test_a_bare_function_by_name() -> None:
     """Methods, partials and builtins are functions too."""
     for call, args, value in (

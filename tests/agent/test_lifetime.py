@@ -76,6 +76,7 @@ def test_the_loop_of_a_background_task_ends(
     assert set(warned) <= {text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join", [True, False])
 def test_the_loop_of_spawned_functions_ends(
     join: bool, loop_factory: LoopFactory, tmp_path: Path, recwarn: pytest.WarningsRecorder

@@ -64,6 +64,7 @@ def ready_ranks(events: Sequence[Event]) -> list[int]:
     return sorted(item.rank for item in events if isinstance(item, WorkerReady))
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_a_worker_without_heartbeats_fails_the_attempt() -> None:
     """The failure names the deadline, the worker and its last status; the others are victims."""
@@ -101,6 +102,7 @@ async def test_the_restart_policy_applies() -> None:
     assert ready_ranks(events) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "limits", "deadline"),
     [

@@ -158,6 +158,7 @@ def test_a_killed_launcher_leaves_no_process_of_a_module(
 # ------------------------------------------------------------------ stops during imports
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_a_stop_does_not_wait_for_imports(preloaded: Any, tmp_path: Path) -> None:
     async with Agent(preloaded(ENDLESS, stop=LONG)) as agent:
@@ -189,6 +190,7 @@ async def test_a_kill_does_not_wait_for_imports(preloaded: Any, tmp_path: Path) 
     assert not alive(server)
 
 
+@pytest.mark.slow
 @pytest.mark.both_loops
 async def test_a_cancelled_launch_does_not_wait_for_imports(preloaded: Any, tmp_path: Path) -> None:
     launching = asyncio.ensure_future(launch(preloaded(ENDLESS, stop=LONG)))
@@ -215,6 +217,7 @@ async def test_a_cancelled_group_does_not_wait_for_imports(preloaded: Any, tmp_p
     assert not alive(server)
 
 
+@pytest.mark.slow
 async def test_a_stop_waits_for_a_suspended_server_for_a_bounded_time(
     preloaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def test_limits() -> None:
     assert len(table._heap) < 100
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.sampled_from([request(scope="a"), request(scope="b", after=1.0), request(after=-1)])

@@ -78,6 +78,7 @@ async def test_a_block_that_ends_in_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_process_below_the_worker() -> None:
     """It and the worker are ended, although the worker ignores the end of the process."""
     code = (

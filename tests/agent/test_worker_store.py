@@ -39,6 +39,7 @@ raise SystemExit(total == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] != "2")
 """
 
 
+@pytest.mark.slow
 async def test_every_attempt_has_a_fresh_store(tmp_path: Path) -> None:
     """What an attempt left in its store is not there in the next one, nor is its port."""
     spec = LaunchSpec(

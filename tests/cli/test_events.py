@@ -46,6 +46,7 @@ async def read_line(stream: asyncio.StreamReader | None) -> str:
         return (await stream.readline()).decode()
 
 
+@pytest.mark.slow
 async def test_events_are_printed_to_the_end_of_the_job() -> None:
     """Each event is a line as it happens; the exit code is 0 when the job has finished."""
     async with StoreServer("127.0.0.1") as server:
@@ -92,6 +93,7 @@ async def test_a_signal_ends_it_quietly(number: int, code: int) -> None:
     assert (process.returncode, out, err) == (code, b"", b"")
 
 
+@pytest.mark.slow
 async def test_a_closed_pipe_ends_it_quietly() -> None:
     """`aio-elastic events ... | head -1` prints no error."""
     async with StoreServer("127.0.0.1") as server:

@@ -191,6 +191,7 @@ def test_another_python_without_this_package_is_left_alone(tmp_path: Path) -> No
     assert ended.out == "ran\n", ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [

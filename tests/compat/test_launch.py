@@ -67,6 +67,7 @@ def config(nproc: int = 2, **settings: Any) -> LaunchConfig:
 # ------------------------------------------------------------------ elastic_launch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_functions_return_their_values_by_global_rank(method: str) -> None:
     values = elastic_launch(config(start_method=method), functions.give)("a", 1)
@@ -143,6 +144,7 @@ def test_a_plug_in_for_logs_lays_out_each_attempt_once(tmp_path: Path) -> None:
     assert (tmp_path / "1.1").read_text() == "1 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_two_nodes(backend: str) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
@@ -183,6 +185,7 @@ def test_two_nodes_at_etcd(backend: str, etcd_endpoint: str, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_a_timeout() -> None:
     alone = config(
         min_nodes=2,

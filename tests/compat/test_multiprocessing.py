@@ -145,6 +145,7 @@ def test_the_first_failure_of_a_program_is_the_root_cause() -> None:
     assert "errorTraits" not in result.failures[0].error_file_data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_of_functions_one_failure_is_reported(method: Any, tmp_path: Path) -> None:
     """With its error file."""
@@ -383,6 +384,7 @@ def test_join_times_out_and_raises(tmp_path: Path) -> None:
         spawn(functions.indexed_end, ("raise",), 2)
 
 
+@pytest.mark.slow
 def test_old_names_warn(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="SpawnContext is renamed"):
         assert isinstance(SpawnContext(None), ProcessContext)

@@ -189,6 +189,7 @@ def exchange(path: str, request: bytes) -> bytes:
             return b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_", [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * (REQUEST_MAX + 100) + b"\n"]
 )
@@ -224,6 +225,7 @@ async def test_too_many_connections_are_refused(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(await in_thread(ask, path, GetStatus(), 30), StatusReply)
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_delays_no_end() -> None:
     """The kernel's buffer is full long before all events are in it."""
     with ExitStack() as stack:
@@ -260,6 +262,7 @@ async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
             client.communicate()
 
 
+@pytest.mark.slow
 async def test_an_idle_job_that_is_watched_does_not_wake_up() -> None:
     """A client follows the events, another one waits for the end."""
     async with controlled() as (agent, path):
@@ -308,6 +311,7 @@ async def test_a_launcher_that_does_not_answer_is_listed(
         assert job == RunningJob(str(directory / "7-00000000.sock"), os.getpid(), None)
 
 
+@pytest.mark.slow
 async def test_a_socket_that_only_forks_hold_open_is_removed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ async def test_a_long_search_is_reported_once(monkeypatch: pytest.MonkeyPatch) -
     await locator.aclose()
 
 
+@pytest.mark.slow
 async def test_tokens_must_agree(make_locator: MakeLocator) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     await make_locator(endpoint, token="right-token-of-a-test").locate(is_first=True)
@@ -336,6 +337,7 @@ async def test_a_later_endpoint_waits_for_the_first_host(
         assert (located.index, located.is_host) == (0, False)
 
 
+@pytest.mark.slow
 async def test_a_later_endpoint_is_served_in_the_end(
     make_locator: MakeLocator, only_local: Callable[[str], None]
 ) -> None:

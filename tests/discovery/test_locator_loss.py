@@ -26,6 +26,7 @@ async def meet_again(
     return why, again, time.monotonic()
 
 
+@pytest.mark.slow
 async def test_a_killed_host_is_replaced_within_a_second(
     make_locator: MakeLocator, start_node: StartNode, only_local: Callable[[str], None]
 ) -> None:
@@ -99,6 +100,7 @@ async def test_a_suspended_host_of_the_only_endpoint_is_kept(
     assert again.store.instance == instance
 
 
+@pytest.mark.slow
 async def test_another_agent_of_the_same_host_takes_the_port(start_node: StartNode) -> None:
     endpoint = f"localhost:{free_port()}"
     nodes: list[Node] = [await start_node(endpoint=endpoint) for _ in range(3)]

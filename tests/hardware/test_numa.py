@@ -157,6 +157,7 @@ def test_a_host_without_numa_is_one_node(tmp_path: Path) -> None:
     assert bound("core-complex", topology, [0, 0]) == ["0", "2"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)  # each example writes a tree of files
 @given(
     packages=st.integers(1, 2),

@@ -26,6 +26,7 @@ def file(name: str, *, is_shown: bool = False) -> StreamPlan:
     return StreamPlan(StreamTarget.FILE, f"/run/attempt_3/1/{name}.log", is_shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirects", "tee", "only", "stdout", "stderr"),
     [
@@ -103,6 +104,7 @@ def test_a_run_id_becomes_a_directory_name(run_id: str, prefix: str) -> None:
     assert run_prefix(run_id) == prefix
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300))
 @example("字" * 100)
 @example("𐐷" * 100)

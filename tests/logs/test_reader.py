@@ -151,6 +151,7 @@ async def test_lines_by_the_batch(bench: Bench) -> None:
         assert await reader.batch() == []
 
 
+@pytest.mark.slow
 async def test_a_slow_consumer_costs_no_memory(bench: Bench) -> None:
     """What it has not asked for stays in the file."""
     stream = bench.stream()

@@ -256,6 +256,7 @@ async def test_a_line_that_fills_the_memory(bench: Bench, monkeypatch: pytest.Mo
     assert bench.relay.lost >= 800_000
 
 
+@pytest.mark.slow
 async def test_a_lost_console_and_a_full_disk(bench: Bench) -> None:
     """The worker does not notice it."""
     lines = numbered(100_000)

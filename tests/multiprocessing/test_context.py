@@ -46,6 +46,7 @@ async def joined(context: ProcessContext, grace_period: float | None = None) -> 
         pass
 
 
+@pytest.mark.slow
 async def test_the_index_comes_first(method: Any, tmp_path: Path) -> None:
     """Each process gets its index and the arguments; nothing is returned."""
     directory = str(tmp_path)
@@ -56,6 +57,7 @@ async def test_the_index_comes_first(method: Any, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_a_coroutine_function_is_run(method: Any, tmp_path: Path) -> None:
     directory = str(tmp_path)
     await start_context(functions.indexed_later, (directory, "x"), 2, start_method=method)
@@ -68,6 +70,7 @@ async def test_zero_processes() -> None:
     assert await spawn(functions.indexed, nprocs=0, join=False) is None
 
 
+@pytest.mark.slow
 async def test_an_exception_comes_with_its_traceback(
     method: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +127,7 @@ def test_exceptions_can_be_pickled(error: ProcessException) -> None:
     assert (str(again), again.pid) == ("m", 2)
 
 
+@pytest.mark.slow
 async def test_an_interrupt_is_a_success(method: Any) -> None:
     """KeyboardInterrupt in a process is no failure; values are dropped, whatever they are."""
     await start_context(functions.indexed_interrupt, (), 2, start_method=method)
@@ -193,6 +197,7 @@ async def test_only_spawn_spawns(tmp_path: Path) -> None:
     assert (tmp_path / "0").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", [False, True])
 async def test_the_daemon_flag(daemon: bool, method: Any, tmp_path: Path) -> None:
     """It is multiprocessing's in the process."""

@@ -290,6 +290,7 @@ async def test_children_have_a_resource_usage(fitting_spawn: Spawner, devnull: i
     assert usage.voluntary_switches + usage.involuntary_switches > 0
 
 
+@pytest.mark.slow
 async def test_children_that_exit_at_once_have_a_resource_usage(
     fitting_spawn: Spawner, devnull: int
 ) -> None:

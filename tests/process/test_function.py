@@ -197,6 +197,7 @@ async def test_a_child_leads_its_session(method: StartMethod) -> None:
     await end_of(child)
 
 
+@pytest.mark.slow
 async def test_a_grandchild_that_holds_all_descriptors_delays_nothing(
     method: StartMethod, output: tuple[int, int]
 ) -> None:
@@ -423,6 +424,7 @@ async def test_a_worker_whose_pidfd_does_not_arrive(
     await until(lambda: not leaked_processes(), "the end of the refused worker")
 
 
+@pytest.mark.slow
 async def test_a_cancelled_start_leaves_no_child(devnull: int) -> None:
     """The server may have forked already, but the child is in no process tree."""
     server = server_of(devnull)

@@ -93,6 +93,7 @@ def marked(bench: Bench) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.mark.slow
 async def test_it_ends_the_job_on_request(bench: Bench, marked: subprocess.Popen[bytes]) -> None:
     """Another one waits for the end of this process."""
     former = await bench.start()

@@ -80,6 +80,7 @@ def run_daemon(directory: Path, seconds: float, *words: str) -> int:
     return noted(directory)
 
 
+@pytest.mark.slow
 async def test_orphans_are_reaped_when_they_exit(adopting: Orphans, tmp_path: Path) -> None:
     pid = run_daemon(tmp_path, 0.1, "double")
     assert pid in own_children()
@@ -87,6 +88,7 @@ async def test_orphans_are_reaped_when_they_exit(adopting: Orphans, tmp_path: Pa
     assert repr(adopting) == "<Orphans: 0>"
 
 
+@pytest.mark.slow
 async def test_other_children_are_neither_found_nor_reaped(
     adopting: Orphans, tmp_path: Path
 ) -> None:
@@ -105,6 +107,7 @@ async def test_other_children_are_neither_found_nor_reaped(
     os.waitpid(pid, 0)  # a leader, which the library leaves to the program
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("adopting")
 async def test_no_child_is_regarded_as_adopted_while_one_is_started(tmp_path: Path) -> None:
     """A child that has just been forked is not known as this package's own yet."""
@@ -116,6 +119,7 @@ async def test_no_child_is_regarded_as_adopted_while_one_is_started(tmp_path: Pa
     await until(lambda: pid not in own_children(), "the orphan is reaped")
 
 
+@pytest.mark.slow
 async def test_nothing_is_adopted_without_a_request(tmp_path: Path) -> None:
     job = Orphans()
     assert repr(job) == "<Orphans: not adopted>"

@@ -145,6 +145,7 @@ def test_other_content_is_left_out(descriptor: int, garbage: bytes) -> None:
     assert rows_of(descriptor) == []
 
 
+@pytest.mark.slow
 def test_the_whole_file_is_read(descriptor: int) -> None:
     """Reading does not depend on the descriptor's position."""
     write_session_list(descriptor, [WorkerSession(number, 1) for number in range(20_000)])

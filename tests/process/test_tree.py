@@ -425,6 +425,7 @@ async def test_the_session_list_follows_the_tree(bench: Bench) -> None:
     assert read_session_list(bench.sessions) == {}
 
 
+@pytest.mark.slow
 async def test_a_suspension_does_not_count_as_grace(bench: Bench) -> None:
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
     bench.line()
@@ -489,6 +490,7 @@ async def test_a_stop_without_scans_ends_in_time(
     assert status(leader) == ExitStatus(signal=9)
 
 
+@pytest.mark.slow
 async def test_a_stop_of_what_cannot_be_watched_ends_in_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ async def test_a_reconnected_leader_is_elected_again() -> None:
             assert len(a.started) == len(b.started) == 1
 
 
+@pytest.mark.slow
 async def test_a_deposed_leader_stops_coordinating() -> None:
     async with StoreServer("127.0.0.1", 0) as server:
         spec = job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False)
@@ -77,6 +78,7 @@ async def test_a_deposed_leader_stops_coordinating() -> None:
             assert len(a.started) == len(b.started) == 1
 
 
+@pytest.mark.slow
 async def test_a_leader_without_a_past_has_a_new_term() -> None:
     """Terms come from the store, and not from what a member remembers."""
     async with StoreServer("127.0.0.1", 0) as server:

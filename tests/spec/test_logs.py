@@ -261,6 +261,7 @@ async def test_a_plug_in_that_fails() -> None:
         await launch(LaunchSpec(["true"], logs=Wrong(), max_restarts=3))
 
 
+@pytest.mark.slow
 def test_a_plug_in_is_found_by_its_name(tmp_path: Path) -> None:
     """An entry point of an installed distribution; other names are refused."""
     (tmp_path / "flat_logs.py").write_text(PLUG_IN)

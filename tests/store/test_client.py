@@ -299,6 +299,7 @@ async def test_leases_across_a_broken_connection(store: RemoteStore, proxy: Chao
     assert await store.peek("more") is None
 
 
+@pytest.mark.slow
 async def test_an_idle_watch_or_wait_sends_nothing(store: RemoteStore, proxy: ChaosProxy) -> None:
     """Each is one request and one reply."""
     async with connect(proxy.endpoint) as remote, remote.watch("w"):

@@ -408,6 +408,7 @@ async def test_torch_clients_are_served_once_their_host_has_proved_the_token(
         assert dropped == []
 
 
+@pytest.mark.slow
 async def test_torch_clients_of_other_hosts_are_not_served(
     monkeypatch: pytest.MonkeyPatch, dropped: list[Dropped]
 ) -> None:

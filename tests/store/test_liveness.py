@@ -70,6 +70,7 @@ def pinging(endpoint: str, reply_timeout: float = 0.7) -> RemoteStore:
     )
 
 
+@pytest.mark.slow
 async def test_a_suspended_server_is_detected(server: StoreServer) -> None:
     """Its kernel acknowledges all data; only the replies are missing."""
     async with server_process() as (process, endpoint), pinging(endpoint) as store:
@@ -93,6 +94,7 @@ async def test_a_killed_server_is_detected_at_once() -> None:
         assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 async def test_notifications_are_no_answer(server: StoreServer) -> None:
     """They still arrive when no request reaches the server, which then ends the leases."""
     async with (
@@ -135,6 +137,7 @@ async def test_an_idle_connection_is_kept(server: StoreServer) -> None:
         assert store.is_connected
 
 
+@pytest.mark.slow
 async def test_pings_renew_leases(server: StoreServer) -> None:
     """One ping and its reply in 0.43 of the reply timeout, with a lease or without."""
     async with (

@@ -123,6 +123,7 @@ async def test_the_name_of_the_server_is_checked(
 SELF_SIGNED = "self-signed certificate in certificate chain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server_side", "client_side", "why", "reason"),
     [
@@ -250,6 +251,7 @@ async def test_the_end_of_the_stream_is_sent(node: TlsSpec, dropped: list[Droppe
         assert await peer.reader.read() == b""
 
 
+@pytest.mark.slow
 async def test_a_connection_may_arrive_byte_by_byte(node: TlsSpec) -> None:
     """Records are cut anywhere; so are the replies."""
     pair = Joined(node)

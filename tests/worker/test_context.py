@@ -76,6 +76,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         WorkerContext,

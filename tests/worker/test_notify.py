@@ -102,6 +102,7 @@ def test_the_address_is_used_without_the_socket(
         assert heartbeat()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_read_delays_nothing(launcher: socket.socket) -> None:
     """Messages are dropped; the end of a phase waits for a second at most."""
     began = time.monotonic()
