@@ -16,6 +16,7 @@ run (`formed`), and how many members have been `lost` until then.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -36,6 +37,13 @@ _HEARTBEAT_S = 60.0
 _IDLE_HEARTBEAT_S = 5.0
 _IDLE_S = 15.0
 _NODES = 4
+
+# Each node imports them in a process of its own; here one would do so for all.
+_MODULES = {
+    "c10d": ("server", "client"),
+    "etcd": ("etcd", "server", "client"),
+    "redis": ("redis", "server", "client"),
+}
 
 
 def main() -> None:
@@ -60,6 +68,8 @@ class EngineMembers(Members):
         heartbeat: float = _IDLE_HEARTBEAT_S,
     ) -> None:
         super().__init__()
+        for name in _MODULES[backend]:
+            importlib.import_module(f"elastic_aio.store.{name}")
         self.lost = 0
         self._spec = LaunchSpec(
             ["true"],

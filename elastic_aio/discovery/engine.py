@@ -89,7 +89,7 @@ class EngineLocator:
         self._on_wait = on_wait
         self._store: EngineStore | None = None
         self._former: EngineStore | None = None
-        open_engine(spec, run_id)  # only checked
+        self._next: EngineStore | None = open_engine(spec, run_id)
 
     def __repr__(self) -> str:
         return f"<EngineLocator {self._spec.endpoint}: {self._store or 'not connected'}>"
@@ -112,7 +112,8 @@ class EngineLocator:
         notice = _NOTICE
         for attempt in itertools.count():
             await self.aclose()
-            self._store = open_engine(self._spec, self._run_id)
+            self._store = self._next or open_engine(self._spec, self._run_id)
+            self._next = None
             if self._former is not None:
                 self._store.continue_from(self._former)
             self._former = self._store

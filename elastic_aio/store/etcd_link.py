@@ -57,14 +57,19 @@ _BATCH_MAX: Final = 1 << 18
 class _Batch:
     """Requests that begin in one turn of the event loop, and their replies to come."""
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._replies: list[asyncio.Future[Any]] = []
+    def __init__(self, first: Request) -> None:
+        self.requests = [first]
+        self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """That to the first."""
+        self._replies = [self.reply]
         self._size = 0
         self._keys: set[tuple[bytes, bytes]] = set()
 
     def add(self, request: Request) -> asyncio.Future[Any] | None:
         """Return its reply; None if there is no room."""
+        # Counted only now: most batches have one request.
+        if not self._keys:
+            self._size, self._keys = self.requests[0].size, {self.requests[0].key}
         self._size += request.size
         if len(self.requests) >= MAX_OPS or self._size > _BATCH_MAX or request.key in self._keys:
             return None
@@ -119,8 +124,7 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     async def _begin_batch(self, request: Request) -> asyncio.Future[Any] | None:
         """Return the reply of a batch that begins with a request; None without another one."""
-        batch = self._batches[request.path] = _Batch()
-        reply = batch.add(request)
+        batch = self._batches[request.path] = _Batch(request)
         try:
             await asyncio.sleep(0)  # the others begin in this turn of the loop
         except asyncio.CancelledError:
@@ -135,7 +139,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         task = create_task(self._send_batch(batch), "a batch of requests")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-        return reply
+        return batch.reply
 
     async def _send_batch(self, batch: _Batch) -> None:
         reply = None

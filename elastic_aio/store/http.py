@@ -86,8 +86,10 @@ class HttpConnection:
             OSError: the connection has ended, or the peer does not speak HTTP.
         """
         status = await self.begin(path, body, headers)
-        parts = [part async for part in self.parts()]
-        return status, b"".join(parts)
+        # Not a part: without the cost of a generator for most replies.
+        if "transfer-encoding" not in self._headers and "content-length" in self._headers:
+            return status, await self._whole()
+        return status, b"".join([part async for part in self.parts()])
 
     async def begin(self, path: str, body: bytes, headers: Mapping[str, str]) -> int:
         """Send a request; return the status.  `parts` reads the body.
@@ -120,18 +122,25 @@ class HttpConnection:
         Raises:
             OSError: the connection has ended before the body.
         """
-        try:
-            if self._headers.get("transfer-encoding", "").lower() == "chunked":
+        if self._headers.get("transfer-encoding") == "chunked":
+            try:
                 async for chunk in self._chunks():
                     yield chunk
-            elif "content-length" in self._headers:
-                yield await self._reader.readexactly(_size(self._headers["content-length"], 10))
-            else:
-                yield await self._reader.read(-1)
-                return
+            except asyncio.IncompleteReadError:
+                raise HttpError("the connection was closed") from None
+            self._is_idle = self._headers.get("connection") != "close"
+        elif "content-length" in self._headers:
+            yield await self._whole()
+        else:
+            yield await self._reader.read(-1)
+
+    async def _whole(self) -> bytes:
+        try:
+            body = await self._reader.readexactly(_size(self._headers["content-length"], 10))
         except asyncio.IncompleteReadError:
             raise HttpError("the connection was closed") from None
-        self._is_idle = self._headers.get("connection", "").lower() != "close"
+        self._is_idle = self._headers.get("connection") != "close"
+        return body
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         total = 0
@@ -165,21 +174,18 @@ class HttpConnection:
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
-    """Return the status and the headers, their names in lower case.
+    """Return the status and the headers, all in lower case.
 
     Raises:
         HttpError: that is no head of a reply.
     """
-    first, *lines = head.decode("latin-1").split("\r\n")
+    first, *lines = head.decode("latin-1").lower().split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]
-    if not version.startswith("HTTP/1.") or not status.isdigit() or len(status) < 3:
+    if not version.startswith("http/1.") or not status.isdigit() or len(status) < 3:
         raise HttpError("it does not speak HTTP")
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    return int(status), headers
+    fields = (line.partition(":") for line in lines)
+    return int(status), {name: value.strip() for name, _, value in fields}
 
 
 def _size(text: str, base: int) -> int:

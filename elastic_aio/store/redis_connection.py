@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import re
 import ssl
 from collections import deque
 from collections.abc import Iterable
@@ -40,6 +41,7 @@ _UNNAMED: Final[dict[str, Any]] = dict.fromkeys(
 
 _REASON_MAX: Final = 300
 _VERSION_MIN: Final = 5
+_INFO: Final = re.compile(rb"^(loading|role|redis_version|run_id):(.*?)\r?$", re.MULTILINE)
 
 _NOT_DONE: Final = (
     ("READONLY", "a read-only replica"),
@@ -235,8 +237,7 @@ def check_server(connection: RedisConnection, info: bytes) -> None:
         NotDone: it is a replica, or has not loaded its data yet.
         StoreRefused: its version cannot be used.
     """
-    lines = (line.partition(b":") for line in info.split(b"\r\n"))
-    fields = {name: value for name, _, value in lines}
+    fields = dict(_INFO.findall(info))
     if fields.get(b"loading") == b"1":
         raise NotDone("Redis is loading its data")
     if fields.get(b"role") == b"slave":
