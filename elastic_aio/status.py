@@ -59,6 +59,10 @@ class WorkerStatus(Struct, frozen=True):
     """Its last step, phase and status, as its messages say."""
     stdout_path: str | None = None
     stderr_path: str | None = None
+    step: str = ""
+    """Its last step; empty without one."""
+    step_since: float | None = None
+    """Unix seconds at which that step began."""
 
 
 class JobStatus(Struct, frozen=True, kw_only=True):

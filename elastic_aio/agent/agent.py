@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from signal import SIGTSTP
@@ -146,6 +147,8 @@ class Agent:
             driver.is_left = True
             self._event_log.close()
             raise
+        # A weak one: an agent that is dropped ends its job.
+        self._event_log.offer_status(weakref.WeakMethod(self.status))
         if self._has_control:
             self._open_control(driver)
         return self

@@ -10,7 +10,7 @@ import msgspec
 
 from elastic_aio.channel import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker
 
 EventListener = Callable[[Event], None]
 
@@ -65,6 +65,16 @@ class EventLog:
             except Exception as error:  # noqa: BLE001  # the caller's code; the job must go on
                 context = {"message": f"a listener failed at {stamped!r}", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
+
+    def offer_status(self, source: Callable[[], Callable[[], JobStatus] | None]) -> None:
+        """Call `use_status` of listeners that have it: they show more than events say.
+
+        Args:
+            source: returns the function that returns the status; None when the agent is gone.
+        """
+        for listener in self._listeners:
+            if (use_status := getattr(listener, "use_status", None)) is not None:
+                use_status(source)
 
     def read(self, after: int) -> EventReader[Event]:
         """Return a reader that begins after the event of this number."""

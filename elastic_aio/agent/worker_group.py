@@ -266,8 +266,14 @@ class WorkerGroup:
         for worker in status.workers:
             record = self.records.get(worker.local_rank)
             if record is not None and record.report and record.report.heartbeat_at is not None:
-                at = began + record.report.heartbeat_at
-                worker = replace(worker, heartbeat=at, reported=reported(record))
+                report = record.report
+                worker = replace(
+                    worker,
+                    heartbeat=began + record.report.heartbeat_at,
+                    reported=reported(record),
+                    step=report.step,
+                    step_since=None if report.step_at is None else began + report.step_at,
+                )
             workers.append(worker)
         return replace(status, workers=tuple(workers))
 

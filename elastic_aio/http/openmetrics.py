@@ -5,24 +5,30 @@ Pure.  The format: https://prometheus.io/docs/specs/om/open_metrics_spec/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from elastic_aio._version import __version__
 from elastic_aio.outcome import Goodput
-from elastic_aio.status import PHASES, StatusTracker
+from elastic_aio.status import PHASES, StatusTracker, WorkerStatus
 
 CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+_UNITS: Final = ("seconds", "bytes")
+# Such as `17` or `17/1000`.
+_STEP: Final = re.compile(r"(\d{1,15})(?![\d.])", re.ASCII)
 
 _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def format_metrics(status: StatusTracker, now: float) -> str:
+def format_metrics(status: StatusTracker, now: float, workers: Sequence[WorkerStatus] = ()) -> str:
     """Return all metrics of a job on this node.
 
     Args:
         status: the job.
         now: Unix seconds.
+        workers: those of this node.
     """
     lines = [
         *_family("build", "info", "Version of the launcher.", [({"version": __version__}, 1)]),
@@ -54,8 +60,54 @@ def format_metrics(status: StatusTracker, now: float) -> str:
             "elapsed_seconds", "counter", "Time since the start.", [({}, status.elapsed(now))]
         ),
         *_goodput(status.goodput(now)),
+        *_workers(workers, now),
     ]
     return "\n".join([*lines, "# EOF", ""])
+
+
+def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
+    """Return what is known of single workers; those of the next attempt begin at zero."""
+    usages = [(_rank(one), one.usage) for one in workers if one.usage is not None]
+    beats = [(_rank(one), one.heartbeat) for one in workers if one.heartbeat is not None]
+    steps = [(_rank(one), one.step_since) for one in workers if one.step_since is not None]
+    numbers = [(_rank(one), found) for one in workers if (found := _STEP.match(one.step))]
+    families = [
+        _family(
+            "worker_cpu_seconds",
+            "counter",
+            "CPU time of a worker and its reaped children.",
+            [(labels, usage.user_s + usage.system_s) for labels, usage in usages],
+        ),
+        _family(
+            "worker_max_rss_bytes",
+            "gauge",
+            "Largest resident memory of a worker so far.",
+            [(labels, usage.max_rss_bytes) for labels, usage in usages],
+        ),
+        _family(
+            "worker_heartbeat_age_seconds",
+            "gauge",
+            "Time since the last message of a worker.",
+            [(labels, max(0.0, now - at)) for labels, at in beats],
+        ),
+        _family(
+            "worker_progress_age_seconds",
+            "gauge",
+            "Time since the last step of a worker began.",
+            [(labels, max(0.0, now - at)) for labels, at in steps],
+        ),
+        _family(
+            "worker_step",
+            "gauge",
+            "Number of the last step of a worker.",
+            [(labels, int(found[1])) for labels, found in numbers],
+        ),
+    ]
+    return [line for family in families for line in family]
+
+
+def _rank(worker: WorkerStatus) -> dict[str, str]:
+    return {"rank": str(worker.rank), "local_rank": str(worker.local_rank)}
 
 
 def _goodput(goodput: Goodput) -> list[str]:
@@ -77,7 +129,7 @@ def _family(
     """Return the lines of one metric; a counter and an info have their suffix in each sample."""
     family = f"elastic_aio_{name}"
     suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
-    unit = [f"# UNIT {family} seconds"] if name.endswith("_seconds") else []
+    unit = [f"# UNIT {family} {one}" for one in _UNITS if name.endswith(f"_{one}")]
     return [
         f"# TYPE {family} {kind}",
         *unit,

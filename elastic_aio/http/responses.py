@@ -10,11 +10,12 @@ from typing import Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
-from elastic_aio.status import JobStatus, StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
 from elastic_aio.text import jsonable
 
 HEAD_MAX: Final = 8192
@@ -104,7 +105,13 @@ def _is_local(host: str) -> bool:
     return not name or is_address or name.lower().rstrip(".").split(".")[-1] == "localhost"
 
 
-def response(request: HttpRequest, status: StatusTracker, now: float, page: bytes = b"") -> bytes:
+def response(
+    request: HttpRequest,
+    status: StatusTracker,
+    now: float,
+    page: bytes = b"",
+    workers: tuple[WorkerStatus, ...] | None = None,
+) -> bytes:
     """Return the whole answer to a request for what is in memory.
 
     Args:
@@ -112,14 +119,18 @@ def response(request: HttpRequest, status: StatusTracker, now: float, page: byte
         status: what the pages show.
         now: Unix seconds.
         page: the page for people, at `/`.
+        workers: those of `status` with what they have used and reported; None: as in `status`.
     """
-    code, body, kind = _page(request.path, status, now, page)
+    present = status.status(now)
+    if workers is not None:
+        present = replace(present, workers=workers)
+    code, body, kind = _page(request.path, status, now, page, present)
     extra = _POLICY if kind == _HTML else ""
     return answer(code, body, kind, has_body=not request.is_head, extra=extra)
 
 
 def _page(
-    path: str, status: StatusTracker, now: float, page: bytes
+    path: str, status: StatusTracker, now: float, page: bytes, present: JobStatus
 ) -> tuple[int, str | bytes, str]:
     match path:
         case "/healthz":
@@ -127,9 +138,9 @@ def _page(
         case "/readyz":
             return 200 if status.is_ready else 503, f"{status.phase}\n", _TEXT
         case "/metrics":
-            return 200, format_metrics(status, now), CONTENT_TYPE
+            return 200, format_metrics(status, now, present.workers), CONTENT_TYPE
         case "/status":
-            return 200, _json(status.status(now)), "application/json"
+            return 200, _json(present), "application/json"
         case "/":
             return 200, page, _HTML
     return 404, f"the pages are {_PATHS}\n", _TEXT

@@ -16,6 +16,7 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Final
@@ -39,7 +40,7 @@ from elastic_aio.http.responses import (
 )
 from elastic_aio.logs.file_end import read_end
 from elastic_aio.spec.checks import format_host_port, parse_host_port
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker
 from elastic_aio.store.sockets import bind_addresses
 from elastic_aio.text import error_reason
 
@@ -87,11 +88,16 @@ class StatusServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
         self._page = b""
+        self._source: Callable[[], Callable[[], JobStatus] | None] = lambda: None
         self._is_loopback = False
         self._log_readers = threading.BoundedSemaphore(_READERS_MAX)
 
     def __repr__(self) -> str:
         return f"<StatusServer at {self.address}, {len(self._connections)} connections>"
+
+    def use_status(self, source: Callable[[], Callable[[], JobStatus] | None]) -> None:
+        """Take from the agent what workers have used and reported, which no event says."""
+        self._source = source
 
     def __call__(self, event: Event) -> None:
         """Take in an event of the job."""
@@ -188,7 +194,9 @@ class StatusServer:
             return await self._read_log(path, request)
         if request.path == "/" and not self._page:
             self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
-        return response(request, self._status, time.time(), self._page)
+        agent_status = self._source()
+        workers = None if agent_status is None else agent_status().workers
+        return response(request, self._status, time.time(), self._page, workers)
 
     async def _read_log(self, path: str, request: HttpRequest) -> bytes:
         if not self._log_readers.acquire(blocking=False):

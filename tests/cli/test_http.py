@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torchrun import parse_run
+from tests.support.children import until_sync
 from tests.support.cli import run_cli, running_cli
 from tests.support.sockets import free_port
 
@@ -39,6 +41,27 @@ def test_the_pages_of_a_job(script: Path) -> None:
         assert read(address, "/readyz") == "running\n"
         assert json.loads(read(address, "/status"))["workers"][0]["state"] == "running"
         assert 'elastic_aio_workers{state="running"} 1' in read(address, "/metrics")
+        program.send(signal.SIGTERM)
+        assert program.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.e2e
+def test_the_usage_and_the_steps_of_workers(tmp_path: Path) -> None:
+    """What no event says: it is read when it is asked for."""
+    script = tmp_path / "script.sh"
+    script.write_text("echo PROGRESS=17/90 >&$ELASTIC_AIO_NOTIFY_FD; echo sent; sleep 600\n")
+    options = ["--http", "localhost:0", "--progress-timeout=600", "--no-python", "bash"]
+    with running_cli(*options, script) as program:
+        address = program.wait_err(r"--http: listening at (\S+)$")[1]
+        program.wait_out("sent")
+        step = 'elastic_aio_worker_step{rank="0",local_rank="0"} 17\n'
+        until_sync(lambda: step in read(address, "/metrics"), "the step")
+        metrics = read(address, "/metrics")
+        assert re.search(r'worker_cpu_seconds_total\{rank="0",local_rank="0"\} \d', metrics)
+        assert re.search(r'worker_progress_age_seconds\{rank="0",local_rank="0"\} \d', metrics)
+        (worker,) = json.loads(read(address, "/status"))["workers"]
+        assert worker["usage"]["max_rss_bytes"] > 0
+        assert worker["step"] == "17/90"
         program.send(signal.SIGTERM)
         assert program.wait() == 128 + signal.SIGTERM
 

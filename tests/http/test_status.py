@@ -24,7 +24,7 @@ from elastic_aio.http.openmetrics import format_metrics
 from elastic_aio.http.responses import HEAD_MAX, parse_request, response
 from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
-from elastic_aio.status import PHASES, StatusTracker
+from elastic_aio.status import PHASES, StatusTracker, WorkerStatus
 
 FORMING = RoundForming(round=0, joined=1, minimum=2, maximum=3)
 FORMED = RoundFormed(
@@ -211,6 +211,8 @@ def test_the_page_of_a_node() -> None:
         "reported": "",
         "stdout_path": None,
         "stderr_path": None,
+        "step": "",
+        "step_since": None,
     }
     assert page["goodput"] == {"productive": 7.0, "restarting": 0.0, "waiting": 2.0}
 
@@ -236,7 +238,13 @@ def test_a_path_that_is_not_text() -> None:
 def test_metrics_are_open_metrics() -> None:
     """Each family once with its type, its samples below it, and the end at the end."""
     status = status_after(*RUNNING, failed(5.0))
-    text = format_metrics(status, 7.0)
+    usage = ResourceUsage(1.5, 0.25, 4096, 0, 0, 0, 0)
+    workers = (
+        WorkerStatus(0, 0, 1, usage=usage, heartbeat=6.5, step="17/1000", step_since=2.0),
+        WorkerStatus(3, 1, 2, usage=usage, heartbeat=8.0, step="epoch 2", step_since=8.0),
+        WorkerStatus(4, 2, 3),
+    )
+    text = format_metrics(status, 7.0, workers)
     assert text.endswith("\n# EOF\n")
     family, kinds = "", {}
     for line in text.splitlines()[:-1]:
@@ -250,6 +258,17 @@ def test_metrics_are_open_metrics() -> None:
             assert re.fullmatch(
                 rf'{family}{suffix}(\{{\w+="[^"\n]*"(,\w+="[^"\n]*")*\}})? {value}', line
             )
+    for sample in (
+        'worker_cpu_seconds_total{rank="3",local_rank="1"} 1.750',
+        'worker_max_rss_bytes{rank="0",local_rank="0"} 4096',
+        'worker_heartbeat_age_seconds{rank="0",local_rank="0"} 0.500',
+        'worker_heartbeat_age_seconds{rank="3",local_rank="1"} 0.000',
+        'worker_progress_age_seconds{rank="0",local_rank="0"} 5.000',
+        'worker_step{rank="0",local_rank="0"} 17',
+    ):
+        assert f"\nelastic_aio_{sample}\n" in text
+    assert text.count("elastic_aio_worker_step{") == 1
+    assert 'rank="4"' not in text
     assert 'elastic_aio_phase{elastic_aio_phase="stopping"} 1' in text
     assert "elastic_aio_goodput_seconds_total 2.000" in text
 
