@@ -145,8 +145,11 @@ class EtcdProcess:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it is the leader of its cluster."""
-        status = self._status()
+        """Whether it is the leader of its cluster; waits while that elects one."""
+        end = time.monotonic() + _START_S
+        while "leader" not in (status := self._status()):
+            assert time.monotonic() < end, f"etcd {self.name} has no leader: see {self._directory}"
+            time.sleep(0.02)
         return bool(status["header"]["member_id"] == status["leader"])
 
     def _status(self) -> Any:
