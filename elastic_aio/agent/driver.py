@@ -414,7 +414,7 @@ class Driver:
             await self.group.close()
         attempts = [*self._attempts]
         if outcome.state is not JobState.FAILED:
-            attempts = self._runtime.output.remove_captured(attempts)
+            attempts = await self._runtime.output.remove_captured(attempts)
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
         goodput = self._event_log.tracker.goodput(time.time())

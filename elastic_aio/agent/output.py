@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
+from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.console import ConsoleStreams, ConsoleTarget, LineFeeder
@@ -21,6 +22,7 @@ from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
 from elastic_aio.logs.paths import (
+    NOT_CAPTURED,
     StreamPlan,
     WorkerLogs,
     attempt_directory,
@@ -135,9 +137,12 @@ class JobOutput:
         if self._console is not None:
             self._console.close()
 
-    def remove_captured(self, results: Iterable[AttemptResult]) -> list[AttemptResult]:
+    async def remove_captured(self, results: list[AttemptResult]) -> list[AttemptResult]:
         """Remove what was captured; return the results of attempts without these files."""
-        self.directory.remove_files(self._captured_paths)
+        if self.capture.streams == NOT_CAPTURED:
+            return results
+        # In a thread: a job may have had thousands of attempts.
+        await run_in_thread(self.directory.remove_files, self._captured_paths)
         return [
             replace(
                 result,
@@ -156,8 +161,7 @@ class JobOutput:
 
     def _captured_paths(self, attempt: int, local_rank: int) -> set[str]:
         logs = self.plan(attempt, local_rank)
-        plans = [plan for plan in (logs.stdout, logs.stderr) if plan.is_captured]
-        return {plan.path for plan in plans if plan.path is not None}
+        return {plan.path for plan in (logs.stdout, logs.stderr) if plan.is_captured and plan.path}
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary directory; return whether a directory remains."""
@@ -286,7 +290,7 @@ class JobOutput:
         self.logged.complete(attempt)
         for directory in self._directories.pop(attempt, set()):
             if is_full(directory):
-                self._report_full_disk(attempt, directory, _no_space())
+                self._report_full_disk(attempt, directory, os.strerror(errno.ENOSPC).lower())
 
     # -------------------------------------------------------------- a stream
 
@@ -430,10 +434,6 @@ def _report_rest(relay: Relay, on_lost: Callable[[str, int | None], None]) -> No
         on_lost(f"its log file does not take them ({relay.why})", relay.unkept)
     if relay.lost:
         on_lost("neither its log file nor the console took them", relay.lost)
-
-
-def _no_space() -> str:
-    return os.strerror(errno.ENOSPC).lower()
 
 
 def _log_error(error: OSError) -> SpawnError:

@@ -167,7 +167,7 @@ class RunDirectory:
                     relay.close()
 
     def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
-        """Remove some files of each worker of each attempt.
+        """Remove some files of each worker of each attempt; blocks.
 
         `paths` returns them by attempt and local rank.  Empty directories stay below a directory
         that the user has named, as torchrun's do.

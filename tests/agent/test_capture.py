@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -108,6 +109,25 @@ async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None
         None,
     ]
     assert len(paths) == 2
+
+
+async def test_captured_files_are_removed_off_the_loop(
+    temporary: Path, stderr: Stderr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may have had thousands of attempts."""
+    stderr.take()
+    removed = []
+    unlink = os.unlink
+
+    def note(path: Any, **settings: Any) -> None:
+        if str(path).startswith(str(temporary)):
+            removed.append((Path(path).name, threading.current_thread()))
+        unlink(path, **settings)
+
+    monkeypatch.setattr(os, "unlink", note)
+    await launch(LaunchSpec(shell("echo text >&2")))
+    assert [name for name, _ in removed] == ["stderr.log"]
+    assert removed[0][1] is not threading.main_thread()
 
 
 async def test_a_failure_keeps_the_file(temporary: Path, stderr: Stderr) -> None:
