@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,16 @@ from elastic_aio.events import (
 from elastic_aio.process.base import reason_of
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # its patterns take time, and most jobs need none
     from elastic_aio.agent.timers import JobTimers
     from elastic_aio.stacks import StackDump
 
+_DUMP_S = 2.0
+"""Seconds that the stacks may take."""
+_SHORT_STOP_S = 1.0
+"""Seconds below which a stop has no time for them."""
 _SAMPLES = 4
 """How often the workers are looked at within `idle_report`."""
 _IDLE_SHARE = 0.01
@@ -299,6 +304,27 @@ class Liveness:
             StacksDumped(attempt=attempt, why=reason, summary=dump.summary, path=dump.path)
         )
         return dump
+
+    @asynccontextmanager
+    async def stopping(self, plan: StopPlan) -> AsyncIterator[None]:
+        """Read the stacks of workers that are about to be killed, while they are being stopped.
+
+        SIGKILL is not delayed: the stacks are read in the last two seconds before it.
+        """
+        reading = create_task(self._dump_before_kill(plan), name="stacks before SIGKILL")
+        try:
+            yield
+        finally:
+            await cancel_and_wait([reading])
+
+    async def _dump_before_kill(self, plan: StopPlan) -> None:
+        seconds = sum(step.grace for step in plan.steps)
+        if seconds < _SHORT_STOP_S:
+            return
+        waited = seconds - min(_DUMP_S, seconds / 2)
+        await self._clock.sleep(waited)
+        if self._running():
+            await self.dump(f"still running {waited:g} s after the stop began")
 
     def _running(self) -> list[WorkerRecord]:
         return [record for record in self._records.values() if record.exit is None]

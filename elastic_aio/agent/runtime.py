@@ -258,7 +258,8 @@ class LocalRuntime:
 
         Safe to call again after cancellation.
         """
-        survivors = await self.tree.stop(plan, self._on_escalated)
+        async with self.liveness.stopping(plan):
+            survivors = await self.tree.stop(plan, self._on_escalated)
         if survivors and self._guardian is not None and await self._guardian.end_job():
             survivors = await self.tree.wait_reaped(plan.reap_timeout)
         for survivor in survivors:

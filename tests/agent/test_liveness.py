@@ -24,6 +24,8 @@ from elastic_aio import (
     LogSpec,
     SpecError,
     StacksDumped,
+    StopEscalated,
+    StopPlan,
     StopRequested,
     WorkerReady,
     WorkersIdle,
@@ -344,6 +346,26 @@ async def test_idle_workers_are_reported_once(tmp_path: Path) -> None:
     )
     await launch(spec, listeners=[events.append])
     assert sum(isinstance(event, WorkersIdle) for event in events) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignores", [True, False])
+async def test_stacks_of_a_worker_that_has_to_be_killed(ignores: bool, tmp_path: Path) -> None:
+    """They are read before SIGKILL, which they do not delay; others need none."""
+    trap = "trap '' TERM; " if ignores else ""
+    events: list[Event] = []
+    spec = LaunchSpec(
+        ["bash", "-c", f"{trap}echo; while :; do sleep 0.1; done"],
+        stop=StopPlan([("SIGTERM", 1.0)]),
+        logs=LogSpec(log_dir=str(tmp_path), redirects=1),
+    )
+    async with Agent(spec, listeners=[events.append]) as agent:
+        async with agent.logs() as lines:
+            await anext(lines)  # it has set the trap
+        await agent.stop()
+    kinds = [type(event) for event in events if isinstance(event, StacksDumped | StopEscalated)]
+    assert kinds == ([StacksDumped, StopEscalated] if ignores else [])
+    assert len(list(tmp_path.rglob("stacks.txt"))) == ignores
 
 
 async def test_deadlines_that_end_together_have_one_dump(monkeypatch: pytest.MonkeyPatch) -> None:
