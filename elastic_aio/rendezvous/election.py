@@ -57,6 +57,9 @@ T = TypeVar("T")
 
 _KEY = "coordinator"
 
+_PLACED_WITHIN = 1.0
+"""Seconds after which a member without a round connects to the leader of an engine."""
+
 
 class Election:
     """One member's part in the elections at one store."""
@@ -92,6 +95,7 @@ class Election:
         self._migrate = migrate
         self._engine = located.store if isinstance(located.store, EngineStore) else None
         self._record = b""
+        self._is_placed = asyncio.Event()
         self.is_leader = False
 
     async def run(self, records: Watch, lease: Lease) -> Never:
@@ -172,8 +176,21 @@ class Election:
         leader = LeaderRecord.decode(present)
         work = [_next_value(records)]
         if leader is not None and leader.detector is not None and self._engine is not None:
-            work.append(self._detector.watch_leader(leader.detector, self._engine, lease))
+            work.append(self._watch_leader(leader.detector, self._engine, lease))
         return await first_result(work)
+
+    async def _watch_leader(self, port: DetectorPort, engine: EngineStore, lease: Lease) -> Never:
+        # While the round forms the leader has most to do.
+        self.status_changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PLACED_WITHIN):
+                await self._is_placed.wait()
+        await self._detector.watch_leader(port, engine, lease)
+
+    def status_changed(self) -> None:
+        """Note whether the member is in a round."""
+        if self._member.status.placement is not None:
+            self._is_placed.set()
 
     def _new_record(self, term: int, detector: DetectorPort | None = None) -> bytes:
         name = self._member.status.node.name

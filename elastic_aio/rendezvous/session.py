@@ -91,6 +91,8 @@ class StoreSession:
     def status_changed(self) -> None:
         """Write the member's present status."""
         self._changed.set()
+        if self._election is not None:
+            self._election.status_changed()
 
     async def run(self) -> str:
         """Take part until the store is lost; return the reason in one line.

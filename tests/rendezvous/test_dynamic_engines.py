@@ -17,6 +17,7 @@ from elastic_aio.node_events import (
     RendezvousStoreLost,
     RendezvousStoreRecovered,
 )
+from elastic_aio.rendezvous import election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.messages import DetectorPort
 from elastic_aio.spec.engine import EngineSpec
@@ -231,3 +232,21 @@ async def test_lost_changes_begin_another_incarnation(tmp_path: Path, spec_of: S
             for agent in (a, b):
                 await agent.wait_ended()
             assert len(a.started) == len(b.started) == 1
+
+
+async def test_a_member_connects_to_the_leader_once_it_is_in_a_round(
+    endpoint: str, spec_of: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a round forms the leader has most to do."""
+    spec = spec_of(endpoint, "2", last_call_timeout=60.0)
+    a, b = FakeAgent("a", spec), FakeAgent("b", spec)
+    watching = asyncio.get_running_loop().create_future()
+
+    async def watch_leader(*_: object) -> None:
+        watching.set_result(bool(a.started or b.started))
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(election, "_PLACED_WITHIN", 60.0)
+    monkeypatch.setattr(FailureDetector, "watch_leader", watch_leader)
+    async with present(a, b):
+        assert await asyncio.wait_for(watching, PATIENCE_S)
