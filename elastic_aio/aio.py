@@ -218,30 +218,27 @@ async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
     return content
 
 
-async def read_range(descriptor: int, offset: int, size: int) -> bytes:
-    """Read a part of an open file: here what the page cache has, else off the loop.
+def read_cached(descriptor: int, offset: int, size: int) -> bytes | None:
+    """Read a part of an open file, if the page cache has its beginning; does not block.
 
     A thread costs more than the copy of some hundred kilobytes, and on a busy host it may
     begin to run much later.
 
-    Cancellation: leaves a thread that a disk blocks running; it ends with the program.
-
     Returns:
-        `size` bytes or fewer; none only at the end of the file, or if `size` is 0.
+        `size` bytes or fewer, none only at the end of the file; None if the disk has to be
+        asked, or if the file system cannot say.
 
     Raises:
         OSError: the file cannot be read.
     """
-    if not size:
-        return b""
     buffer = bytearray(size)
     try:
-        count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
+        count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT) if size else 0
     except OSError as error:
         # The latter is that of file systems without such reads, such as tmpfs.
-        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
-            raise
-        return await run_in_thread(os.pread, descriptor, size, offset, daemon=True)
+        if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+            return None
+        raise
     return bytes(memoryview(buffer)[:count])
 
 

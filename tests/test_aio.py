@@ -19,8 +19,8 @@ from elastic_aio.aio import (
     PausableClock,
     cancel_and_wait,
     create_task,
+    read_cached,
     read_file,
-    read_range,
     run_in_thread,
     run_shielded,
     set_result_if_pending,
@@ -433,36 +433,33 @@ async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
         await read_file(str(tmp_path / "missing"), 0, 1)
 
 
-@pytest.mark.parametrize("number", [None, errno.EAGAIN, errno.EOPNOTSUPP])
-async def test_a_range_that_the_page_cache_has_needs_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+async def test_what_the_page_cache_has_is_read_without_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it, and on a file system without such reads, a thread reads."""
+    """If the disk would have to be asked, and on a file system that cannot say, nothing is read."""
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    started = []
-    original = threading.Thread.start
     read = os.preadv
-
-    def start(thread: threading.Thread) -> None:
-        started.append(thread)
-        original(thread)
+    error: int | None = None
 
     def preadv(descriptor: int, buffers: list[bytearray], offset: int, flags: int) -> int:
-        if number is not None:
-            raise OSError(number, "not now")
+        if error is not None:
+            raise OSError(error, "not now")
         return read(descriptor, buffers, offset, 0 if flags == os.RWF_NOWAIT else -1)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(os, "preadv", preadv)
     with path.open("rb") as file:
-        assert await read_range(file.fileno(), 2, 4) == b"2345"
-        assert await read_range(file.fileno(), 8, 100) == b"89"
-        assert await read_range(file.fileno(), 10, 100) == b""
-        assert await read_range(file.fileno(), 0, 0) == b""
-    assert len(started) == (0 if number is None else 3)
-    with path.open("ab") as writer, pytest.raises(OSError, match=r"Bad file|not now"):
-        await read_range(writer.fileno(), 0, 1)
+        assert read_cached(file.fileno(), 2, 4) == b"2345"
+        assert read_cached(file.fileno(), 8, 100) == b"89"
+        assert read_cached(file.fileno(), 10, 100) == b""
+        assert read_cached(file.fileno(), 0, 0) == b""
+        error = errno.EAGAIN
+        assert read_cached(file.fileno(), 2, 4) is None
+        error = errno.EOPNOTSUPP
+        assert read_cached(file.fileno(), 2, 4) is None
+        error = errno.EIO
+        with pytest.raises(OSError, match="not now"):
+            read_cached(file.fileno(), 2, 4)
 
 
 async def test_a_notification_wakes_all_waiters() -> None:

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import msgspec
 
-from elastic_aio.aio import create_task, read_range, run_in_thread
+from elastic_aio.aio import create_task, read_cached, run_in_thread
 from elastic_aio.logs.file_end import open_log
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
@@ -90,7 +90,7 @@ class LogReader:
         self._watched: dict[int, _OpenLog] = {}  # by token
         self._tokens = count()
         self._watcher: InotifyWatcher | None = None
-        self._reading: asyncio.Task[bool] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._is_closed = False
         streams.on_change[self] = self._on_change
@@ -168,15 +168,7 @@ class LogReader:
         is_over = self._streams.is_closed
         self._look_for_more()
         if self._ready:
-            # In a task of its own: a cancelled call would lose what it has read.
-            if self._reading is None:
-                self._reading = create_task(self._read(self._ready[0]), name="read logs")
-            await asyncio.wait([self._reading])
-            reading, self._reading = self._reading, None
-            has_more = reading.result()
-            if self._ready and not self._is_closed:
-                log = self._ready.popleft()
-                (self._ready.append if has_more else self._set_aside)(log)
+            await self._read_next(self._ready[0])
             return True
         if not self._waiting and (is_over or not self._follow):
             return False
@@ -193,22 +185,43 @@ class LogReader:
             if log.stream.is_complete:
                 self._resume(log)
 
-    async def _read(self, log: _OpenLog) -> bool:
-        """Read from a file; return whether it is to be read again at once."""
-        # Before the read: what is written after it is not the last.
-        is_last = log.stream.is_complete or not self._follow
-        if not is_last and log.is_at_end:
-            self._watch(log)
-        log.has_grown = False
-        lines, is_at_end = await log.read(is_last=is_last)
+    async def _read_next(self, log: _OpenLog) -> None:
+        """Read a chunk of a file."""
+        if self._reading is None:
+            # Before the read: what is written after it is not the last.
+            is_last = log.stream.is_complete or not self._follow
+            if not is_last and log.is_at_end:
+                self._watch(log)
+            log.has_grown = False
+            if (found := log.read_cached(is_last=is_last)) is not None:
+                self._take(log, *found, is_last=is_last)
+                await asyncio.sleep(0)  # yield to other tasks
+                return
+            # In a task of its own: a cancelled call would lose what it has read.
+            self._reading = create_task(self._read(log, is_last=is_last), name="read logs")
+        await asyncio.wait([self._reading])
+        reading, self._reading = self._reading, None
+        reading.result()
+
+    async def _read(self, log: _OpenLog, *, is_last: bool) -> None:
+        self._take(log, *await log.read(is_last=is_last), is_last=is_last)
+
+    def _take(self, log: _OpenLog, lines: list[LogLine], is_at_end: bool, *, is_last: bool) -> None:
+        """Keep lines of the first file that is ready, and decide when it is read again."""
+        if self._is_closed:
+            return
         if self._since:
             lines = [line for line in lines if line.time >= self._since]
         self._lines.extend(lines)
         if is_at_end and is_last:
             log.close()
         was_at_end, log.is_at_end = log.is_at_end, is_at_end
+        self._ready.popleft()
         # A second read that finds nothing comes after the watch.
-        return not is_at_end or (not was_at_end and not is_last)
+        if not is_at_end or (not was_at_end and not is_last):
+            self._ready.append(log)
+        else:
+            self._set_aside(log)
 
     def _set_aside(self, log: _OpenLog) -> None:
         if log.is_closed:
@@ -262,6 +275,17 @@ class _OpenLog:
     def __repr__(self) -> str:
         return f"<_OpenLog {self.stream.path} at {self._offset}>"
 
+    def read_cached(self, *, is_last: bool) -> tuple[list[LogLine], bool] | None:
+        """Do as `read` if the page cache has the next bytes; return None if it has not."""
+        if self.descriptor < 0:
+            return None
+        try:
+            size = self._find_data()
+            data = read_cached(self.descriptor, self._offset, size)
+            return None if data is None else self._lines_of(data, is_last=is_last)
+        except OSError:
+            return self._gone(), True
+
     async def read(self, *, is_last: bool) -> tuple[list[LogLine], bool]:
         """Read a chunk; return its lines, and whether the end of the file is reached.
 
@@ -272,14 +296,17 @@ class _OpenLog:
             if self.descriptor < 0:
                 self.descriptor = await run_in_thread(open_log, self.stream.path, daemon=True)
             size = self._find_data()
-            start = self._offset
-            data = await read_range(self.descriptor, start, min(size - start, _CHUNK))
-            if data[:1] == b"\0" and self._is_removed(start):
-                return [], False  # the first bytes were removed meanwhile
-            self._offset += len(data)
-            status = os.fstat(self.descriptor)
+            data = await run_in_thread(os.pread, self.descriptor, size, self._offset, daemon=True)
+            return self._lines_of(data, is_last=is_last)
         except OSError:
             return self._gone(), True
+
+    def _lines_of(self, data: bytes, *, is_last: bool) -> tuple[list[LogLine], bool]:
+        start = self._offset
+        if data[:1] == b"\0" and os.lseek(self.descriptor, start, os.SEEK_DATA) > start:
+            return [], False  # the first bytes were removed meanwhile
+        self._offset += len(data)
+        status = os.fstat(self.descriptor)
         seen_at = status.st_mtime
         lines = self._split(data, start, seen_at)
         is_at_end = not data or self._offset >= status.st_size
@@ -295,7 +322,7 @@ class _OpenLog:
         return [self._line(b"", 0.0)] if self.stream.times.end else []
 
     def _find_data(self) -> int:
-        """Go on where there is data if the next bytes were removed; return the file's size."""
+        """Go on where there is data if the next bytes were removed; return how much to read."""
         size = os.fstat(self.descriptor).st_size
         if size < self._offset:  # it was truncated
             self._missed, self._held = None, b""
@@ -307,10 +334,7 @@ class _OpenLog:
                 self._missed = None if self._missed is None else self._missed + lost
                 self._held = b""
                 self._offset = found
-        return size
-
-    def _is_removed(self, offset: int) -> bool:
-        return os.lseek(self.descriptor, offset, os.SEEK_DATA) > offset
+        return min(size - self._offset, _CHUNK)
 
     def _split(self, data: bytes, start: int, seen_at: float) -> list[LogLine]:
         """Return the lines of the next bytes; what is after the last one is held."""

@@ -191,6 +191,7 @@ async def test_a_page_that_is_not_cached_is_read_in_a_thread(
     stream = bench.stream()
     content = b"".join(b"%06d\n" % number for number in range(30_000))
     bench.write(stream, content)
+    reader = bench.reader()
     bench.streams.close()
     read = os.preadv
     calls = 0
@@ -203,7 +204,7 @@ async def test_a_page_that_is_not_cached_is_read_in_a_thread(
         return read(descriptor, [memoryview(buffers[0])[:4096]], offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert b"".join(line.raw for line in await rest(bench.reader())) == content
+    assert b"".join(line.raw for line in await rest(reader)) == content
     assert calls >= 3
 
 
