@@ -182,8 +182,6 @@ class EtcdLink(EngineLink[HttpConnection]):
                 stream = self._stream(member, ranges)
                 async with contextlib.aclosing(stream) as watch_replies:
                     async for reply in watch_replies:
-                        if reply.canceled:
-                            raise watch_error(reply)
                         attempts = 0
                         changed = ranges[reply.watch_id - 1]
                         if reply.created and reply.header.revision < changed.revision - 1:
@@ -214,9 +212,9 @@ class EtcdLink(EngineLink[HttpConnection]):
             raise self._judge(error) from None
 
     async def _send(self, member: int, request: Request) -> Any:
+        headers = await self._headers(member, request)  # first: a login needs a place too
         async with self._places:
             self.check()
-            headers = await self._headers(member, request)
             connection = await self._connection(member)
             self._busy[connection] = member
             try:
@@ -232,8 +230,14 @@ class EtcdLink(EngineLink[HttpConnection]):
                 self._idle.append((member, connection))
             else:
                 connection.abort()
-        reply = parse_reply(request, status, body)
+        try:
+            reply = parse_reply(request, status, body)
+        except EtcdError as error:
+            self._on_error(error, headers)
+            raise
         self._on_received()
+        if request.path != AUTHENTICATE:
+            self._refused_tokens = 0
         return reply
 
     async def _stream(
@@ -257,11 +261,17 @@ class EtcdLink(EngineLink[HttpConnection]):
                 for line in lines:
                     if status == 200 and line.strip():
                         reply = parse_message(line, WatchReply)
+                        if reply.canceled:
+                            raise watch_error(reply)
                         missing -= reply.created
                         yield reply
                         self._on_received()
+                        self._refused_tokens = 0
             if status != 200:
                 raise parse_error(status, text)
+        except EtcdError as error:
+            self._on_error(error, headers)
+            raise
         finally:
             self._busy.pop(connection, None)
             connection.abort()
@@ -307,6 +317,8 @@ class EtcdLink(EngineLink[HttpConnection]):
                 login = Request(AUTHENTICATE, body, AuthReply)
                 try:
                     self._token = (await self._send(member, login)).token
+                except OSError as error:
+                    raise NotDone(reason_of(error)) from None
                 except EtcdError as error:
                     if error.fault is not Fault.NO_AUTH:
                         raise
@@ -315,7 +327,12 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     def _on_received(self) -> None:
         self.last_received_at = asyncio.get_running_loop().time()
-        self._refused_tokens = 0
+
+    def _on_error(self, error: EtcdError, headers: dict[str, str]) -> None:
+        """Discard the token of a request, unless another request has replaced it since."""
+        if error.fault is Fault.TOKEN and headers.get("Authorization") == self._token:
+            self._token = ""
+            self._refused_tokens += 1
 
     def _judge(self, error: OSError | EtcdError) -> NotDone | NotAnswered:
         """Return what an error means if another attempt may help.
@@ -332,8 +349,6 @@ class EtcdLink(EngineLink[HttpConnection]):
             case Fault.UNKNOWN:
                 return NotAnswered(str(error))
             case Fault.TOKEN if self._refused_tokens < _TOKENS:
-                self._token = ""
-                self._refused_tokens += 1
                 return NotDone(str(error))
             case Fault.REFUSED | Fault.TOKEN:
                 raise StoreRefused(str(error)) from None

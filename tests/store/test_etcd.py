@@ -21,6 +21,7 @@ from elastic_aio.store.etcd_link import EtcdLink
 from elastic_aio.store.etcd_wire import LEASE_KEYS, TXN, Request, WatchRange, watch_body
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
+from tests.support.children import DEADLINE_S
 from tests.support.etcd import (
     ETCD,
     WHY_NOT,
@@ -222,6 +223,11 @@ async def test_users(etcd: EtcdProcess, prefix: str) -> None:
         assert (await anext(watch)).value == b"1"
         etcd.kill()
         etcd.start()  # its tokens are gone
+        # More requests at once than connections; the first are all refused.
+        store._link._token = "forgotten"
+        async with asyncio.timeout(DEADLINE_S):
+            values = await asyncio.gather(*(store.compare_set(f"c{n}", "", "1") for n in range(20)))
+        assert values == [b"1"] * 20
         await store.set("k", "2")
         assert (await anext(watch)).value == b"2"
     with pytest.raises(StoreRefused, match=r"does not accept the user or the password$"):
