@@ -51,6 +51,7 @@ _ROWS: dict[str, _Row] = {
     "idle": start.idle,
     "tee": output.tee,
     "latency": output.latency,
+    "read": output.read,
     "spawn": functions.spawn,
     "value": functions.value,
     "preload": functions.preload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import re
@@ -9,20 +10,22 @@ import statistics
 import subprocess
 import time
 from functools import partial
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from benchmarks.compare import compare, median_of_all
 from benchmarks.launchers import (
     Job,
     Launcher,
+    Notes,
     new_notes,
     spawn_baseline,
     wait_until,
     worker,
 )
 from benchmarks.table import TIMES, Goal, Line
+from elastic_aio import Agent, LaunchSpec, LogSpec
 
-__all__ = ["latency", "tee"]
+__all__ = ["latency", "read", "tee"]
 
 _WORKERS = 4
 _LINES = 100_000
@@ -139,6 +142,70 @@ def _read_all(job: Job) -> tuple[list[bytes], int, int]:
     if time.monotonic_ns() - at > _END_S * 1e9:
         raise RuntimeError("everything was shown long before the end")
     return chunks, at, cpu
+
+
+def read(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Read many lines of four workers in a program, one by one and by the batch."""
+    lines = []
+    for name, at_once in (("100 a write", 100), ("one a write", 1)):
+        teed, _, single, batches = compare(
+            max(rounds // 2, 1),
+            partial(_tee, at_once),
+            ours,
+            None,
+            partial(_read, at_once, False),
+            partial(_read, at_once, True),
+        )
+        limit = statistics.median(one.rate for one in teed)
+        lines += [
+            Line(
+                f"{call}, {_WORKERS} {TIMES} {_LINES:,} lines, {name}: lines read",
+                "/s",
+                statistics.median(one.rate for one in found),
+                limit_name="shown by the tee",
+                limit=limit,
+                limit_goal=Goal(0.5, at_least=True),
+            )
+            for call, found in (("agent.logs()", single), ("agent.logs().batch()", batches))
+        ]
+    return lines
+
+
+def _read(at_once: int, by_batch: bool) -> _Teed:
+    with new_notes() as notes, open(notes.path, "rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        command = worker(notes, "print", str(_LINES), str(at_once), site=False)
+        logs = LogSpec(log_dir=notes.path.parent, redirects=1)
+        spec = LaunchSpec(command, nproc_per_node=_WORKERS, logs=logs)
+        count, ended, cpu = asyncio.run(_count_lines(spec, notes, gate, by_batch))
+        began = min(note.at for note in notes.read("prints"))
+    total = _WORKERS * _LINES
+    return _Teed(total / ((ended - began) / 1e9), cpu * 1e3, total - count)
+
+
+async def _count_lines(
+    spec: LaunchSpec, notes: Notes, gate: IO[bytes], by_batch: bool
+) -> tuple[int, int, float]:
+    """Return the number of lines, the time of the last one, and the CPU time in seconds."""
+    count = 0
+    async with Agent(spec) as agent:
+        await asyncio.to_thread(
+            wait_until, lambda: len(notes.read("ready")) == _WORKERS, "the workers"
+        )
+        cpu = time.process_time()
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        async with agent.logs() as lines:
+            if by_batch:
+                while count < _WORKERS * _LINES:
+                    count += len(await lines.batch())
+            else:
+                async for _ in lines:
+                    count += 1
+                    if count == _WORKERS * _LINES:
+                        break
+        ended, cpu = time.monotonic_ns(), time.process_time() - cpu
+        await agent.wait()
+    return count, ended, cpu
 
 
 def latency(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
