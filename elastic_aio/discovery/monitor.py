@@ -210,7 +210,7 @@ async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
     try:
         sock = await _dial(address, options.network)
         local_address = str(sock.getsockname()[0])
-        async with asyncio.timeout(_REPLY_TIMEOUT):
+        async with asyncio.timeout(min(_REPLY_TIMEOUT, options.reply_timeout)):
             await store.connect_over(sock)
             if not store.has_extensions:
                 why = "it is a plain TCPStore, which has no leases"

@@ -177,8 +177,9 @@ async def test_a_port_of_another_program(make_locator: MakeLocator, answer: byte
     port = free_port()
     begin = time.monotonic()
     async with listening(port, answer=answer):
+        server = make_locator(f"127.0.0.1:{port}", is_host=True, heartbeat_timeout=2.5)
         with pytest.raises(DiscoveryError) as published:
-            await make_locator(f"127.0.0.1:{port}", is_host=True).locate(is_first=True)
+            await server.locate(is_first=True)
         assert f"port {port} is in use by " in str(published.value)
         assert f"(pid {os.getpid()}), which this job cannot use: " in str(published.value)
         with pytest.raises(DiscoveryError) as tried:
