@@ -369,8 +369,9 @@ class RestartBudget:
         if self.is_exhausted:
             if not self._max_restarts:
                 return RestartDecision(False, "no restarts allowed (max_restarts is 0)")
-            why = f"all {self._max_restarts} restarts are used up (max_restarts)"
-            return RestartDecision(False, why)
+            count = self._max_restarts
+            used = "the only restart is" if count == 1 else f"all {count} restarts are"
+            return RestartDecision(False, f"{used} used up (max_restarts)")
         if action is RestartAction.DEFAULT:
             if code in policy.never_on:
                 return RestartDecision(False, f"exit code {code} is in restart.never_on")

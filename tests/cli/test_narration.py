@@ -109,7 +109,7 @@ def test_how_much_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
     assert main([*quiet, "false"]) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "aio-elastic: all 1 restarts are used up (--max-restarts)"
+    assert lines[0] == "aio-elastic: the only restart is used up (--max-restarts)"
     assert "false FAILED" in lines
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("LOGLEVEL", "ERROR")
