@@ -3,7 +3,9 @@
 An engine ends the lease of a node that was killed only when its time to live has passed.
 Therefore the leader serves a small store of its own, and its `LeaderRecord` says where.
 Each other member connects to it, and holds a key there: the id of its lease on the engine.
-No heartbeat is sent; each side notices that the kernel has closed the other's end.
+Neither heartbeats nor keepalive probes are sent: a router or a firewall that has forgotten an
+idle connection would answer one as the kernel answers for a process that has gone.  Each side
+notices that the kernel has closed the other's end.
 
 * The leader ends the lease of a member on the engine when the connection of the member has
   ended and was not resumed within `LEASE_LINGER`.  A member that goes to another leader, or
@@ -42,11 +44,8 @@ from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import user_key
 from elastic_aio.store.keyspace import Client
 
-_FOR_EVER: Final = 1e6
-"""Seconds to live of a lease at the leader, so that no heartbeats are sent."""
-
-_PEER_TIMEOUT: Final = 86400.0
-"""Seconds without a packet of the other host after which a connection is given up."""
+_FOR_EVER: Final = 1e8
+"""Seconds to live of a lease at the leader, and of a connection without a packet."""
 
 _CONNECT_TIMEOUT: Final = 60.0
 _PORT_TIMEOUT: Final = 1.0
@@ -89,7 +88,7 @@ class FailureDetector:
         addresses = await resolve(address, 0)
         own = [one for one in addresses if self._network.is_local(one)]
         # The other nodes reach a translated address that is not this host's own.
-        sockets = self._network.listen(own or wildcard_addresses(0), _PEER_TIMEOUT)
+        sockets = self._network.listen(own or wildcard_addresses(0), _FOR_EVER)
         self._token = random_bytes(16).hex()
         server = StoreServer(listening=sockets, token=self._token)
         await server.start()
@@ -144,7 +143,7 @@ class FailureDetector:
             format_host_port(leader.address, leader.port),
             timeout=_CONNECT_TIMEOUT,
             reconnect_for=RECONNECT_FOR,
-            peer_timeout=_PEER_TIMEOUT,
+            peer_timeout=_FOR_EVER,
             token=leader.token,
             survive_server_restart=False,
         )

@@ -22,6 +22,11 @@ what the kernel headers allowed with which Python was built, which may be 128.""
 _BIND_ATTEMPTS: Final = 16
 """How many free ports to try until one is free in both families."""
 
+_KEEPALIVE_MAX: Final = 32767
+"""Seconds, and `_USER_TIMEOUT_MAX` milliseconds: the most that the kernel accepts."""
+
+_USER_TIMEOUT_MAX: Final = 2**31 - 1
+
 _TCP_LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp, proc_net_tcp(5)."""
 
@@ -39,14 +44,17 @@ def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:
     """Make the kernel end the connection after `peer_timeout` seconds without its peer's kernel.
 
     Keepalive probes detect a lost peer on an idle connection, TCP_USER_TIMEOUT while
-    sent data is unacknowledged, tcp(7).
+    sent data is unacknowledged, tcp(7).  Beyond what the kernel can count, none are sent.
     """
     step = max(1, round(peer_timeout / 4))
+    timeout = min(max(1, round(peer_timeout * 1000)), _USER_TIMEOUT_MAX)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+    if step > _KEEPALIVE_MAX:
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(peer_timeout * 1000)))
 
 
 def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:

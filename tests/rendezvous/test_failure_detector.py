@@ -19,6 +19,7 @@ from elastic_aio.store import Lease, StoreServer
 from elastic_aio.store.engine import EngineStore
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import free_endpoint
+from tests.support.sockets import probed
 
 HOST = "127.0.0.1"
 LINGER_S = 2 * LEASE_LINGER
@@ -134,6 +135,13 @@ async def test_a_connection_that_is_resumed_is_no_loss(leader: Leader, proxy: Ch
             await asyncio.sleep(0.01)
         await asyncio.sleep(LINGER_S)
     assert not leader.engine.ended
+
+
+async def test_no_packets_are_sent_on_an_idle_connection(leader: Leader) -> None:
+    """A firewall that has forgotten the connection would refuse them."""
+    port = await leader.open()
+    await leader.join(port)
+    assert probed(port.port) == [False, False]
 
 
 async def test_a_member_that_goes_to_another_leader_is_no_loss(leader: Leader) -> None:

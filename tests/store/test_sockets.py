@@ -1,4 +1,4 @@
-"""The owner of a port, from /proc."""
+"""The owner of a port, from /proc, and keepalive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.store import sockets
-from elastic_aio.store.sockets import port_owner
+from elastic_aio.store.sockets import enable_keepalive, port_owner
 
 _LISTENER = """
 import socket, sys
@@ -61,3 +61,12 @@ def test_the_owner_is_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         assert port_owner(sock.getsockname()[1]) == f"a process of user {os.getuid()}"
+
+
+def test_a_timeout_may_be_longer_than_the_kernel_counts() -> None:
+    """Then no probes are sent."""
+    with socket.socket() as sock:
+        enable_keepalive(sock, 200_000.0)
+        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 200_000_000
+        enable_keepalive(sock, 9e8)

@@ -11,7 +11,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LOOPBACK", "Traffic", "can_count_traffic", "free_port", "listening", "traffic_of"]
+__all__ = [
+    "LOOPBACK",
+    "Traffic",
+    "can_count_traffic",
+    "free_port",
+    "listening",
+    "probed",
+    "traffic_of",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,6 +57,18 @@ def listening(ports: Collection[int]) -> set[str]:
             if fields[3] == "0A" and fields[1].rpartition(":")[2] in wanted:
                 sockets.add(f"socket:[{fields[9]}]")
     return sockets
+
+
+def probed(port: int) -> list[bool]:
+    """Return, for each established end at a port, whether the kernel sends keepalive probes."""
+    ends = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            ports = [name.rpartition(":")[2] for name in fields[1:3]]
+            if fields[3] == "01" and f"{port:04X}" in ports:
+                ends.append(fields[5].startswith("02:"))
+    return ends
 
 
 class Traffic(NamedTuple):
