@@ -254,7 +254,12 @@ class StoreSession:
             now = wall_clock()
             clock = now - monotonic_clock()
             status = replace(self._member.status, sent_at=now, clock=clock)
-            await lease.set(f"t/{self._name}", encode(status))
+            try:
+                await lease.set(f"t/{self._name}", encode(status))
+            except StoreLost:
+                if not lease.is_alive:
+                    raise
+                continue  # the connection comes back, or the lease ends
             if self._written_serial < 0:
                 self._on_joined()
             self._written_serial = status.serial

@@ -215,12 +215,12 @@ class RemoteStore(Store):
             except LinkLost as error:
                 if self._error is not None:
                     raise self._error from None
+                if link.is_over:
+                    self._drop_link(link)
                 if op not in _READS:
                     raise StoreLost(f"{error}; the change may have been made or not") from None
                 instance = link.instance
-                if link.ended.done():
-                    self._drop_link(link)
-                else:
+                if not link.is_over:
                     # A plain server refused the additional connection that a wait uses.
                     await asyncio.sleep(_RETRY.delay(attempt, random.random))
 

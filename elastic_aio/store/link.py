@@ -91,6 +91,11 @@ class Link(asyncio.Protocol):
         self._transport.abort()
         self._fail_all(LinkLost(reason))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection has ended, or is about to."""
+        return self.ended.done() or self._transport.is_closing()
+
     def close(self) -> None:
         """Send the buffered requests and end the connection."""
         self._flush()

@@ -221,10 +221,17 @@ async def test_a_reset_connection_costs_nothing(monkeypatch: pytest.MonkeyPatch)
             proxy.cut()
             # A connection that is cut in its handshake would prolong the same outage.
             await until(lambda: link_of(b) not in (None, former))  # noqa: B023
+        proxy.is_dropping_replies = True
         b.fail()  # the remaining nodes read the outcome
         await a.wait_until(lambda: a.stopped)
+        former = link_of(b)
+        proxy.cut()  # with the reply to the status
+        proxy.is_dropping_replies = False
+        await until(lambda: link_of(b) not in (None, former))
+        await b.wait_ended()
         assert len(a.started) == len(b.started) == 1
-        assert not any(isinstance(one, NodeLost) for one in a.events)
+        lost = (NodeLost, RendezvousStoreLost)
+        assert not any(isinstance(one, lost) for one in a.events + b.events)
 
 
 async def test_the_root_cause_is_that_of_the_earlier_failure() -> None:
