@@ -142,12 +142,15 @@ class EtcdLink(EngineLink[HttpConnection]):
         return batch.reply
 
     async def _send_batch(self, batch: _Batch) -> None:
-        reply = None
+        reply, member = None, self._current
+        operations = [one.operation for one in batch.requests if one.operation]
         try:
-            # An error may be that of one request only.
-            with contextlib.suppress(EtcdError, StoreError):
-                operations = [one.operation for one in batch.requests if one.operation]
-                reply = await self._request(txn([], operations))
+            # Once: nothing is sent again for a task that has been cancelled.
+            reply = await self._attempt(member, txn([], operations))
+        except (NotDone, NotAnswered) as error:
+            self._fail_over(member, str(error))
+        except (EtcdError, StoreError):
+            pass  # perhaps that of one request only
         finally:
             batch.end(reply)
 

@@ -155,6 +155,8 @@ class RedisConnection(Connection):
                     waiting.set_result(reply)
         except (OSError, RedisError) as error:
             failure = error
+        except ValueError:  # of the package, at a number that is none
+            failure = exceptions.InvalidResponse()
         finally:
             self.abort()
             for waiting in self._replies:
@@ -294,7 +296,7 @@ def reason_of_redis(error: Exception, *, is_plain: bool = False) -> str:
         error = cause
     if isinstance(error, exceptions.TimeoutError):
         return "does not answer"
-    if isinstance(error, exceptions.InvalidResponse):
+    if isinstance(error, exceptions.InvalidResponse | ValueError):
         return "it does not speak the protocol of Redis"
     if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
         return reason_of(error)

@@ -85,7 +85,7 @@ class RedisLink(EngineLink[RedisConnection]):
                     await connection.aclose()
             except NotDone as error:
                 reason = str(error)
-            except (OSError, RedisError) as error:
+            except (OSError, RedisError, ValueError) as error:
                 with contextlib.suppress(NotDone):
                     reason = reason_of_redis(judge(error))
             await self._back_off(member, reason, attempts, began)
@@ -138,7 +138,7 @@ class RedisLink(EngineLink[RedisConnection]):
                 if self._sentinel is not None:
                     address = await self._master(address)
                 connection = await self._connect(*address, has_user=True)
-        except (OSError, RedisError) as error:
+        except (OSError, RedisError, ValueError) as error:
             raise NotDone(reason_of_redis(judge(error), is_plain=self._tls is None)) from None
         self.local_address = connection.local_address
         if self.error is not None:

@@ -167,10 +167,11 @@ async def test_a_closed_port_is_skipped(engine: Engine) -> None:
             pass
 
 
-async def test_another_server_at_the_endpoint(engine: Engine) -> None:
+@pytest.mark.parametrize("reply", [b"220 mail.example ESMTP\r\n\r\n", b":no number\r\n"])
+async def test_another_server_at_the_endpoint(engine: Engine, reply: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n")
-        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.write(reply)
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

@@ -241,6 +241,21 @@ async def test_users(etcd: EtcdProcess, prefix: str) -> None:
             pass
 
 
+async def test_a_cancelled_change_is_not_sent_again(etcd: EtcdProcess, prefix: str) -> None:
+    """It would replace a later one."""
+    async with EtcdStore(etcd.endpoint, key_prefix=prefix, lost_after=600) as store:
+        etcd.kill()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await asyncio.gather(store.set("a", "1"), store.set("b", "1"))
+        async with asyncio.timeout(DEADLINE_S):
+            while store._link._sending:
+                await asyncio.wait(list(store._link._sending))
+        etcd.start()
+        await asyncio.gather(store.set("a", "2"), store.set("b", "2"))
+        assert await store.multi_get(["a", "b"]) == [b"2", b"2"]
+
+
 async def test_a_user_is_not_needed(etcd_endpoint: str, prefix: str) -> None:
     """An etcd without users accepts every client."""
     async with EtcdStore(etcd_endpoint, key_prefix=prefix, user="a", password="b") as store:
