@@ -60,7 +60,7 @@ def _logs(argv: Sequence[str]) -> int:
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
     streams = _streams(status, rank, arguments.lines)
-    if not [*streams] and not arguments.follow:
+    if not [*streams] and (status.workers or not arguments.follow):
         raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
     if [*streams] and (missing := _streams_without_file(status)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
