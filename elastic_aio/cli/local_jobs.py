@@ -93,8 +93,8 @@ def choose_from(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
     known = "; ".join(map(describe_job, found or jobs))
     if name is None:
         raise UsageError(f"JOB: must be given, {counted(len(jobs), 'job')} run here: {known}")
-    problem = "matches several" if found else "is none of those that run here"
-    raise invalid_value("JOB", f"{problem}: {known}", name)
+    problem = "matches several: " if found else "no such job; running here: "
+    raise invalid_value("JOB", problem + known, name)
 
 
 def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
