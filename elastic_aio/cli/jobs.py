@@ -137,12 +137,15 @@ async def _list(arguments: argparse.Namespace) -> None:
 
 
 async def _collect(arguments: argparse.Namespace) -> None:
-    removed = 0
+    removed = lost = recent = 0
     async with JobList(store_spec(arguments), timeout=arguments.timeout) as jobs:
         now = time.time()
         for job in await jobs.read():
-            is_old = job.since <= now - arguments.older_than
-            if not is_old or not job.is_over(also_lost=arguments.lost):
+            if not job.is_over(also_lost=arguments.lost):
+                lost += job.is_over(also_lost=True)
+                continue
+            if job.since > now - arguments.older_than:
+                recent += 1
                 continue
             if not arguments.dry_run and not await jobs.remove(job, also_lost=arguments.lost):
                 continue  # a node has come meanwhile
@@ -154,7 +157,11 @@ async def _collect(arguments: argparse.Namespace) -> None:
                 text = f"{verb} {_shown(job.run_id)}: {job.state}, {_age(now - job.since)} ago"
                 print(text, flush=True)
     if not removed and not arguments.json:
-        print("nothing to remove", flush=True)
+        kept = [f"{counted(lost, 'lost job')} (--lost)"] if lost else []
+        if recent:
+            jobs_kept = counted(recent, "job")
+            kept.append(f"{jobs_kept} of the last {arguments.older_than:g} s (--older-than)")
+        print("nothing to remove" + (f"; kept: {', '.join(kept)}" if kept else ""), flush=True)
 
 
 def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:

@@ -65,7 +65,8 @@ async def test_what_is_over_is_removed() -> None:
         would = ["would remove old: failed, 2 hours ago"]
         assert await run("gc", "--dry-run", *at) == would
         assert await run("gc", *at) == ["removed old: failed, 2 hours ago"]
-        assert await run("gc", *at) == ["nothing to remove"]
+        kept = "kept: 1 lost job (--lost), 1 job of the last 600 s (--older-than)"
+        assert await run("gc", *at) == [f"nothing to remove; {kept}"]
         late, gone = await run("gc", "--older-than", "0", "--lost", *at)
         assert late == "removed late: failed, 1 minute ago"
         assert gone.startswith("removed gone: lost, ")
