@@ -173,7 +173,7 @@ async def _server(address: str, printer: EventPrinter) -> AsyncIterator[StatusSe
 
     async with StatusServer(address) as server:
         if server.address != address:
-            printer.print(f"--http: listening at {server.address}")
+            printer.print(f"--http: listening at http://{server.address}")
         yield server
 
 

@@ -36,7 +36,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.e2e
 def test_the_pages_of_a_job(script: Path) -> None:
     with running_cli("--http", "localhost:0", script) as program:
-        address = program.wait_err(r"--http: listening at (\S+)$")[1]
+        address = program.wait_err(r"--http: listening at http://(\S+)$")[1]
         program.wait_out("it runs")
         assert read(address, "/readyz") == "running\n"
         assert json.loads(read(address, "/status"))["workers"][0]["state"] == "running"
@@ -52,7 +52,7 @@ def test_the_usage_and_the_steps_of_workers(tmp_path: Path) -> None:
     script.write_text("echo PROGRESS=17/90 >&$ELASTIC_AIO_NOTIFY_FD; echo sent; sleep 600\n")
     options = ["--http", "localhost:0", "--progress-timeout=600", "--no-python", "bash"]
     with running_cli(*options, script) as program:
-        address = program.wait_err(r"--http: listening at (\S+)$")[1]
+        address = program.wait_err(r"--http: listening at http://(\S+)$")[1]
         program.wait_out("sent")
         step = 'elastic_aio_worker_step{rank="0",local_rank="0"} 17\n'
         until_sync(lambda: step in read(address, "/metrics"), "the step")

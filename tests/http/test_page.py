@@ -59,7 +59,7 @@ def test_the_page_follows_a_job(page: Any, tmp_path: Path) -> None:
     script.write_text(WORKER)
     options = ["--http=127.0.0.1:0", "--nproc-per-node=2", "--max-restarts=1", "-r3"]
     with running_cli(*options, script, tmp_path) as job:
-        address = job.wait_err(r"--http: listening at (\S+)$")[1]
+        address = job.wait_err(r"--http: listening at http://(\S+)$")[1]
         page.goto(f"http://{address}/", wait_until="domcontentloaded")
         page.wait_for_selector("#phase.running")
         assert page.locator("#workers tr").count() == 2
