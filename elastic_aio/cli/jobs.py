@@ -80,7 +80,8 @@ def _jobs_parser() -> OptionParser:
     parser = OptionParser(
         prog="aio-elastic jobs",
         description="List the jobs at a store: their state, their nodes, and since when. A job"
-        " that is 'lost' has no node and no end: its nodes were killed, or cannot reach the store.",
+        " that is 'lost' has no node and no end: all its nodes were stopped or killed, or cannot"
+        " reach the store.",
         epilog=_EXIT_CODES,
     )
     _add_options(parser)
