@@ -153,7 +153,11 @@ class _Workers:
         if self._end is not None:
             end = self._end
             self._status = replace(
-                self._status, phase=end.state.value, since=end.time, reason=end.why
+                self._status,
+                phase=end.state.value,
+                since=end.time,
+                reason=end.why,
+                goodput=end.goodput or self._status.goodput,
             )
         elif has_changed:
             with contextlib.suppress(OSError, ControlError, JobError):  # it is just ending

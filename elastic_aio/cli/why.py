@@ -108,7 +108,7 @@ def _evidence(root: Failure) -> tuple[str, ...]:
         found += [f"stderr: {line}" for line in root.stderr_tail[-_TAIL_LINES:]]
     elif root.error.path:
         found.append(f"error file {root.error.path}")
-    if root.stderr_path:
+    if root.stderr_path and root.stderr_tail:  # an empty captured file is removed
         found.append(f"stderr in {root.stderr_path}")
     return tuple(found)
 

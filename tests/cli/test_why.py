@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic_aio.cli.why import Step, explain, format_steps
 from elastic_aio.events import (
     AttemptFailed,
@@ -137,3 +139,10 @@ def test_the_lines_of_steps() -> None:
     lines = format_steps([Step(0.0, "a\nb", "c\x1b[2J", ("d",))])
     assert lines[0].endswith("  a b")
     assert lines[1:] == ["    rule:     c [2J", "    evidence: d"]
+
+
+def test_a_file_without_a_line_is_no_evidence() -> None:
+    """A captured file that stayed empty has been removed."""
+    root = replace(ROOT, stderr_tail=())
+    step = step_of(AttemptFailed(time=6.0, root=root, failures=(root,)))
+    assert step.evidence == (f"{ROOT.summary} (on h)", "the kernel killed it")
