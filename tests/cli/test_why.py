@@ -145,4 +145,4 @@ def test_a_file_without_a_line_is_no_evidence() -> None:
     """A captured file that stayed empty has been removed."""
     root = replace(ROOT, stderr_tail=())
     step = step_of(AttemptFailed(time=6.0, root=root, failures=(root,)))
-    assert step.evidence == (f"{ROOT.summary} (on h)", "the kernel killed it")
+    assert step.evidence == (f"{root.summary} (on h)", "the kernel killed it")
