@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 from elastic_aio.aio import Notifier
 from elastic_aio.store import wire
+from elastic_aio.store.sockets import discard_unsent
 
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose reply can only be parsed with the number of keys of the request."""
@@ -88,6 +89,7 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         self.resume_writing()
         self._unsent.clear()
+        discard_unsent(self._transport.get_extra_info("socket"))
         self._transport.abort()
         self._fail_all(LinkLost(reason))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -27,6 +29,8 @@ _KEEPALIVE_MAX: Final = 32767
 
 _USER_TIMEOUT_MAX: Final = 2**31 - 1
 
+_LINGER_0: Final = struct.pack("ii", 1, 0)
+
 _TCP_LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp, proc_net_tcp(5)."""
 
@@ -38,6 +42,16 @@ def format_endpoint(address: object) -> str:
     if not isinstance(address, tuple) or len(address) < 2:
         return "unknown"
     return format_host_port(str(address[0]), address[1])
+
+
+def discard_unsent(sock: Any) -> None:
+    """Let the kernel drop what it has not sent when this socket is closed, socket(7).
+
+    Otherwise it goes on sending in the background, and a write of a connection that was
+    given up would arrive after those of the connection in its place.
+    """
+    with contextlib.suppress(OSError):  # it has been closed
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
 
 
 def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:

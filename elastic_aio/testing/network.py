@@ -418,10 +418,13 @@ class SimTransport(asyncio.Transport):
     def setblocking(self, flag: bool) -> None:
         """Do nothing: it never blocks."""
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Set TCP_USER_TIMEOUT, in milliseconds; other options have no effect."""
-        if (level, option) == (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
-            self.user_timeout = value / 1000
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        """Set TCP_USER_TIMEOUT, in milliseconds, or SO_LINGER to 0; no other has an effect."""
+        match level, option:
+            case socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT:
+                self.user_timeout = value / 1000
+            case socket.SOL_SOCKET, socket.SO_LINGER:
+                self._held.clear()
 
     def _hang_up(self, segment: OSError | None) -> None:
         self._is_closing = True

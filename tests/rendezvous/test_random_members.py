@@ -32,7 +32,7 @@ _AGENTS_MAX = 5
 
 
 class Rounds:
-    """What all agents together have been told: the invariants of their rounds."""
+    """The instructions of all agents together, and the invariants of their rounds."""
 
     def __init__(self) -> None:
         self.running: dict[CheckedAgent, int] = {}
@@ -146,7 +146,7 @@ class Scenario:
         self.agents.remove(agent)
         agent.is_leaving = True  # it starts no workers any more
         agent.end_workers()
-        await agent.rendezvous.leave("it was told to")
+        await agent.rendezvous.leave("the scenario ends it")
         agent.close()
 
     def _is_together(self) -> bool:
