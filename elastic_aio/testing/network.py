@@ -139,22 +139,17 @@ class Network:
         return near
 
     def _on_syn(
-        self,
-        near: SimTransport,
-        target: SimHost,
-        port: int,
-        connected: asyncio.Future[None],
-        repeat: float,
+        self, near: SimTransport, host: SimHost, port: int, done: asyncio.Future[None], wait: float
     ) -> None:
         loop = near.loop
         if near.is_closing():
             return
-        if not self.is_open_both_ways(loop.host, target):
-            when = self.time.now + repeat
-            self.time.at(when, self._on_syn, near, target, port, connected, 2 * repeat)
+        if not self.is_open_both_ways(loop.host, host):
+            when = self.time.now + wait
+            self.time.at(when, self._on_syn, near, host, port, done, 2 * wait)
             return
         error: OSError | None = None
-        listener = self.listeners.get((target.address, port))
+        listener = self.listeners.get((host.address, port))
         if listener is None:
             error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         else:
@@ -162,7 +157,7 @@ class Network:
             near.peer, far.peer = far, near
             far.user_timeout = listener.peer_timeout
             listener.loop.receive(listener.on_connection, far)
-        self.time.at(self.arrival(target, loop.host), loop.receive, _finish, connected, error)
+        self.time.at(self.arrival(host, loop.host), loop.receive, _finish, done, error)
 
 
 def _finish(connected: asyncio.Future[None], error: OSError | None) -> None:
@@ -259,6 +254,7 @@ class SimTransport(asyncio.Transport):
         self._unsent: list[bytes] = []
         self._held: list[Segment] = []
         self._last_arrival = 0.0
+        self._discarded_at = math.inf  # when the kernel has dropped what it had not sent
         self._stuck_since: float | None = None
         network.connections[self] = None
         loop.files[self] = None
@@ -288,7 +284,8 @@ class SimTransport(asyncio.Transport):
         self._last_arrival = max(arrival, self._last_arrival)
         if late:
             self._network.repaired_at = max(self._last_arrival, self._network.repaired_at)
-        self._network.time.at(self._last_arrival, peer.loop.receive, peer._on_segment, segment)
+        call = peer.loop.receive, peer._on_segment, segment, self._network.time.now + late
+        self._network.time.at(self._last_arrival, *call)
 
     def _time_out(self) -> None:
         """End the connection unless the other kernel answers in time."""
@@ -348,8 +345,8 @@ class SimTransport(asyncio.Transport):
         if not self._held:
             self._network.connections.pop(self, None)
 
-    def _on_segment(self, segment: Segment) -> None:
-        if self._is_closing:
+    def _on_segment(self, segment: Segment, sent_at: float = 0.0) -> None:
+        if self._is_closing or (self.peer is not None and sent_at > self.peer._discarded_at):
             return
         protocol = cast("asyncio.Protocol | None", self._protocol)
         if isinstance(segment, OSError):
@@ -423,8 +420,9 @@ class SimTransport(asyncio.Transport):
         match level, option:
             case socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT:
                 self.user_timeout = value / 1000
-            case socket.SOL_SOCKET, socket.SO_LINGER:
+            case socket.SOL_SOCKET, socket.SO_LINGER:  # and it is closed now
                 self._held.clear()
+                self._discarded_at = self._network.time.now
 
     def _hang_up(self, segment: OSError | None) -> None:
         self._is_closing = True

@@ -43,6 +43,12 @@ def test_random_scenarios(chunk: int) -> None:
         run_random_scenario(seed)
 
 
+def test_a_write_of_a_connection_that_was_given_up_does_not_arrive() -> None:
+    """It would bind the status of a node to the lease of its former session, which ends."""
+    run_random_scenario(15548)
+    run_random_scenario(537, LaunchSpec("x", nnodes="1:3"))
+
+
 def test_a_seed_gives_one_trace() -> None:
     assert run_random_scenario(5).trace == run_random_scenario(5).trace
     assert run_random_scenario(5).trace != run_random_scenario(6).trace

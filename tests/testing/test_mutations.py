@@ -137,7 +137,7 @@ def test_orders_of_a_former_coordinator_that_are_obeyed_late(
 ) -> None:
     """A round began without an acknowledgement to its own coordinator."""
     monkeypatch.setattr(MemberRecord, "is_synchronized", True)
-    assert "still runs on" in violation(339, 976, spec=LaunchSpec("x", nnodes="1:3"))
+    assert "still runs on" in violation(3648, 339, spec=LaunchSpec("x", nnodes="1:3"))
 
 
 def test_a_round_that_waits_for_no_node_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
