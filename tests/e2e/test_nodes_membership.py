@@ -304,7 +304,8 @@ async def test_ranks_are_distinct_when_nodes_join_and_leave(tmp_path: Path) -> N
             await asyncio.sleep(dice.uniform(0, 0.5))  # a random moment
         workers: list[Note] = []
         for node in live:
-            workers += await node.workers(group_world_size=4)
+            # A host whose agents have left again and again waits for up to 30 s.
+            workers += await node.workers(group_world_size=4, seconds=90)
         await host.workers(group_world_size=4)
         last = max(worker.attempt for worker in workers)
         await cluster.workers(host, *live, attempt=last)
