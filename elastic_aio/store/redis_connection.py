@@ -296,9 +296,9 @@ def reason_of_redis(error: Exception, *, is_plain: bool = False) -> str:
         error = cause
     if isinstance(error, exceptions.TimeoutError):
         return "does not answer"
+    if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
+        return reason_of(error)  # before ValueError, which an error of a certificate is too
     if isinstance(error, exceptions.InvalidResponse | ValueError):
         return "it does not speak the protocol of Redis"
-    if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
-        return reason_of(error)
     hint = " without a reply (perhaps it asks for TLS)" if is_plain else ""
     return f"the connection was closed{hint}"

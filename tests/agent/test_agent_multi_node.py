@@ -362,7 +362,7 @@ async def test_the_wait_for_the_others_can_be_cut_short(tmp_path: Path) -> None:
         await node.agent.stop(signal="SIGINT", reason="Ctrl-C")
         result = await node.agent.wait()
     assert result.state is JobState.SUCCEEDED
-    assert result.reason.endswith("the others are not waited for: SIGINT was received")
+    assert result.reason.endswith("the others are not waited for: Ctrl-C (SIGINT)")
 
 
 # ---------------------------------------------------------------------- stopping
@@ -375,7 +375,7 @@ async def test_a_stop_before_the_first_round(tmp_path: Path) -> None:
         with pytest.raises(JobStopped) as caught:
             await node.agent.wait()
     assert caught.value.result.exit_code == 143
-    assert node.rendezvous.leave_reasons == ["SIGTERM was received"]
+    assert node.rendezvous.leave_reasons == ["a stop was requested (SIGTERM)"]
 
 
 async def test_a_stop_while_the_rendezvous_is_being_joined(tmp_path: Path) -> None:
