@@ -115,7 +115,7 @@ def result(*failures: Failure, log_dir: str | None = None) -> LaunchResult:
     return LaunchResult(
         run_id="r",
         state=JobState.FAILED,
-        reason="no restarts allowed (max_restarts is 0)",
+        reason="no restarts allowed (max restarts: 0)",
         exit_code=1,
         duration=1.0,
         attempts=(AttemptResult(0, WHEN, 1.0, failures=failures),),
@@ -222,7 +222,7 @@ def test_a_message_without_a_traceback() -> None:
 
 
 def test_a_job_without_workers_is_one_line() -> None:
-    assert format_failure(result(), "x") == "x FAILED: no restarts allowed (max_restarts is 0)"
+    assert format_failure(result(), "x") == "x FAILED: no restarts allowed (max restarts: 0)"
 
 
 def test_rules_are_as_wide_as_the_text() -> None:
@@ -297,14 +297,14 @@ EVENTS: list[tuple[Event, int, str]] = [
         "attempt 0 failed: rank 2 (pid 102): exit code 1: ValueError: no data",
     ),
     (
-        Restarting(attempt=1, why="restart 1 of 2 (max_restarts)", delay=0.25, restarts=1),
+        Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0.25, restarts=1),
         Level.WARNING,
-        "restarting as attempt 1 after 0.25 s: restart 1 of 2 (max_restarts)",
+        "restarting as attempt 1 after 0.25 s: restart 1 of 2 (max restarts)",
     ),
     (
-        Restarting(attempt=1, why="restart 1 of 2 (max_restarts)", delay=0, restarts=1),
+        Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0, restarts=1),
         Level.WARNING,
-        "restarting as attempt 1: restart 1 of 2 (max_restarts)",
+        "restarting as attempt 1: restart 1 of 2 (max restarts)",
     ),
     (
         StopRequested(reason="SIGTERM was received", plan="SIGTERM 30 s, SIGKILL", signal=15),

@@ -264,11 +264,11 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
     seconds = f"{round(item.limit, 3):g} s"
     match item.kind:
         case "heartbeat":
-            text = f"no heartbeat for {seconds} (heartbeat_timeout)"
+            text = f"no heartbeat for {seconds} (heartbeat timeout)"
         case "ready":
-            text = f"not ready {seconds} after its start (ready_timeout)"
+            text = f"not ready {seconds} after its start (ready timeout)"
         case "progress":
-            text = f"no progress for {seconds} (progress_timeout)"
+            text = f"no progress for {seconds} (progress timeout)"
         case "phase":
             text = f"phase {phase!r} has not ended after {seconds}"
         case _:

@@ -34,17 +34,6 @@ _GREEN: Final = b"\x1b[1;32m"
 _YELLOW: Final = b"\x1b[1;33m"
 _RED: Final = b"\x1b[1;31m"
 
-_OPTIONS: Final = {
-    "(max_restarts": "(--max-restarts",
-    "is in restart.never_on": "is in --never-on",
-    "is not in restart.restart_on": "is not in --restart-on",
-    "(restart.window)": "(--restart-window)",
-    "(ready_timeout)": "(--ready-timeout)",
-    "(heartbeat_timeout)": "(--heartbeat-timeout)",
-    "(progress_timeout)": "(--progress-timeout)",
-}
-"""What reasons say about settings, and what a user of the command has written."""
-
 _OMP_NOTICE: Final = f"""\
 {"*" * 41}
 OMP_NUM_THREADS is not set: each worker gets 1, so that the threads of all workers together do
@@ -83,7 +72,6 @@ class EventPrinter:
 
     def print(self, text: str, style: bytes = _BOLD) -> None:
         """Print lines, each with our name, which has a style if there are colors."""
-        text = _with_options(text)
         prefix = styled(_NAME, style if self._is_colored else b"")
         lines = b"".join(
             prefix + line.encode("utf-8", "replace") + b"\n" for line in text.split("\n")
@@ -142,15 +130,13 @@ class EventPrinter:
         has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
         if has_workers and failures and failures[0].pid is not None:
             self.print(error.result.reason, _RED)
-            report = _with_options(format_failure(error.result, spec.name))
+            report = format_failure(error.result, spec.name)
             self._writer.put(report.encode("utf-8", "replace") + b"\n")
         else:
             text = one_line(str(error))
             if error.result.cause is EndCause.RUN_HAD_ENDED:
                 text += _how_to_run(error.result)
-            if text.startswith("preload: "):
-                text = f"--{text}"
-            elif spec.python and text.startswith(f"cannot run {spec.python}: "):
+            if spec.python and text.startswith(f"cannot run {spec.python}: "):
                 text = f"PYTHON_EXEC: {text}"
             self.print(text, _RED)
 
@@ -159,12 +145,6 @@ class EventPrinter:
         if self._countdown is not None:
             self._countdown.clear()
         await self._writer.drain(patience)
-
-
-def _with_options(text: str) -> str:
-    for setting, option in _OPTIONS.items():
-        text = text.replace(setting, option)
-    return text
 
 
 def _how_to_run(result: LaunchResult) -> str:

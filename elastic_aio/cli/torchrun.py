@@ -353,25 +353,14 @@ _OPTION_OF_FIELD = {
 }
 """Options that do not have the name of the spec's field that they set."""
 
-_OPTIONS_IN_PROBLEMS = {
-    "start_method='forkserver'": "--start-method forkserver",
-    "restart.backoff": "--restart-delay",
-    "restart.restart_on": "--restart-on",
-    "needs log_dir": "needs --log-dir",
-}
-"""Fields that messages about other fields name."""
-
 
 def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] = {}) -> str:
     """Return the message of an error with the option, or its variable, in place of the field."""
     message = str(error)
     if isinstance(error, SpecError):
         option = _option_of(error.field)
-        problem = error.problem
-        for field, words in _OPTIONS_IN_PROBLEMS.items():
-            problem = problem.replace(field, words)
         value = str(error.value) if isinstance(error.value, RestartWindow) else error.value
-        message = str(SpecError(option, value, problem))
+        message = str(SpecError(option, value, error.problem))
     option, colon, problem = message.partition(":")
     return f"{variables.get(option, option)}{colon}{problem}"
 

@@ -77,7 +77,7 @@ class _Server:
         except BaseException as error:  # noqa: BLE001  # a user's module can raise anything
             from elastic_aio.worker.bootstrap import describe_error
 
-            text = f"preload: cannot import {name!r}: {describe_error(error)}"
+            text = f"cannot preload {name!r}: {describe_error(error)}"
             self._send("failed", text[:_TEXT_MAX])
             return
         # Workers begin in the first directory, and their exits are for this process.

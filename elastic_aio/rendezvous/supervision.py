@@ -223,7 +223,7 @@ def decide_restart(state: CoordinatorState) -> None:
         _restart(state, inherited)
     elif forbidden is not None and state.round.is_excused:
         code = forbidden.status.shell_code
-        _fail(state, f"exit code {code} is in restart.never_on", code)
+        _fail(state, f"exit code {code} is in the never-on list", code)
     elif state.round.is_excused or not failures:
         # The connections of a lost node's workers end before its lease does, so the
         # failures that they cause arrive first.

@@ -252,7 +252,7 @@ class LaunchSpec:
         for name, check in _CHECKS.items():
             set_fields(self, **{name: check(name, settings[name])})
         if self.preload and start_method != "forkserver":
-            raise SpecError("preload", ",".join(self.preload), "needs start_method='forkserver'")
+            raise SpecError("preload", ",".join(self.preload), "needs start method 'forkserver'")
         self.restart.check_with(self.max_restarts)
         self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):

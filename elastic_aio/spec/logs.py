@@ -236,7 +236,7 @@ class LogSpec:
             raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
         _check_retention(max_bytes, keep_attempts, keep_runs)
         if keep_runs is not None and log_dir is None:
-            raise SpecError("logs.keep_runs", keep_runs, "needs log_dir")
+            raise SpecError("logs.keep_runs", keep_runs, "needs a log directory")
         set_fields(
             self,
             log_dir=None if log_dir is None else checked_path("logs.log_dir", log_dir),

@@ -184,7 +184,7 @@ class RestartPolicy:
                 raise SpecError("restart.healthy_after", self.healthy_after, problem)
         if both := (self.restart_on or frozenset()) & self.never_on:
             codes = ", ".join(map(str, sorted(both)))
-            problem = f"must not hold codes of restart.restart_on: {codes}"
+            problem = f"must not hold codes of the restart-on list: {codes}"
             raise SpecError("restart.never_on", sorted(self.never_on), problem)
         if self.restart_on == frozenset():
             problem = "must name an exit code; max_restarts=0 never restarts"
@@ -197,7 +197,7 @@ class RestartPolicy:
             total = self.backoff.expected_total(self.window.count)
             if total >= self.window.seconds:
                 problem = (
-                    f"cannot be exhausted, as {self.window.count} delays of restart.backoff take"
+                    f"cannot be exhausted, as {self.window.count} delays of the back-off take"
                     f" {total:g} s; use a longer window or shorter delays"
                 )
                 raise SpecError("restart.window", self.window, problem)
@@ -368,21 +368,21 @@ class RestartBudget:
             return RestartDecision(False, "restart.decide returned GIVE_UP")
         if self.is_exhausted:
             if not self._max_restarts:
-                return RestartDecision(False, "no restarts allowed (max_restarts is 0)")
+                return RestartDecision(False, "no restarts allowed (max restarts: 0)")
             count = self._max_restarts
             used = "the only restart is" if count == 1 else f"all {count} restarts are"
-            return RestartDecision(False, f"{used} used up (max_restarts)")
+            return RestartDecision(False, f"{used} used up (max restarts)")
         if action is RestartAction.DEFAULT:
             if code in policy.never_on:
-                return RestartDecision(False, f"exit code {code} is in restart.never_on")
+                return RestartDecision(False, f"exit code {code} is in the never-on list")
             if policy.restart_on is not None and code not in policy.restart_on:
                 what = status if code is None else f"exit code {code}"
-                return RestartDecision(False, f"{what} is not in restart.restart_on")
+                return RestartDecision(False, f"{what} is not in the restart-on list")
         if policy.window and policy.window.is_exhausted(self._restarts.times, now):
             count, seconds = policy.window.count, policy.window.seconds
-            why = f"{counted(count, 'restart')} within {seconds:g} s (restart.window)"
+            why = f"{counted(count, 'restart')} within {seconds:g} s (restart window)"
             return RestartDecision(False, why)
-        why = f"restart {self.restarts + 1} of {self._max_restarts} (max_restarts)"
+        why = f"restart {self.restarts + 1} of {self._max_restarts} (max restarts)"
         if action is RestartAction.RESTART:
             why += ", restart.decide returned RESTART"
         return RestartDecision(True, why, self._delay(ran))

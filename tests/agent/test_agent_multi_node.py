@@ -151,7 +151,7 @@ async def test_only_the_newest_of_several_rounds_begins(tmp_path: Path) -> None:
 
 async def test_a_stop_round_and_a_restart(tmp_path: Path) -> None:
     """A failure elsewhere stops the workers here; the events have it, and the restart."""
-    cause = RestartCause(1, "restart 1 of 3 (max_restarts)", 1, 0.5, failure_elsewhere())
+    cause = RestartCause(1, "restart 1 of 3 (max restarts)", 1, 0.5, failure_elsewhere())
     async with member(node_spec(tmp_path, noting())) as node:
         rendezvous = node.rendezvous
         rendezvous.start_round(0)

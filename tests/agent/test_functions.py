@@ -615,7 +615,7 @@ async def test_a_module_that_cannot_be_preloaded() -> None:
         functions.give, "forkserver", preload=["json", "no_such_module_here"], max_restarts=3
     )
     error = await failed(spec)
-    assert str(error).startswith("preload: cannot import 'no_such_module_here': ModuleNotFound")
+    assert str(error).startswith("cannot preload 'no_such_module_here': ModuleNotFound")
     assert len(error.result.attempts) == 1
 
 
@@ -632,7 +632,7 @@ async def test_a_first_module_that_does_not_exist() -> None:
     )
     assert [event async for event in agent.events()] == []
     error = await failed(spec.replace(env={"PYTHONPATH": ""}))
-    assert "cannot import 'no_such_module_here.sub'" in str(error)
+    assert "cannot preload 'no_such_module_here.sub'" in str(error)
 
 
 async def test_preloaded_modules_are_there(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_a_worker_without_heartbeats_fails_the_attempt() -> None:
     root = error.root_cause
     assert root is not None
     assert (root.rank, root.status.code, root.is_victim) == (1, 1, False)
-    assert root.message == "no heartbeat for 0.3 s (heartbeat_timeout), last status 'all well'"
+    assert root.message == "no heartbeat for 0.3 s (heartbeat timeout), last status 'all well'"
     assert root.message in root.summary
     (item,) = [event for event in events if isinstance(event, DeadlineMissed)]
     assert (item.deadline, item.rank, item.limit) == ("heartbeat", 1, 0.3)
@@ -467,12 +467,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     options = ["--no-python", "--heartbeat-timeout=60", "--progress-timeout=1"]
     ended = run_cli(*options, f"--log-dir={logs}", "bash", script)
     assert ended.code == 1
-    assert "no progress for 1 s (--progress-timeout), at step 3" in ended.err
+    assert "no progress for 1 s (progress timeout), at step 3" in ended.err
     assert "stacks: rank 0 is in system call" in ended.err
     assert list(logs.rglob("stacks.txt"))
     ended = run_cli("--no-python", "--ready-timeout=0.2", "--on-timeout=report", "sleep", "0.5")
     assert ended.code == 0
-    assert "not ready 0.2 s after its start (--ready-timeout)" in ended.err
+    assert "not ready 0.2 s after its start (ready timeout)" in ended.err
     wrong = run_cli("--idle-report=x", "true")
     assert wrong.code == 2
     assert "--idle-report: must be a number of seconds above 0 (got 'x')\n" in wrong.err

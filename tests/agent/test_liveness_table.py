@@ -27,39 +27,39 @@ CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str
     ({}, [], None, ""),
     ({"idle_report": 1}, [], None, ""),
     # From the start, and from the last message, whatever it says.
-    ({"heartbeat_timeout": 5}, [], 105, "no heartbeat for 5 s (heartbeat_timeout)"),
+    ({"heartbeat_timeout": 5}, [], 105, "no heartbeat for 5 s (heartbeat timeout)"),
     (
         {"heartbeat_timeout": 5},
         [(104, b"WATCHDOG=1")],
         109,
-        "no heartbeat for 5 s (heartbeat_timeout)",
+        "no heartbeat for 5 s (heartbeat timeout)",
     ),
     (
         {"heartbeat_timeout": 5},
         [(104, b"STATUS=loading\nMAINPID=1\n")],
         109,
-        "no heartbeat for 5 s (heartbeat_timeout), last status 'loading'",
+        "no heartbeat for 5 s (heartbeat timeout), last status 'loading'",
     ),
     # What is no message is no heartbeat.
-    ({"heartbeat_timeout": 5}, [(104, b"hello")], 105, "no heartbeat for 5 s (heartbeat_timeout)"),
+    ({"heartbeat_timeout": 5}, [(104, b"hello")], 105, "no heartbeat for 5 s (heartbeat timeout)"),
     (
         {"heartbeat_timeout": 5},
         [(104, b"X=" + b"x" * MESSAGE_MAX)],
         105,
-        "no heartbeat for 5 s (heartbeat_timeout)",
+        "no heartbeat for 5 s (heartbeat timeout)",
     ),
     # Not before it is ready.
     (
         {"heartbeat_timeout": 5, "ready_timeout": 60},
         [(101, b"WATCHDOG=1")],
         160,
-        "not ready 60 s after its start (ready_timeout)",
+        "not ready 60 s after its start (ready timeout)",
     ),
     (
         {"heartbeat_timeout": 5, "ready_timeout": 60},
         [(150, b"READY=1\n")],
         155,
-        "no heartbeat for 5 s (heartbeat_timeout)",
+        "no heartbeat for 5 s (heartbeat timeout)",
     ),
     ({"ready_timeout": 60}, [(150, b"READY=1")], None, ""),
     ({"ready_timeout": 60}, [(150, b"READY=0")], 160, "not ready 60 s after"),
@@ -68,7 +68,7 @@ CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str
         {"progress_timeout": 5},
         [(103, b"PROGRESS=7"), (104, b"PROGRESS=7"), (105, b"WATCHDOG=1")],
         108,
-        "no progress for 5 s (progress_timeout), at step 7",
+        "no progress for 5 s (progress timeout), at step 7",
     ),
     ({"progress_timeout": 5}, [(103, b"PROGRESS=7"), (104, b"PROGRESS=8")], 109, "no progress"),
     # A phase with a limit replaces the other deadlines, until it ends.
@@ -88,7 +88,7 @@ CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str
         {"heartbeat_timeout": 5},
         [(101, b"PHASE=load")],
         106,
-        "no heartbeat for 5 s (heartbeat_timeout), in phase 'load'",
+        "no heartbeat for 5 s (heartbeat timeout), in phase 'load'",
     ),
     # The end of an outer phase ends those inside; the end of an unknown one nothing.
     (
@@ -142,7 +142,7 @@ def test_a_missed_deadline_counts_again_after_a_message() -> None:
     table.feed(0, b"WATCHDOG=1", 111.0)
     assert report.heartbeat_at == 111.0
     assert table.next_deadline == 116.0
-    assert reasons(table, 116.0) == ["no heartbeat for 5 s (heartbeat_timeout)"]
+    assert reasons(table, 116.0) == ["no heartbeat for 5 s (heartbeat timeout)"]
 
 
 def test_the_first_of_several_workers_comes_first() -> None:

@@ -149,7 +149,7 @@ def finish_as(*outcome: Any, **more: Any) -> Finish:
 STOPPED = finish_as(JobState.STOPPED, "enough", 143, 0)
 
 CHANGE = RestartCause(8, "b joined", 0)
-FAILED_THERE = RestartCause(8, "restart 1 of 3 (max_restarts)", 1, 2.5, failure(9, host="b"))
+FAILED_THERE = RestartCause(8, "restart 1 of 3 (max restarts)", 1, 2.5, failure(9, host="b"))
 ENDING = JobOutcome(JobState.FAILED, "all 3 restarts are used up", 9, 3, (failure(9, host="b"),))
 CONCLUDE = InstructionReceived(EndJob(ENDING))
 GOOD_END = InstructionReceived(

@@ -117,8 +117,8 @@ def restarting(why: str, delay: float = 0.0) -> Publish:
 
 
 FAILED = "local rank 1 failed (exit code 7)"
-GRANTED = "restart 1 of 1 (max_restarts)"
-NO_MORE = "no restarts allowed (max_restarts is 0)"
+GRANTED = "restart 1 of 1 (max restarts)"
+NO_MORE = "no restarts allowed (max restarts: 0)"
 FINISHED = "all workers have finished"
 
 ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPhase]] = [
@@ -318,7 +318,7 @@ ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPha
         group_stopped(failure()),
         [
             published_failure(failure()),
-            restarting("restart 1 of 3 (max_restarts)", 4.0),
+            restarting("restart 1 of 3 (max restarts)", 4.0),
             BackOff(1, 4.0),
         ],
         AgentPhase.BACKING_OFF,

@@ -109,7 +109,7 @@ def test_how_much_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
     assert main([*quiet, "false"]) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "aio-elastic: the only restart is used up (--max-restarts)"
+    assert lines[0] == "aio-elastic: the only restart is used up (max restarts)"
     assert "false FAILED" in lines
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("LOGLEVEL", "ERROR")
@@ -270,13 +270,13 @@ def test_restart_rules() -> None:
         (["--max-restarts=1", "--restart-window=0:3"], "--restart-window: must be N:SECONDS su"),
         (["--max-restarts=1", "--restart-window=2:9"], "--restart-window: is never reached: --"),
         (["--max-restarts=9", "--restart-window=9:9", "--restart-delay=1"], "--restart-window: "
-         "cannot be exhausted, as 9 delays of --restart-delay take 9 s; use a longer window or"
+         "cannot be exhausted, as 9 delays of the back-off take 9 s; use a longer window or"
          " shorter delays (got '9 within 9 s')"),
         (["--max-restarts=1", "--restart-on=0"], "--restart-on: must be exit codes from 1 to 25"),
         (["--never-on=SIGNONE"], "--never-on: must be exit codes from 1 to 255, or signal name"),
         (["--never-on="], "--never-on: must be exit codes from 1 to 255, or signal names (got '"),
         (["--max-restarts=1", "--restart-on=1", "--never-on=1"], "--never-on: must not hold codes"
-         " of --restart-on: 1"),
+         " of the restart-on list: 1"),
         (["--color=blue"], "--color: must be 'auto', 'always' or 'never' (got 'blue')"),
     ],
 )  # fmt: skip
@@ -291,6 +291,9 @@ def test_the_rules_reach_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[st
     words = ["run", "--max-restarts=3", "--restart-delay=0.125", "--never-on=7", "--events", events,
              *BASH, "exit $((6 + TORCHELASTIC_RESTART_COUNT))"]  # fmt: skip
     assert main([str(word) for word in words]) == 7
-    assert "exit code 7 is in --never-on" in capfd.readouterr().err
+    shown = capfd.readouterr().err
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     assert [line["delay"] for line in lines if line["event"] == "Restarting"] == [0.125]
+    # The command says the same as the events, of which a program is the reader.
+    assert lines[-1]["why"] == "exit code 7 is in the never-on list"
+    assert f"aio-elastic: {lines[-1]['why']}\n" in shown

@@ -394,7 +394,7 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--log-max-bytes", "1.5G"], {}, ["--log-max-bytes", "'1.5G'", "such as '100M'"]),
     (["--log-max-bytes", "1K"], {}, ["--log-max-bytes", "1024", "from 65536"]),
     (["--log-keep-attempts", "0"], {}, ["--log-keep-attempts", "'0'", "from 1"]),
-    (["--log-keep-runs", "3"], {}, ["--log-keep-runs: needs --log-dir (got 3)"]),
+    (["--log-keep-runs", "3"], {}, ["--log-keep-runs: needs a log directory (got 3)"]),
     (["--log-keep-runs", "x", "--log-dir", "y"], {}, ["--log-keep-runs", "'x'", "from 1"]),
     (["--events", "/nowhere/story"], {}, ["--events", "'/nowhere/story'", "can be written"]),
     (["--log-dir", "/dev/full/logs"], {}, ["--log-dir", "'/dev/full/logs'", "directory"]),
@@ -406,7 +406,11 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     ([], {"PET_NPROC_PER_NODE": "gpu", "CUDA_VISIBLE_DEVICES": ""}, ["run: PET_NPROC_PER_NODE:"]),
     ([], {"PET_RDZV_CONF": "join_timeout=x"}, ["run: PET_RDZV_CONF: join_timeout: must be"]),
     (["--nnodes=2"], {"SLURM_PROCID": "x"}, ["run: SLURM_PROCID: must be", "(got 'x')"]),
-    (["--preload", "a", "--start-method", "spawn"], {}, ["needs --start-method forkserver (got"]),
+    (
+        ["--preload", "a", "--start-method", "spawn"],
+        {},
+        ["needs start method 'forkserver' (got"],
+    ),
     (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 0 to 65535 (got 'h:99999')"]),
     (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
     (

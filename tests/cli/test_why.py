@@ -59,7 +59,7 @@ def test_a_failure_and_what_followed() -> None:
             StopRequested(time=5.0, reason="local rank 1 failed (exit code 3)", plan="SIGTERM"),
             AttemptFailed(time=6.0, root=ROOT, failures=(ROOT, VICTIM)),
             Restarting(
-                time=7.0, attempt=1, why="restart 1 of 3 (max_restarts)", delay=2.0, restarts=1
+                time=7.0, attempt=1, why="restart 1 of 3 (max restarts)", delay=2.0, restarts=1
             ),
         ]
     )
@@ -81,7 +81,7 @@ def test_a_failure_and_what_followed() -> None:
         ),
     )
     assert steps[3] == Step(
-        7.0, "attempt 1 follows after 2 s", "restart 1 of 3 (max_restarts)", ("1 restart so far",)
+        7.0, "attempt 1 follows after 2 s", "restart 1 of 3 (max restarts)", ("1 restart so far",)
     )
 
 

@@ -308,7 +308,7 @@ def test_failures_before_a_restart() -> None:
         if f"attempt {number} failed: rank 0" in line or f"restarting as attempt {number}:" in line
     ]  # fmt: skip
     assert ended.err.count("bash FAILED") == 1
-    assert "all 2 restarts are used up (--max-restarts)" in ended.err
+    assert "all 2 restarts are used up (max restarts)" in ended.err
 
 
 def test_an_exception_without_record(tmp_path: Path) -> None:

@@ -286,9 +286,7 @@ async def test_a_server_without_its_modules(devnull: int) -> None:
     server = server_of(devnull, ("no_such_module",))
     method = StartMethod("forkserver", server, devnull)
     with method.opened:
-        with pytest.raises(
-            SpawnError, match=r"^preload: cannot import 'no_such_module': ModuleNotFound"
-        ):
+        with pytest.raises(SpawnError, match=r"^cannot preload 'no_such_module': ModuleNotFound"):
             await method.start(functions.give)
         await server.aclose()
 
@@ -374,7 +372,7 @@ async def test_a_module_that_fails_without_a_text(
     with method.opened:
         async with asyncio.timeout(GUARD):
             with pytest.raises(
-                SpawnError, match=r"cannot import 'odd': OddError: <str\(\) failed>$"
+                SpawnError, match=r"cannot preload 'odd': OddError: <str\(\) failed>$"
             ):
                 await method.start(functions.give)
         await server.aclose()
@@ -391,7 +389,7 @@ async def test_a_module_that_fails_with_a_long_text(
     method = StartMethod("forkserver", server, devnull)
     with method.opened:
         async with asyncio.timeout(GUARD):
-            with pytest.raises(SpawnError, match=r"^preload: cannot import 'verbose': ValueError"):
+            with pytest.raises(SpawnError, match=r"^cannot preload 'verbose': ValueError"):
                 await method.start(functions.give)
         await server.aclose()
 

@@ -709,7 +709,7 @@ def test_a_failure_stops_the_round_and_is_followed_by_a_restart() -> None:
     assert len(harness.events(AttemptFailed)) == 1
     (restarting,) = harness.events(Restarting)
     assert isinstance(restarting, Restarting)
-    assert (restarting.why, restarting.restarts) == ("restart 1 of 3 (max_restarts)", 1)
+    assert (restarting.why, restarting.restarts) == ("restart 1 of 3 (max restarts)", 1)
 
 
 def test_the_policy_is_consulted_once_all_workers_are_stopped() -> None:
@@ -735,7 +735,7 @@ def test_the_earliest_failure_is_the_root_cause() -> None:
     assert outcome is not None
     assert outcome.failures == (early, failure(5, time=20.0), victim)
     assert outcome.exit_code == 4
-    assert outcome.why == "no restarts allowed (max_restarts is 0)"
+    assert outcome.why == "no restarts allowed (max restarts: 0)"
     assert {one.outcome for one in harness.end_orders().values()} == {outcome}
 
 
@@ -748,7 +748,7 @@ def test_failures_of_all_nodes_share_one_budget() -> None:
     assert outcome is not None
     assert outcome.state is JobState.FAILED
     assert (outcome.why, outcome.restarts, outcome.exit_code) == (
-        "all 2 restarts are used up (max_restarts)",
+        "all 2 restarts are used up (max restarts)",
         2,
         7,
     )
@@ -781,7 +781,7 @@ def test_the_callback_decides(answer: RestartAction) -> None:
     reasons = {
         RestartAction.RESTART: None,
         RestartAction.GIVE_UP: "restart.decide returned GIVE_UP",
-        RestartAction.DEFAULT: "exit code 3 is in restart.never_on",
+        RestartAction.DEFAULT: "exit code 3 is in the never-on list",
     }
     outcome = harness.coordinator.outcome
     assert (outcome and outcome.why) == reasons[answer]

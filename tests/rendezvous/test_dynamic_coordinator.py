@@ -115,7 +115,7 @@ async def test_a_restart_window_survives_its_coordinators() -> None:
                 await joiner.wait_formed(1)
             third.fail()
             outcome = await third.wait_ended()
-            assert outcome.why == "2 restarts within 3600 s (restart.window)"
+            assert outcome.why == "2 restarts within 3600 s (restart window)"
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_a_code_of_never_on_is_never_excused(is_lost: bool) -> None:
     harness.fail("a", failure(3))
     harness.lose("b", is_lost=is_lost)
     outcome = outcome_of(harness)
-    assert (outcome.why, outcome.exit_code) == ("exit code 3 is in restart.never_on", 3)
+    assert (outcome.why, outcome.exit_code) == ("exit code 3 is in the never-on list", 3)
 
 
 def test_failures_are_no_reason_when_a_node_leaves() -> None:

@@ -28,7 +28,7 @@ def test_a_window_survives_a_change_of_coordinator() -> None:
         harness.settle(harness.now + 1)
         assert not why_ended(harness)
     harness.fail("b")
-    assert why_ended(harness) == "2 restarts within 3600 s (restart.window)"
+    assert why_ended(harness) == "2 restarts within 3600 s (restart window)"
 
 
 def test_ages_are_not_lost() -> None:
@@ -46,7 +46,7 @@ def test_ages_are_not_lost() -> None:
     assert not why_ended(harness)
     harness.settle(149)
     harness.fail("b")
-    assert why_ended(harness) == "2 restarts within 100 s (restart.window)"
+    assert why_ended(harness) == "2 restarts within 100 s (restart window)"
 
 
 def test_a_node_that_came_later_knows_of_earlier_restarts() -> None:
@@ -60,7 +60,7 @@ def test_a_node_that_came_later_knows_of_earlier_restarts() -> None:
     harness.elect("d")
     harness.settle(20)
     harness.fail("b")
-    assert why_ended(harness) == "2 restarts within 3600 s (restart.window)"
+    assert why_ended(harness) == "2 restarts within 3600 s (restart window)"
 
 
 def test_the_delay_grows_under_another_coordinator() -> None:

@@ -116,7 +116,7 @@ def test_a_function_is_an_entrypoint() -> None:
         ),
         (
             {"preload": ["json", "os"]},
-            "preload: needs start_method='forkserver' (got 'json,os')",
+            "preload: needs start method 'forkserver' (got 'json,os')",
         ),
         (
             {"preload": ["a-b"], "start_method": "forkserver"},

@@ -170,7 +170,7 @@ def test_a_policy_is_made_of_plain_values() -> None:
         ),
         (
             {"window": (3, 6), "backoff": Backoff(jitter=False)},
-            "restart.window: cannot be exhausted, as 3 delays of restart.backoff take 7 s",
+            "restart.window: cannot be exhausted, as 3 delays of the back-off take 7 s",
         ),
     ],
 )
@@ -222,8 +222,8 @@ def failure(code: int = 1) -> Failure:
 @pytest.mark.parametrize(
     ("policy", "restart", "why"),
     [
-        ({"never_on": {255}}, True, "restart 1 of 3 (max_restarts)"),
-        ({"restart_on": {255}}, False, "exit status lost is not in restart.restart_on"),
+        ({"never_on": {255}}, True, "restart 1 of 3 (max restarts)"),
+        ({"restart_on": {255}}, False, "exit status lost is not in the restart-on list"),
     ],
 )
 def test_a_lost_status_is_no_exit_code(policy: dict[str, Any], restart: bool, why: str) -> None:
@@ -241,44 +241,44 @@ def budget(max_restarts: int = 3, share: float = 1.0, **policy: Any) -> RestartB
 @pytest.mark.parametrize(
     ("policy", "code", "action", "restart", "why"),
     [
-        ({}, 1, RestartAction.DEFAULT, True, "restart 1 of 3 (max_restarts)"),
+        ({}, 1, RestartAction.DEFAULT, True, "restart 1 of 3 (max restarts)"),
         ({}, 1, RestartAction.GIVE_UP, False, "restart.decide returned GIVE_UP"),
         (
             {},
             1,
             RestartAction.RESTART,
             True,
-            "restart 1 of 3 (max_restarts), restart.decide returned RESTART",
+            "restart 1 of 3 (max restarts), restart.decide returned RESTART",
         ),
         (
             {"never_on": {3}},
             3,
             RestartAction.DEFAULT,
             False,
-            "exit code 3 is in restart.never_on",
+            "exit code 3 is in the never-on list",
         ),
-        ({"never_on": {3}}, 4, RestartAction.DEFAULT, True, "restart 1 of 3 (max_restarts)"),
+        ({"never_on": {3}}, 4, RestartAction.DEFAULT, True, "restart 1 of 3 (max restarts)"),
         (
             {"never_on": {3}},
             3,
             RestartAction.RESTART,
             True,
-            "restart 1 of 3 (max_restarts), restart.decide returned RESTART",
+            "restart 1 of 3 (max restarts), restart.decide returned RESTART",
         ),
         (
             {"restart_on": {137}},
             1,
             RestartAction.DEFAULT,
             False,
-            "exit code 1 is not in restart.restart_on",
+            "exit code 1 is not in the restart-on list",
         ),
-        ({"restart_on": {137}}, 137, RestartAction.DEFAULT, True, "restart 1 of 3 (max_restarts)"),
+        ({"restart_on": {137}}, 137, RestartAction.DEFAULT, True, "restart 1 of 3 (max restarts)"),
         (
             {"restart_on": {137}},
             1,
             RestartAction.RESTART,
             True,
-            "restart 1 of 3 (max_restarts), restart.decide returned RESTART",
+            "restart 1 of 3 (max restarts), restart.decide returned RESTART",
         ),
         ({"restart_on": {3}}, 3, RestartAction.GIVE_UP, False, "restart.decide returned GIVE_UP"),
     ],
@@ -302,13 +302,13 @@ def test_a_callback_cannot_exceed_max_restarts(action: RestartAction) -> None:
         assert spent.restarts == number
     assert spent.is_exhausted
     decision = spent.decide(failure(), action, 1.0, 10.0)
-    assert decision == RestartDecision(False, "all 2 restarts are used up (max_restarts)")
+    assert decision == RestartDecision(False, "all 2 restarts are used up (max restarts)")
     assert repr(spent) == "<RestartBudget: 2 of 2 restarts used>"
 
 
 def test_the_reason_without_restarts() -> None:
     decision = budget(0).decide(failure(), RestartAction.DEFAULT, 1.0, 10.0)
-    assert decision == RestartDecision(False, "no restarts allowed (max_restarts is 0)")
+    assert decision == RestartDecision(False, "no restarts allowed (max restarts: 0)")
 
 
 def test_a_window_limits_the_rate() -> None:
@@ -318,7 +318,7 @@ def test_a_window_limits_the_rate() -> None:
         assert limited.decide(failure(), RestartAction.DEFAULT, 1.0, now).restart
         limited.record(now)
     decision = limited.decide(failure(), RestartAction.RESTART, 1.0, 59.0)
-    assert decision == RestartDecision(False, "2 restarts within 60 s (restart.window)")
+    assert decision == RestartDecision(False, "2 restarts within 60 s (restart window)")
     assert limited.decide(failure(), RestartAction.DEFAULT, 1.0, 60.0).restart
 
 
