@@ -156,7 +156,8 @@ class Network:
             far = SimTransport(self, listener.loop, listener.name)
             near.peer, far.peer = far, near
             far.user_timeout = listener.peer_timeout
-            listener.loop.receive(listener.on_connection, far)
+            listener.waiting.append(far)  # by the kernel, also of a suspended host
+            listener.loop.receive(listener.on_connection)
         self.time.at(self.arrival(host, loop.host), loop.receive, _finish, done, error)
 
 
@@ -193,13 +194,9 @@ class Listener:
     def listen(self, backlog: int) -> None:
         """Do nothing: it listens already."""
 
-    def on_connection(self, connection: SimTransport) -> None:
-        """Take a connection that has arrived."""
-        if not self.is_open:
-            connection.abort()
-            return
-        self.waiting.append(connection)
-        if self.on_ready is not None:
+    def on_connection(self) -> None:
+        """Take that a connection has arrived."""
+        if self.waiting and self.on_ready is not None:
             self.on_ready()
 
     def accept(self) -> tuple[SimTransport, tuple[str, int]]:

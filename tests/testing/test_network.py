@@ -133,6 +133,28 @@ def test_a_port_without_a_listener_refuses(port: int, error: type[Exception]) ->
     assert isinstance(dialled.exception(), error)
 
 
+def test_a_process_that_was_suspended_leaves_no_connection_behind() -> None:
+    """What its kernel has accepted meanwhile ends with the listener."""
+    pair = Pair()
+    (listener,) = pair.network.listeners.values()
+    before = list(pair.far.files)
+    left: list[object] = []
+
+    def end() -> None:
+        listener.close()
+        pair.far.call_soon(lambda: left.extend(pair.far.files))
+
+    pair.far.host.is_suspended = True
+    pair.far.receive(end)
+    client = Line()
+    pair.do(pair.near.create_connection(lambda: client, *listener.name))
+    pair.far.host.is_suspended = False
+    pair.far.catch_up(timers_first=False)
+    pair.run(1)
+    assert left == [file for file in before if file is not listener]
+    assert [type(error) for error in client.ended] == [ConnectionResetError]
+
+
 def test_a_connection_waits_for_the_end_of_a_partition() -> None:
     pair = Pair()
     pair.network.block("b", "a")
