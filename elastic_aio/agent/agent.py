@@ -250,7 +250,8 @@ class Agent:
             since: Unix seconds; lines that were seen earlier are left out.
 
         Raises:
-            SpecError: none of these streams is in a file.
+            SpecError: none of these streams is in a file, or a rank is of no worker of this host,
+                as far as that is known: later rounds of several nodes may have others.
             RuntimeError: the job has not been started.
         """
         names = frozenset(checked_items("streams", streams))

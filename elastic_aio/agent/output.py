@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from elastic_aio.logs.paths import (
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import STYLES, Sink
-from elastic_aio.logs.streams import LoggedStream, LoggedStreams
+from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
 from elastic_aio.logs.tee import Tee
 from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.streams import StandardStreams
@@ -168,28 +168,29 @@ class JobOutput:
         return self.directory.remove_empty()
 
     def read_logs(
-        self, ranks: Container[int] | None, names: Container[str], *, follow: bool, since: float
+        self, ranks: Collection[int] | None, names: Collection[str], *, follow: bool, since: float
     ) -> LogReader:
         """Return a reader of the lines of some streams.
 
         Raises:
-            SpecError: none of them is in a file.
+            SpecError: none of them is in a file, or a rank is that of no worker of this node.
         """
-        plans = [self.plan(0, local_rank) for local_rank in range(self._nproc)]
-        if not any(
-            plan.path is not None and name in names
-            for logs in plans
-            for plan, name in ((logs.stdout, "stdout"), (logs.stderr, "stderr"))
-        ):
+        local: Collection[int] = range(self._nproc)
+        if ranks is not None and self._spec.nnodes.maximum == 1:
+            check_ranks(ranks, local)
+            local = ranks
+        elif ranks is not None and (self.logged.is_closed or not follow):
+            # Until then a later round may bring them.
+            check_ranks(ranks, {stream.rank for stream in self.logged})
+        plans = [self.plan(0, local_rank) for local_rank in local]
+        chosen = [name for name in ("stdout", "stderr") if name in names]
+        if all(getattr(plan, name).path is None for plan in plans for name in chosen):
             problem = "is in no file, so that it cannot be read; use redirects or tee"
-            chosen = [name for name in ("stdout", "stderr") if name in names]
             raise SpecError("logs", chosen, problem)
 
-        def is_chosen(stream: LoggedStream) -> bool:
-            is_named = stream.stream in names or stream.stream == "output"
-            return is_named and (ranks is None or stream.rank in ranks)
-
-        return LogReader(self.logged, is_chosen, follow=follow, since=since)
+        return LogReader(
+            self.logged, lambda one: one.is_one_of(ranks, names), follow=follow, since=since
+        )
 
     def remove_old_attempts(self, attempt: int) -> None:
         """Remove the directories of the attempts that are not kept, before one begins; blocks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+from elastic_aio.errors import SpecError
 from elastic_aio.logs.line_times import LineTimes
+from elastic_aio.stacks import format_ranks
 
 # Attempts of which the files are known, as in a job's result.
 _ATTEMPTS_MAX = 100
@@ -28,6 +30,11 @@ class LoggedStream:
     """Position at which readers begin."""
     is_complete: bool = False
     """Whether no process writes any more."""
+
+    def is_one_of(self, ranks: Collection[int] | None, names: Collection[str]) -> bool:
+        """Whether the stream is of these ranks (None: of any), and has one of these names."""
+        is_named = self.stream == "output" or self.stream in names
+        return is_named and (ranks is None or self.rank in ranks)
 
 
 class LoggedStreams:
@@ -77,3 +84,18 @@ class LoggedStreams:
     def _notify(self) -> None:
         for callback in [*self.on_change.values()]:
             callback()
+
+
+def check_ranks(ranks: Collection[int], known: Collection[int]) -> None:
+    """Check the global ranks of which streams are to be read.
+
+    Args:
+        ranks: these.
+        known: those of the workers of this node; none if no worker has been started yet.
+
+    Raises:
+        SpecError: one of them is that of no worker of this node.
+    """
+    if known and (absent := sorted(set(ranks) - set(known))):
+        problem = f"must be ranks of workers of this node: {format_ranks(known)}"
+        raise SpecError("ranks", absent, problem)

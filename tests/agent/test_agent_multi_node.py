@@ -107,6 +107,22 @@ async def test_a_round_gives_the_workers_their_places(tmp_path: Path) -> None:
     assert node.events_of(JobFinished)[0].attempt == 7
 
 
+async def test_the_output_of_ranks_that_are_not_here(tmp_path: Path) -> None:
+    """A later round may bring them; when the job is over, none follows."""
+    async with member(node_spec(tmp_path, python("print('text')"))) as node:
+        reader = node.agent.logs(ranks=[5])
+        node.rendezvous.start_round(0, group_rank=0, nodes=2)
+        await node.rendezvous.wait_report(RoundSucceeded)
+        problem = r"^ranks: must be ranks of workers of this node: 0-1 \(got \[5\]\)$"
+        with pytest.raises(SpecError, match=problem):
+            node.agent.logs(ranks=[1, 5], follow=False)
+        node.rendezvous.start_round(1, group_rank=2, nodes=3)
+        await node.rendezvous.wait_report(RoundSucceeded, 2)
+        node.rendezvous.instruct(GOOD_END)
+        await node.agent.wait()
+        assert [line.rank async for line in reader] == [5]
+
+
 async def test_another_round_takes_the_place_of_the_one_that_runs(tmp_path: Path) -> None:
     """The workers are stopped by the plan, and then started in their new places."""
     async with member(node_spec(tmp_path, POLITE)) as node:

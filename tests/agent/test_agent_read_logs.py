@@ -76,6 +76,7 @@ async def test_a_program_reads_while_the_job_goes_on(tmp_path: Path) -> None:
         ({"streams": "stdout"}, "must be a list"),
         ({"ranks": [-1]}, "at least 0"),
         ({"ranks": 1}, "must be a list"),
+        ({"ranks": [0, 5]}, r"^ranks: must be ranks of workers of this node: 0 \(got \[5\]\)$"),
         ({"streams": ["stdout"]}, r"is in no file, .* \(got \['stdout'\]\)$"),
     ],
 )
