@@ -5,7 +5,7 @@ They ask the control sockets of this user's agents, and need no store and no opt
 
 from __future__ import annotations
 
-import os
+import signal
 import time
 from collections.abc import Sequence
 
@@ -28,6 +28,7 @@ from elastic_aio.cli.options import (
     invalid_value,
     parse_int,
     parse_seconds,
+    print_error,
 )
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
@@ -56,6 +57,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import signal_name
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import signal_number
+from elastic_aio.stacks import format_ranks
 from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, jsonable, one_line
 
@@ -165,12 +167,14 @@ def _stop(argv: Sequence[str]) -> int:
     parser.add_argument("--signal", metavar="NAME", help="in place of the plan's first signal")
     parser.add_argument("--kill", action="store_true", help="kill all processes at once")
     parser.add_argument("--no-wait", action="store_true", help="return after the request")
-    parser.add_argument("--reason", metavar="TEXT", help="for the events and the result")
+    parser.add_argument(
+        "--reason", default="", metavar="TEXT", help="for the events and the result"
+    )
     arguments = parser.parse_args(argv)
     number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
     job = choose_job_to_change(arguments.job)
-    reason = _reason("stop", arguments.reason)
-    request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=not arguments.no_wait)
+    is_awaited, reason = not arguments.no_wait, arguments.reason
+    request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=is_awaited)
     reply = ask_job(job, request)
     if isinstance(reply, EndReply):
         print(_ended(job, reply))
@@ -187,10 +191,10 @@ def _restart(argv: Sequence[str]) -> int:
         epilog="Exit codes: 0 the next attempt runs, 1 the job has ended, or does not answer,"
         " 2 no such job.",
     )
-    parser.add_argument("--reason", metavar="TEXT", help="for the events")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
     job = choose_job_to_change(arguments.job)
-    reply = ask_job(job, RestartJob(reason=_reason("restart", arguments.reason)))
+    reply = ask_job(job, RestartJob(reason=arguments.reason))
     if isinstance(reply, DoneReply) and reply.is_done:
         print(f"job {describe_job(job)} restarted: attempt {fresh_status(job).attempt} runs")
         return 0
@@ -199,10 +203,10 @@ def _restart(argv: Sequence[str]) -> int:
 
 def _dump(argv: Sequence[str]) -> int:
     parser = job_parser("dump", "Print what the workers of this node are doing: their stacks.")
-    parser.add_argument("--reason", metavar="TEXT", help="for the text and the events")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="for the text and the events")
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
-    reply = ask_job(job, DumpStacks(reason=_reason("dump", arguments.reason)), _DUMP_S)
+    reply = ask_job(job, DumpStacks(reason=arguments.reason), _DUMP_S)
     if isinstance(reply, DumpReply):
         print(reply.text.rstrip())
         if reply.path is not None:
@@ -228,10 +232,22 @@ def _signal(argv: Sequence[str]) -> int:
     if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
         raise invalid_value("--rank", "must be a whole number", arguments.rank)
     job = choose_job_to_change(name[0] if name else None)
+    if rank is not None and job.status is not None:
+        running = [one.rank for one in job.status.workers if one.state == "running"]
+        if rank not in running:
+            known = format_ranks(running) or "none"
+            problem = f"must be the rank of a running worker of this node: {known}"
+            raise invalid_value("--rank", problem, arguments.rank)
     reply = ask_job(job, SendSignal(signal=number, rank=rank), _ANSWER_S)
     if isinstance(reply, DoneReply):
-        workers = counted(len(reply.pids), "worker")
-        print(f"job {describe_job(job)}: {signal_name(number)} sent to {workers}")
+        sent, workers = signal_name(number), counted(len(reply.pids), "worker")
+        print(f"job {describe_job(job)}: {sent} sent to {workers}", flush=True)
+        if reply.unhandled and number != signal.SIGKILL:
+            ranks = format_ranks(reply.unhandled)
+            have = f"rank {ranks} has" if len(reply.unhandled) == 1 else f"ranks {ranks} have"
+            print_error(
+                "signal", f"warning: {have} no handler for {sent} and will be ended by it", 0
+            )
     return 0
 
 
@@ -263,10 +279,6 @@ def _ended(job: RunningJob, reply: EndReply) -> str:
     # With the name: a job that was the only one need not be the one that is meant.
     name = describe_job(job)
     return f"job {name} {reply.state.value}, exit code {reply.exit_code}: {one_line(reply.why)}"
-
-
-def _reason(command: str, given: str | None) -> str:
-    return given or f"requested by aio-elastic {command} (pid {os.getpid()})"
 
 
 def _signal_number(option: str, text: str) -> int:

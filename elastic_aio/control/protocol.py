@@ -109,6 +109,8 @@ class DoneReply(Struct, frozen=True, tag_field="reply", tag="done"):
     is_done: bool = True
     pids: tuple[int, ...] = ()
     """The processes that got a signal."""
+    unhandled: tuple[int, ...] = ()
+    """The ranks of those that have no handler for it, so that it ends them."""
 
 
 class DumpReply(Struct, frozen=True, tag_field="reply", tag="dump"):

@@ -33,9 +33,10 @@ from elastic_aio.control.protocol import (
     decode_request,
     encode,
 )
+from elastic_aio.control.sockets import describe_peer
 from elastic_aio.errors import SpecError
 from elastic_aio.event_json import event_to_json
-from elastic_aio.events import Event, JobFinished
+from elastic_aio.events import Event, JobFinished, SignalForwarded
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus
 
@@ -70,6 +71,7 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
     Cancellation: the connection is closed; what was requested goes on.
     """
     try:
+        client = f"requested by {describe_peer(connection)}"
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_MAX)
     except BaseException:  # a cancellation too
         connection.close()
@@ -83,7 +85,7 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
             request = await _read_request(reader, writer)
         if request is None:
             return
-        answering = create_task(_Session(writer, job).answer(request), name="answer")
+        answering = create_task(_Session(writer, job, client).answer(request), name="answer")
         # A client sends nothing more, so the only thing to read is its end.
         ending = create_task(reader.read(1), name="end of a control connection")
         try:
@@ -117,9 +119,10 @@ async def _read_request(
 class _Session:
     """Answers one request; a client that reads slowly delays nothing but its own answer."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: ControlledJob) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, job: ControlledJob, client: str) -> None:
         self._writer = writer
         self._job = job
+        self._client = client
 
     async def answer(self, request: ControlRequest) -> None:
         """Perform a request and send the answer."""
@@ -136,15 +139,16 @@ class _Session:
                 return StatusReply(job.status(usage=False))
             case GetEvents():
                 return await self._send_events(request)
-            case SendSignal(signal=signal, rank=rank):
-                return DoneReply(pids=job.forward_signal(signal, rank=rank))
+            case SendSignal():
+                return await self._send_signal(request)
             case DumpStacks(reason=reason):
-                dump = await job.dump(reason)
+                dump = await job.dump(self._reason(reason))
                 return DumpReply(str(dump), dump.path)
             case RestartJob(reason=reason):
-                return DoneReply(is_done=await job.restart(reason))
+                return DoneReply(is_done=await job.restart(self._reason(reason)))
             case StopJob():
-                stopping = job.stop(signal=request.signal, reason=request.reason)
+                reason = self._reason(request.reason)
+                stopping = job.stop(signal=request.signal, reason=reason)
                 if request.kill:
                     job.kill()
                 if not request.wait:
@@ -153,6 +157,20 @@ class _Session:
                 return await self._end()
             case AwaitEnd():
                 return await self._end()
+
+    def _reason(self, given: str) -> str:
+        """Return why something is done, with the client that requests it."""
+        return f"{given}, {self._client}" if given else self._client
+
+    async def _send_signal(self, request: SendSignal) -> Reply:
+        job = self._job
+        last, workers = job.status(usage=False).seq, job.pids()
+        pids = job.forward_signal(request.signal, rank=request.rank)
+        async for event in job.events(last):
+            if isinstance(event, SignalForwarded):
+                unhandled = (rank for rank, pid in workers.items() if pid in event.unhandled)
+                return DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
+        return DoneReply(pids=pids)
 
     async def _send_events(self, request: GetEvents) -> Reply:
         last = self._job.status(usage=False).seq

@@ -86,3 +86,19 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     pid, uid, _ = credentials.unpack(packed)
     return pid, uid
+
+
+def describe_peer(connection: socket.socket) -> str:
+    """Return program, pid and user of the process at the other end of a Unix socket.
+
+    The user is a number: its name may be at a server that does not answer.
+    """
+    pid, uid = peer_of(connection)
+    if not pid:
+        return f"a process outside the container (uid {uid})"
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            program = file.read().rstrip("\n")
+    except OSError:
+        program = "a process"  # it has exited
+    return f"{program} (pid {pid}, uid {uid})"

@@ -224,7 +224,7 @@ def test_a_job_is_seen_and_stopped(script: Path, capfd: pytest.CaptureFixture[st
         shown = ask(capfd, "stop", "--no-wait", "--signal", "INT", "run-1")
         assert shown == f"job run-1 (pid {program.pid}): the stop was requested\n"
         assert program.wait() == 130
-        assert re.search(r"requested by aio-elastic stop \(pid \d+\) \(SIGINT\)", program.err)
+        assert re.search(r"requested by \S+ \(pid \d+, uid \d+\) \(SIGINT\)", program.err)
         until_sync(lambda: "no job" in ask(capfd, "ps"), "the end")
 
 
@@ -261,16 +261,33 @@ def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> No
         assert "got USR1" not in ask(capfd, "logs", "0")
         assert ask(capfd, "signal", "run-1", "10") == f"{name}: SIGUSR1 sent to 2 workers\n"
         dump = ask(capfd, "dump", "--reason", "it is slow")
-        assert dump.startswith("it is slow\n")
+        assert dump.startswith("it is slow, requested by ")
         assert "rank 0" in dump
         assert "rank 1" in dump
         restarted = ask(capfd, "restart", "--reason", "new data", "run-1")
         assert restarted == f"{name} restarted: attempt 1 runs\n"
         assert "restarting as attempt 1: new data" in ask(capfd, "events")
         printed = ask(capfd, "stop", "--reason", "enough", "run-1")
-        assert printed == f"job run-1 (pid {program.pid}) stopped, exit code 143: enough\n"
+        client = rf"requested by \S+ \(pid {os.getpid()}, uid {os.geteuid()}\)\n"
+        ended = rf"job run-1 \(pid {program.pid}\) stopped, exit code 143: enough, {client}"
+        assert re.fullmatch(ended, printed)
         assert program.wait() == 143
-        assert "restarting as attempt 1: new data" in program.err
+        assert re.search(f"restarting as attempt 1: new data, {client}", program.err)
+
+
+@pytest.mark.e2e
+def test_a_signal_that_ends_workers(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command says which; a rank without a worker is a mistake."""
+    with job(capfd, script, "run-1") as program:
+        problem = "--rank: must be the rank of a running worker of this node: 0-1 (got '9')\n"
+        absent = ask(capfd, "signal", "run-1", "USR2", "--rank", "9", code=2)
+        assert absent == f"aio-elastic signal: {problem}"
+        assert main(["signal", "run-1", "USR2", "--rank", "1"]) == 0
+        printed = capfd.readouterr()
+        assert printed.out == f"job run-1 (pid {program.pid}): SIGUSR2 sent to 1 worker\n"
+        warning = "warning: rank 1 has no handler for SIGUSR2 and will be ended by it\n"
+        assert printed.err == f"aio-elastic signal: {warning}"
+        assert program.wait() == 128 + signal.SIGUSR2
 
 
 @pytest.mark.e2e

@@ -47,7 +47,7 @@ USAGE = ResourceUsage(1.0, 2.0, 3, 4, 5, 6, 7)
 REPLIES: list[Reply] = [
     StatusReply(JobStatus(run_id="r", workers=(WorkerStatus(0, 0, 7, usage=USAGE),))),
     EndReply(JobState.FAILED, "why", 3),
-    DoneReply(is_done=False, pids=(1, 2)),
+    DoneReply(is_done=False, pids=(1, 2), unhandled=(5,)),
     DumpReply("stacks", "/path"),
     ErrorReply("no"),
 ]

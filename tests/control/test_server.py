@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -23,6 +24,8 @@ from elastic_aio import (
     JobFinished,
     JobStopped,
     LaunchSpec,
+    Restarting,
+    StacksDumped,
     WorkerExited,
     event_from_json,
     launch,
@@ -33,6 +36,7 @@ from elastic_aio.control.protocol import (
     REQUEST_MAX,
     AwaitEnd,
     DoneReply,
+    DumpStacks,
     EndReply,
     ErrorReply,
     EventReply,
@@ -47,7 +51,7 @@ from elastic_aio.control.protocol import (
 from elastic_aio.control.session import refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
-from tests.support.children import DEADLINE_S, SLEEPER, shell, until
+from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until
 from tests.support.control import own_control_dir, sockets
 from tests.support.leaks import leaked_processes
 
@@ -161,6 +165,20 @@ async def test_restart() -> None:
         assert agent.pids() != before
 
 
+async def test_the_events_say_which_process_has_requested_it() -> None:
+    """The kernel knows; the reason that the client gives comes first."""
+    own = Path("/proc/self/comm").read_text().rstrip()
+    client = f"requested by {own} (pid {os.getpid()}, uid {os.geteuid()})"
+    async with controlled() as (agent, path):
+        await in_thread(ask, path, DumpStacks(), 30)
+        await in_thread(ask, path, RestartJob(reason="new data"), 30)
+        ended = await in_thread(ask, path, StopJob(reason="enough"), 30)
+    kinds = StacksDumped | Restarting
+    whys = [one.why async for one in agent.events() if isinstance(one, kinds)]
+    assert whys == [client, f"new data, {client}"]
+    assert ended == EndReply(JobState.STOPPED, f"enough, {client}", 143)
+
+
 async def test_signal() -> None:
     async with controlled(nproc_per_node=2) as (agent, path):
         pids = agent.pids()
@@ -173,6 +191,16 @@ async def test_signal() -> None:
             "rank: must be one of this node's running workers: [0, 1] (got 9)"
         )
         assert isinstance(await in_thread(ask, path, SendSignal(signal=99), 30), ErrorReply)
+
+
+async def test_a_signal_that_some_workers_do_not_handle(tmp_path: Path) -> None:
+    """The answer has their ranks."""
+    argv = noting("sleep 99 & wait; wait", first="[ $RANK = 1 ] || trap : USR1")
+    async with controlled(argv, nproc_per_node=3, env={"NOTES": str(tmp_path)}) as (agent, path):
+        await until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(3)))
+        pids = tuple(agent.pids().values())
+        reply = await in_thread(ask, path, SendSignal(signal=signal.SIGUSR1), 30)
+        assert reply == DoneReply(pids=pids, unhandled=(1,))
 
 
 def exchange(path: str, request: bytes) -> bytes:
