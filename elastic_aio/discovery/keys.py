@@ -5,6 +5,7 @@ Under `run_prefix`::
     run                   the `RunRecord`: the present generation, and which job it is
     terms                 the last term of a coordinator, for the life of the store
     <generation>/...      the keys of one generation
+    <generation>/round    the `RoundRecord` of its last round
     <generation>/end      the `RunEnd`, once the job has ended
 
 A run id names one job for as long as the store lives: a node that comes late is given the

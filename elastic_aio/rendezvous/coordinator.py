@@ -2,7 +2,8 @@
 
 Pure.  Statuses of members and the time (monotonic seconds of the caller) come in;
 `decide` returns effects, mostly orders.  A coordinator can be replaced at any moment, so
-it keeps nothing that its successor could not learn from the members.
+it keeps nothing that its successor could not learn from the members, or, if the nodes of
+the last round are all gone, from the `RoundRecord` in the store.
 
 Rules
 =====
@@ -96,7 +97,7 @@ from elastic_aio.rendezvous.admission import admit, find_rank_holders, wait_for_
 from elastic_aio.rendezvous.base import StopRound
 from elastic_aio.rendezvous.formation import form_when_possible, recover_round
 from elastic_aio.rendezvous.members import CoordinatorEffect, MemberRecord, RoundSettings
-from elastic_aio.rendezvous.messages import MemberStatus
+from elastic_aio.rendezvous.messages import MemberStatus, RoundRecord
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.rendezvous.supervision import apply_decision, back_off, decide_restart, supervise
 from elastic_aio.spec.restart import RestartAction, RestartBudget
@@ -117,13 +118,16 @@ class Coordinator:
         name: str,
         term: int,
         now: float,
+        former: RoundRecord | None = None,
+        former_age: float = 0.0,
     ) -> None:
         """Begin without members.
 
         `name` names the member that coordinates and the store, `term` is higher than that
-        of every former coordinator at this store, and `now` is in monotonic seconds.
+        of every former coordinator at this store, and `now` is in monotonic seconds.  `former`
+        is the last round at this store, as it was recorded `former_age` seconds ago.
         """
-        self._state = CoordinatorState(settings, budget, name, term, now)
+        self._state = CoordinatorState(settings, budget, name, term, now, former, former_age)
         self._joined: list[MemberRecord] = []
         self._by_host: dict[str, list[MemberRecord]] = {}
         self._departed: list[tuple[MemberRecord, bool]] = []
@@ -151,6 +155,25 @@ class Coordinator:
     def round(self) -> int:
         """Number of the last round, -1 before the first."""
         return self._state.round.number
+
+    @property
+    def is_round_open(self) -> bool:
+        """Whether workers of the last round may run."""
+        stopped = CoordinatorPhase.FORMING, CoordinatorPhase.BACKING_OFF, CoordinatorPhase.ENDING
+        return self.round >= 0 and self.phase not in stopped
+
+    def round_record(self, written_at: float) -> RoundRecord:
+        """Return the last round, as of now; `written_at` is in Unix seconds."""
+        state = self._state
+        return RoundRecord(
+            term=self.term,
+            round=self.round,
+            attempt=self.attempt,
+            changes=state.round.changes,
+            is_open=self.is_round_open,
+            history=state.budget.history(state.deadlines.now),
+            written_at=written_at,
+        )
 
     @property
     def attempt(self) -> int:

@@ -28,11 +28,14 @@ from elastic_aio.rendezvous.messages import (
     MessageError,
     Order,
     Reject,
+    RoundRecord,
     decode_status,
     encode,
 )
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 from elastic_aio.store import Change, ChangeKind, Lease, Store, Watch
+
+_ROUND = "round"
 
 _LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting)
 """Events of the coordinator that its own node publishes too; of the others, each node
@@ -95,12 +98,16 @@ class CoordinatorRunner:
         """
         self._changes.clear()
         self._departed.clear()
+        recorder = _RoundRecorder(store)
+        former = await recorder.read()
         coordinator = Coordinator(
             self._settings,
             self.budget,
             name=f"{name}@{instance.hex()[:8]}",
             term=term,
             now=asyncio.get_running_loop().time(),
+            former=former,
+            former_age=0.0 if former is None else max(0.0, wall_clock() - former.written_at),
         )
         self._coordinator = coordinator
         self._own_key = f"t/{name}"
@@ -111,7 +118,7 @@ class CoordinatorRunner:
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
                 while True:
-                    await self._decide(coordinator, store, lease)
+                    await self._decide(coordinator, recorder, store, lease)
                     if self._is_own_status_gone:
                         self.departure_handled.set()
                     await self._wait_wakeup(coordinator.deadline, collecting)
@@ -171,7 +178,9 @@ class CoordinatorRunner:
 
     # -------------------------------------------------------------- effects out
 
-    async def _decide(self, coordinator: Coordinator, store: Store, lease: Lease) -> None:
+    async def _decide(
+        self, coordinator: Coordinator, recorder: _RoundRecorder, store: Store, lease: Lease
+    ) -> None:
         orders: dict[str, Order] = {}
         for effect in coordinator.decide(asyncio.get_running_loop().time()):
             match effect:
@@ -189,12 +198,13 @@ class CoordinatorRunner:
             await _delete_worker_keys(self._root)
             self._cleared = begun
         departed, self._departed = self._departed, []
-        if orders or departed:
-            # All at once: the connection pipelines them.  A member that has left may be back,
-            # so its last order is deleted first.
+        records = [] if recorder.is_current(coordinator) else [recorder.write(coordinator)]
+        if orders or departed or records:
+            # All at once: the connection pipelines them.  A round is recorded before it is
+            # ordered.  A member that has left may be back, so its last order is deleted first.
             deletes = [store.delete(f"o/{name}") for name in departed]
             sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
-            await asyncio.gather(*deletes, *sets)
+            await asyncio.gather(*records, *deletes, *sets)
         if coordinator.outcome is not None and not self._is_end_recorded:
             # The store has accepted the orders, so no other leader has ended the job.
             self._is_end_recorded = True
@@ -207,7 +217,7 @@ class CoordinatorRunner:
             StoreError: the store is lost.
         """
         await self._is_written.wait()
-        await delete_events(store)
+        await asyncio.gather(delete_events(store), store.delete(_ROUND))
         if self._root is not None:
             await _delete_worker_keys(self._root)
 
@@ -242,6 +252,40 @@ class CoordinatorRunner:
                     break
             if not self._unwritten:
                 self._is_written.set()
+
+
+class _RoundRecorder:
+    """Records the last round, for a coordinator that meets no member of it."""
+
+    def __init__(self, store: Store) -> None:
+        """Record in `store`, with the prefix of a generation."""
+        self._store = store
+        self._present = b""
+        self._recorded = (-1, False)
+        """Number of the recorded round, and whether it is open."""
+
+    async def read(self) -> RoundRecord | None:
+        """Return the last round of former coordinators."""
+        self._present = await self._store.peek(_ROUND) or b""
+        return RoundRecord.decode(self._present)
+
+    def is_current(self, coordinator: Coordinator) -> bool:
+        """Whether the last round has been recorded as it is."""
+        return self._recorded == (coordinator.round, coordinator.is_round_open)
+
+    async def write(self, coordinator: Coordinator) -> None:
+        """Record the last round.
+
+        The write of a deposed coordinator may arrive when its successor has read the record;
+        it never replaces that of a later term.
+        """
+        self._recorded = coordinator.round, coordinator.is_round_open
+        text = encode(coordinator.round_record(wall_clock()))
+        present = await self._store.compare_set(_ROUND, self._present, text)
+        other = RoundRecord.decode(present)
+        if present != text and other is not None and other.term < coordinator.term:
+            present = await self._store.compare_set(_ROUND, present, text)
+        self._present = present
 
 
 async def _delete_worker_keys(root: Store) -> None:

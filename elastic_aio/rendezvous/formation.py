@@ -3,8 +3,8 @@
 Recovery
 ========
 
-A coordinator keeps no state outside its members, because it can be lost together with
-the store.  Its successor reads the statuses that the members write and finds the round
+A coordinator keeps its state in its members, because the store can be lost together with
+it.  Its successor reads the statuses that the members write and finds the round
 again: the newest placement that any member reports.
 
 * Newest means the highest (round, formed_by).  After a partition two rounds may have
@@ -16,6 +16,8 @@ again: the newest placement that any member reports.
 * Otherwise the coordinator waits `recovery_timeout` (0.7 s: members find another store
   within one search, see `elastic_aio.discovery`).  Members that are still missing count
   as lost, and the others form another round.
+* If none has returned, the `RoundRecord` in the store tells the numbers to continue from.
+  Unless all workers of the round had been stopped, its end is the loss of a node.
 * An outcome in any status wins over everything: a member that has read the end of the
   job has exited or is about to, and the others must end in the same way.
 * minimum and maximum are taken from a member of the round, not from the command line of
@@ -71,7 +73,7 @@ from elastic_aio.rendezvous.base import (
     round_formed_event,
 )
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
-from elastic_aio.rendezvous.messages import WaitForNodes
+from elastic_aio.rendezvous.messages import RoundRecord, WaitForNodes
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.text import counted
 
@@ -87,8 +89,13 @@ def recover_round(state: CoordinatorState) -> None:
     """Continue with the newest round that a member reports, if there is one."""
     reported = {one.member: one.status.placement for one in state.eligible()}
     held = {member: one for member, one in reported.items() if one is not None}
+    due = state.timer.since + state.settings.recovery_timeout
     if not held:
-        state.wait_for_nodes()
+        former = state.former
+        is_open = former is not None and former.is_open
+        if not (is_open and state.deadlines.arm(due)):
+            state.wait_for_nodes()
+            _continue_from(state, former)
         return
     newest = max((one.round, one.formed_by) for one in held.values())
     held = {member: one for member, one in held.items() if (one.round, one.formed_by) == newest}
@@ -97,10 +104,8 @@ def recover_round(state: CoordinatorState) -> None:
     outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
     members_done = max(one.members_done for one in statuses)
     is_whole = len(held) + members_done >= size
-    if not is_whole and outcome is None:
-        due = state.timer.since + state.settings.recovery_timeout
-        if state.deadlines.arm(due):
-            return
+    if not is_whole and outcome is None and state.deadlines.arm(due):
+        return
     first = statuses[0]
     state.settings = replace(state.settings, minimum=first.minimum, maximum=first.maximum)
     state.begin_round(held)
@@ -115,6 +120,19 @@ def recover_round(state: CoordinatorState) -> None:
         state.add_change_reason(f"{missing} did not come back")
     elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
+
+
+def _continue_from(state: CoordinatorState, former: RoundRecord | None) -> None:
+    """Continue with the budget of a round whose nodes are all gone, and count their loss once."""
+    if former is None:
+        return
+    if former.history is not None:
+        state.budget.follow(former.history, state.created_at - state.former_age)
+    if former.is_open:
+        state.former = replace(former, is_open=False)
+        state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
+        state.add_change_reason(f"no node of round {former.round} came back")
+        is_delayed_by_loss(state)
 
 
 def form_when_possible(state: CoordinatorState) -> None:
@@ -216,6 +234,33 @@ def _arrivals_until(state: CoordinatorState) -> float:
             last = max(one.joined_at for one in arrived.values())
             until = max(last + state.settings.heartbeat_timeout + state.settings.fence, until)
     return until
+
+
+def is_delayed_by_loss(state: CoordinatorState) -> bool:
+    """Charge the loss of a node once; return whether a back-off or the end follows."""
+    state.round.has_lost_member = False
+    decision = state.budget.lose_node(state.deadlines.now)
+    if not decision.restart:
+        reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
+        state.fail_job(f"{reasons}: {decision.why} (restart.node_losses)")
+        return True
+    if decision.why:
+        state.add_change_reason(f"{decision.why} (restart.node_losses)")
+    if not decision.delay:
+        return False
+    state.restart.cause = state.next_cause()
+    state.restart.stop_reason = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
+    state.restart.restart_at = state.deadlines.now + decision.delay
+    stop_active(state)
+    state.phase = CoordinatorPhase.BACKING_OFF
+    return True
+
+
+def stop_active(state: CoordinatorState) -> None:
+    """Order all active members to stop their workers, of whichever round they are."""
+    for record in state.active():
+        number = max(state.round.number, record.status.round)
+        state.outbox.send(record, StopRound(number, state.restart.stop_reason))
 
 
 def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace as with_fields
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -42,6 +42,8 @@ HOST_HEAD_START = 0.3
 PROBE_TIMEOUT = 5.0
 """Seconds for the address of a `ProbePeers` order to accept the connection."""
 
+_T = TypeVar("_T")
+
 _SIZE_MAX = 64 * 1024
 _FAILURES_MAX = 8
 _ROOT_MAX = 16 * 1024
@@ -52,6 +54,7 @@ _NAME_MAX = 255
 _POLICY_MAX = 32
 # Numbers continue from those that others report.  Some JSON readers round larger ones.
 _NUMBER_MAX = 1 << 52
+_Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 
 
 class MessageError(ValueError):
@@ -243,12 +246,32 @@ class LeaderRecord(Struct, frozen=True, omit_defaults=True):
     @classmethod
     def decode(cls, text: bytes | None) -> LeaderRecord | None:
         """Return the record; None if there is none or it cannot be read."""
-        if text is None:
-            return None
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except _DECODE_ERRORS:
-            return None
+        return _decode_own(text or b"", cls)
+
+
+class RoundRecord(Struct, frozen=True):
+    """The value of the key `round`: the last round, for a coordinator that meets no member of it.
+
+    Attributes:
+        term: of the coordinator that wrote it.
+        round, attempt, changes: as in a `Placement`.
+        is_open: whether workers of the round may run.
+        history: what the restart budget had counted.
+        written_at: by the clock of the coordinator's host, in Unix seconds.
+    """
+
+    term: int
+    round: _Number
+    attempt: _Number
+    changes: _Number
+    is_open: bool
+    history: RestartHistory | None
+    written_at: float
+
+    @classmethod
+    def decode(cls, text: bytes) -> RoundRecord | None:
+        """Return the record; None if there is none or it cannot be read."""
+        return _decode_own(text, cls)
 
 
 _encoder = msgspec.json.Encoder()
@@ -262,7 +285,15 @@ class _Version(Struct):
     protocol: int = PROTOCOL
 
 
-def encode(value: MemberStatus | Order | LeaderRecord) -> bytes:
+def _decode_own(text: bytes, kind: type[_T]) -> _T | None:
+    """Return what a coordinator has written; None for anything else."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except _DECODE_ERRORS:
+        return None
+
+
+def encode(value: MemberStatus | Order | LeaderRecord | RoundRecord) -> bytes:
     """Return the JSON of a value that is written into the store."""
     return _encoder.encode(value)
 

@@ -9,10 +9,10 @@ from enum import Enum
 
 from elastic_aio.events import JobFinished
 from elastic_aio.node_events import NodeRefused, RoundForming, RoundWaiting
-from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings
-from elastic_aio.rendezvous.messages import MemberPhase, truncate_failures
+from elastic_aio.rendezvous.messages import MemberPhase, RoundRecord, truncate_failures
 from elastic_aio.rendezvous.outbox import Outbox, Waiting
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 
@@ -147,9 +147,16 @@ class CoordinatorState:
     """The state that all phases of a coordinator read and change."""
 
     def __init__(
-        self, settings: RoundSettings, budget: RestartBudget, name: str, term: int, now: float
+        self,
+        settings: RoundSettings,
+        budget: RestartBudget,
+        name: str,
+        term: int,
+        now: float,
+        former: RoundRecord | None,
+        former_age: float,
     ) -> None:
-        """Begin without members."""
+        """Begin without members; for the arguments see `Coordinator`."""
         self.phase = CoordinatorPhase.RECOVERING
         self.settings = settings
         self.budget = budget
@@ -160,6 +167,9 @@ class CoordinatorState:
         self.members: dict[str, MemberRecord] = {}
         """The present members, in the order of their arrival."""
         self.round = RoundState({}, {})
+        self.former = former
+        """The last round of former coordinators; open until its loss is counted."""
+        self.former_age = former_age
         self.restart = RestartState()
         self.timer = FormationTimer(now)
         self.fenced_until = -math.inf
@@ -284,12 +294,16 @@ class CoordinatorState:
 
     @property
     def next_round(self) -> int:
-        """A number above that of every round that a member has seen."""
+        """A number above that of every round of this store, or that a member has seen."""
         seen = (max(one.status.round, one.status.stopped_round) for one in self.members.values())
-        return max(self.round.number, *seen, -1) + 1
+        former = -1 if self.former is None else self.former.round
+        return max(self.round.number, former, *seen, -1) + 1
 
     def catch_up(self) -> None:
-        """Raise attempt, changes and restarts to the highest that a member has seen."""
+        """Raise attempt, changes and restarts to the highest that there were."""
+        if self.former is not None:
+            self.round.attempt = max(self.former.attempt, self.round.attempt)
+            self.round.changes = max(self.former.changes, self.round.changes)
         for record in self.members.values():
             if (placement := record.status.placement) is not None:
                 self.round.attempt = max(placement.attempt, self.round.attempt)
@@ -337,7 +351,8 @@ class CoordinatorState:
 
     def next_cause(self, why: str = "") -> RestartCause | None:
         """Return why another attempt follows; None before the first one."""
-        if self.restart.cause is not None or self.round.number < 0:
+        is_first = self.round.number < 0 and not self.round.change_reasons
+        if self.restart.cause is not None or is_first:
             return self.restart.cause
         reasons = [*self.round.change_reasons, *([why] if why else [])]
         text = "; ".join(reasons[:NAMES_MAX]) or "other nodes take part"
@@ -347,6 +362,13 @@ class CoordinatorState:
         )
 
     # ------------------------------------------------------------------ the end
+
+    def fail_job(self, why: str, exit_code: int | None = None) -> None:
+        """End the job by a failure; by default with the exit code of its root cause."""
+        failures = self.restart.failures
+        if exit_code is None:
+            exit_code = (failures[0].status.shell_code if failures else None) or 1
+        self.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))
 
     def end_job(self, outcome: JobOutcome) -> None:
         """End the job for all present members."""

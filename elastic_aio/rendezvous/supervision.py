@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
-from elastic_aio.rendezvous.formation import form_round
+from elastic_aio.rendezvous.formation import form_round, is_delayed_by_loss, stop_active
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, clock_offsets
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
@@ -83,7 +83,7 @@ def _restore(state: CoordinatorState) -> None:
 
 def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
-    if state.round.has_lost_member and _is_delayed_by_loss(state):
+    if state.round.has_lost_member and is_delayed_by_loss(state):
         return
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
@@ -95,35 +95,8 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     left = counted(len(active), "node")
     reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
     state.restart.stop_reason = f"{reasons}: only {left} of {state.settings.nnodes} left"
-    _stop(state)
+    stop_active(state)
     state.wait_for_nodes()
-
-
-def _is_delayed_by_loss(state: CoordinatorState) -> bool:
-    """Charge the loss of a node once; return whether a back-off or the end follows."""
-    state.round.has_lost_member = False
-    decision = state.budget.lose_node(state.deadlines.now)
-    if not decision.restart:
-        reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
-        _fail(state, f"{reasons}: {decision.why} (restart.node_losses)")
-        return True
-    if decision.why:
-        state.add_change_reason(f"{decision.why} (restart.node_losses)")
-    if not decision.delay:
-        return False
-    state.restart.cause = state.next_cause()
-    state.restart.stop_reason = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
-    state.restart.restart_at = state.deadlines.now + decision.delay
-    _stop(state)
-    state.phase = CoordinatorPhase.BACKING_OFF
-    return True
-
-
-def _stop(state: CoordinatorState) -> None:
-    """Order all active members to stop their workers, of whichever round they are."""
-    for record in state.active():
-        number = max(state.round.number, record.status.round)
-        state.outbox.send(record, StopRound(number, state.restart.stop_reason))
 
 
 # ------------------------------------------------------------------ joiners
@@ -201,7 +174,7 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
 
 def decide_restart(state: CoordinatorState) -> None:
     """Consult the restart policy once all workers of the failed round have stopped."""
-    _stop(state)
+    stop_active(state)
     active = state.active()
     if not all(map(state.is_stopped, active)):
         return
@@ -218,18 +191,18 @@ def decide_restart(state: CoordinatorState) -> None:
     inherited = next(filter(None, map(state.inherited_restart, members)), None)
     forbidden = next(filter(state.budget.forbids, failures), None)
     if permanent is not None:
-        _fail(state, permanent.permanent_reason, permanent.exit_code)
+        state.fail_job(permanent.permanent_reason, permanent.exit_code)
     elif inherited is not None:
         _restart(state, inherited)
     elif forbidden is not None and state.round.is_excused:
         code = forbidden.status.shell_code
-        _fail(state, f"exit code {code} is in the never-on list", code)
+        state.fail_job(f"exit code {code} is in the never-on list", code)
     elif state.round.is_excused or not failures:
         # The connections of a lost node's workers end before its lease does, so the
         # failures that they cause arrive first.
         if not state.round.change_reasons:
             state.add_change_reason("a node has failed and is gone")
-        if state.round.has_lost_member and _is_delayed_by_loss(state):
+        if state.round.has_lost_member and is_delayed_by_loss(state):
             return
         restart.cause = state.next_cause()
         state.wait_for_nodes()
@@ -272,9 +245,9 @@ def apply_decision(state: CoordinatorState) -> None:
         case RestartAction() as action:
             _consult_policy(state, action)
         case str() as error:
-            _fail(state, error)
+            state.fail_job(error)
         case None if not state.deadlines.arm(state.restart.decide_since + DECIDE_TIMEOUT):
-            _fail(state, f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
+            state.fail_job(f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
 
 
 def back_off(state: CoordinatorState) -> None:
@@ -289,7 +262,7 @@ def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
     root = state.restart.failures[0]
     decision = state.budget.decide(root, action, runtime, state.deadlines.now)
     if not decision.restart:
-        _fail(state, decision.why)
+        state.fail_job(decision.why)
         return
     attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
     root = truncate_failure(root)
@@ -308,10 +281,3 @@ def _restart(state: CoordinatorState, cause: RestartCause) -> None:
     state.phase = CoordinatorPhase.BACKING_OFF
     for record in state.eligible():
         state.outbox.send(record, RestartPending(cause))
-
-
-def _fail(state: CoordinatorState, why: str, exit_code: int | None = None) -> None:
-    failures = state.restart.failures
-    if exit_code is None:
-        exit_code = (failures[0].status.shell_code if failures else None) or 1
-    state.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))

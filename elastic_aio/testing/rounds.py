@@ -50,17 +50,24 @@ class RoundChecker:
         self.rounds: dict[RoundName, SimRound] = {}
         self._spec = spec
         self._fail = fail
+        self._newest: dict[bytes, int] = {}
+        """The last number of a round at each store, by its instance."""
         self._ranks: dict[str, dict[str, int]] = {}
         self._attempts: dict[tuple[str, int], int] = {}
         self._last: dict[str, Placement] = {}
         self._running: dict[str, SimNode] = {}
 
     def on_written(self, store: SimStore, member: str, placement: Placement, now: float) -> None:
-        """Check an order in a store: ranks are given once, and kept from round to round."""
+        """Check an order in a store: ranks are given once and kept, and numbers only grow."""
         name, size = _name_of(placement), placement.span.group_world_size
         nnodes = self._spec.nnodes
         if not nnodes.minimum <= size <= nnodes.maximum:
             self._fail(f"a round of {size} nodes, of {nnodes}")
+        if name not in self.rounds:
+            newest = self._newest.get(store.instance, -1)
+            if placement.round <= newest:
+                self._fail(f"{brief(placement)} follows round {newest} at its store")
+            self._newest[store.instance] = placement.round
         round = self.rounds.setdefault(name, SimRound(store, now, placement))
         if _common(round.placement) != _common(placement):
             self._fail(f"two rounds of one name: {brief(round.placement)} and {brief(placement)}")

@@ -39,6 +39,22 @@ async def test_a_workload_that_kills_its_agent_does_not_loop(tmp_path: Path) -> 
         assert len(host.events_of(NodeLost)) == 11
 
 
+async def test_a_job_of_one_node_that_kills_its_agent_does_not_loop(tmp_path: Path) -> None:
+    """No node is left that counts the losses; the store, which outlives them, has the round."""
+    async with Cluster(tmp_path, "1:2", max_restarts=0) as cluster:
+        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        program = [sys.executable, "-c", POISON]
+        for turn in range(12):
+            conf = {"last_call_timeout": 0}
+            node = cluster.start(f"n{turn}", "--no-python", *program, conf=conf)
+            code = (await node.ended(60)).code
+        assert code == 1
+        assert (await node.event(JobFinished)).why == (
+            "no node of round 10 came back:"
+            " 11 node losses, at most 10 within 60 s are allowed (restart.node_losses)"
+        )
+
+
 @pytest.mark.parametrize("order", ["agent", "both", "worker_first"])
 async def test_sigterm_to_one_agent_never_fails_the_job(order: str, tmp_path: Path) -> None:
     """Also not with its worker, which hears the signal before it, or without the worker."""

@@ -26,12 +26,14 @@ from elastic_aio.rendezvous.messages import (
     MemberStatus,
     MessageError,
     Order,
+    RoundRecord,
     decode_order,
     decode_status,
     encode,
     truncate_failure,
     truncate_failures,
 )
+from elastic_aio.spec.restart import RestartHistory
 from tests.support.coordinator_harness import failure, status
 
 PLAIN = status("a", RoundSettings(1, 2))
@@ -194,3 +196,16 @@ def test_a_leader_record_is_decoded_as_it_was_encoded() -> None:
 )
 def test_an_unreadable_leader_record_is_none(text: bytes | None) -> None:
     assert LeaderRecord.decode(text) is None
+
+
+def test_a_round_record_is_decoded_as_it_was_encoded() -> None:
+    history = RestartHistory(restarts=2, losses=1, restart_ages=(0.5, 3.0))
+    record = RoundRecord(3, 7, 9, 1, is_open=True, history=history, written_at=1.8e9)
+    assert RoundRecord.decode(encode(record)) == record
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 53])
+def test_an_unreadable_round_record_is_none(number: int) -> None:
+    record = RoundRecord(3, 7, 9, 1, is_open=True, history=None, written_at=1.8e9)
+    assert RoundRecord.decode(encode(replace(record, round=number))) is None
+    assert RoundRecord.decode(b"") is None

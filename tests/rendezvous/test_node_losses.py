@@ -6,7 +6,7 @@ from signal import SIGTERM
 
 import pytest
 
-from elastic_aio.node_events import NodeRefused, RoundFormed
+from elastic_aio.node_events import MembershipChanged, NodeRefused, RoundFormed
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings
@@ -41,6 +41,71 @@ def lose_in_turn(harness: CoordinatorHarness, pause: float, until: float) -> int
 
 
 # ------------------------------------------------------------------- the budget
+
+
+def start_again(harness: CoordinatorHarness, pause: float = 0.0) -> None:
+    """Lose all nodes at once, the coordinator's too, and start one node in their place."""
+    name = f"a{harness.coordinator.term}"
+    harness.lose_all(name)
+    harness.settle(harness.now + pause)
+    harness.join(name)
+    while not harness.ranks and harness.coordinator.outcome is None:
+        assert harness.coordinator.deadline is not None
+        harness.settle(harness.coordinator.deadline)
+
+
+def test_the_loss_of_all_nodes_is_a_loss() -> None:
+    """The store knows the round; the next one waits for nodes that return, and for the fence."""
+    settings = RoundSettings(1, 2, last_call_timeout=0, fence=0.25)
+    harness = CoordinatorHarness(settings, "a", max_restarts=0)
+    began_at = harness.now = 10.0
+    start_again(harness)
+    assert harness.coordinator.deadline is None
+    assert harness.now == began_at + settings.recovery_timeout
+    placement = harness.places["a1"]
+    assert placement is not None
+    assert (placement.round, placement.attempt, placement.changes) == (1, 1, 1)
+    (change,) = harness.events(MembershipChanged)
+    assert isinstance(change, MembershipChanged)
+    assert change.why == "no node of round 0 came back"
+    while harness.coordinator.outcome is None:
+        start_again(harness, pause=1.0)
+    assert outcome_of(harness).why == (
+        "no node of round 10 came back:"
+        " 11 node losses, at most 10 within 60 s are allowed (restart.node_losses)"
+    )
+
+
+def test_lost_rounds_of_long_ago_are_no_loop() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", max_restarts=0)
+    for _ in range(20):
+        harness.settle(harness.now + 10)
+        start_again(harness)
+    assert harness.coordinator.outcome is None
+    assert harness.coordinator.round == 20
+
+
+def test_the_loss_of_nodes_without_workers_is_none() -> None:
+    """Their workers had stopped; the numbers continue nevertheless."""
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", max_restarts=5)
+    for turn in range(1, 20):
+        (name,) = harness.members
+        harness.lose(name, is_lost=False)
+        start_again(harness)
+        assert harness.coordinator.round == turn
+    assert harness.coordinator.outcome is None
+    assert not harness.events(MembershipChanged)
+
+
+def test_restarts_of_lost_nodes_are_counted() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2, last_call_timeout=0), "a", max_restarts=1)
+    harness.fail("a")
+    start_again(harness)
+    placement = harness.places["a1"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (2, 1)
+    harness.fail("a1")
+    assert outcome_of(harness).why == "the only restart is used up (max restarts)"
 
 
 def test_a_loop_of_lost_nodes_ends_by_default() -> None:

@@ -33,6 +33,7 @@ from elastic_aio.rendezvous.messages import (
     MemberStatus,
     Order,
     OrderBody,
+    RoundRecord,
     decode_order,
     decode_status,
     encode,
@@ -98,8 +99,13 @@ class CoordinatorHarness:
         self.coordinator = self.elect("c")
         self.join(*names)
 
-    def elect(self, name: str, *, store: bytes | None = None) -> Coordinator:
-        """Replace the coordinator by a new one; `store` is another one to move to."""
+    def elect(
+        self, name: str, *, store: bytes | None = None, former: RoundRecord | None = None
+    ) -> Coordinator:
+        """Replace the coordinator by a new one.
+
+        `store` is another one to move to, and `former` the last round as it was recorded then.
+        """
         if store is not None:
             self._store, self._terms = store, itertools.count(1)
             for member in self.members.values():
@@ -112,8 +118,16 @@ class CoordinatorHarness:
             name=f"{name}@{self._store.decode()}",
             term=term,
             now=self.now,
+            former=former,
+            former_age=0.0 if former is None else self.now - former.written_at,
         )
         return self.coordinator
+
+    def lose_all(self, name: str) -> None:
+        """Lose the coordinator and all members, and elect a new one."""
+        former = self.coordinator.round_record(self.now)
+        self.members.clear()
+        self.elect(name, former=RoundRecord.decode(encode(former)))
 
     def join(self, *names: str, **fields: object) -> None:
         """Add members, then let the coordinator decide."""

@@ -15,7 +15,7 @@ from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import MemberRecord
-from elastic_aio.rendezvous.messages import MemberStatus, Order, StandBy
+from elastic_aio.rendezvous.messages import MemberStatus, Order, RoundRecord, StandBy
 from elastic_aio.rendezvous.outbox import Outbox
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, Visits
 from elastic_aio.spec.job import LaunchSpec
@@ -85,6 +85,12 @@ def test_terms_from_the_memory_of_members(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Election, "campaign", campaign)
     monkeypatch.setattr(Member, "attend", attend)
     assert "of one store was given to" in violation(500)
+
+
+def test_numbers_that_begin_anew_when_all_nodes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator knew no round but those of present members."""
+    monkeypatch.setattr(RoundRecord, "decode", lambda text: None)
+    assert "follows round 0 at its store" in violation(100)
 
 
 def test_orders_that_are_compared_across_stores(monkeypatch: pytest.MonkeyPatch) -> None:
