@@ -51,6 +51,7 @@ class Placement(Struct, frozen=True):
         master_addr: address of the workers' store.
         master_port: TCP port of that store, reserved by the agent of group rank 0.
         host_rank: group rank of the node that hosts the nodes' store; -1 for none of them.
+        host_name: name of that node; empty for none.
     """
 
     round: int
@@ -62,6 +63,7 @@ class Placement(Struct, frozen=True):
     master_addr: str
     master_port: int
     host_rank: int = -1
+    host_name: str = ""
 
     @property
     def store(self) -> str:

@@ -116,8 +116,7 @@ def recover_round(state: CoordinatorState) -> None:
     elif not is_whole:
         state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
         state.round.has_lost_member = state.round.is_excused = True
-        missing = counted(size - len(held) - members_done, "node")
-        state.add_change_reason(f"{missing} did not come back")
+        state.add_change_reason(f"{_missing([*held.values()], members_done)} did not come back")
     elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
 
@@ -133,6 +132,22 @@ def _continue_from(state: CoordinatorState, former: RoundRecord | None) -> None:
         state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
         state.add_change_reason(f"no node of round {former.round} came back")
         is_delayed_by_loss(state)
+
+
+def _missing(held: Sequence[Placement], members_done: int) -> str:
+    """Describe the nodes of a round that have not come: only the store's host has a name here.
+
+    Which of them are done is not known.
+    """
+    host, name = held[0].host_rank, held[0].host_name
+    ranks = set(range(held[0].span.group_world_size)) - {one.span.group_rank for one in held}
+    count = counted(len(ranks) - members_done, "node")
+    if members_done:
+        return count
+    if name and ranks == {host}:
+        return f"node {name}"
+    shown = [name if name and rank == host else f"group rank {rank}" for rank in sorted(ranks)]
+    return f"{count} ({', '.join(shown[:NAMES_MAX])}{', ...' if shown[NAMES_MAX:] else ''})"
 
 
 def form_when_possible(state: CoordinatorState) -> None:
@@ -331,8 +346,8 @@ def _placements(
     lead = order[0].status
     nodes = [record.status.node for record in order]
     spans = assign_node_ranks([NodeSize(node.role, node.nproc) for node in nodes])
-    hosts = (rank for rank, record in enumerate(order) if record.status.is_host)
-    host_rank = next(hosts, -1)
+    hosts = ((rank, one.name) for rank, one in enumerate(order) if one.status.is_host)
+    host_rank, host_name = next(hosts, (-1, ""))
     number = state.next_round
     changes = state.round.changes + _is_change(cause)
     return {
@@ -346,6 +361,7 @@ def _placements(
             master_addr=lead.address,
             master_port=lead.port,
             host_rank=host_rank,
+            host_name=host_name,
         )
         for record, span in zip(order, spans, strict=True)
     }

@@ -907,7 +907,25 @@ def test_recovery_waits_for_members_of_the_round() -> None:
     assert placement is not None
     assert (placement.round, placement.restarts, placement.changes) == (1, 0, 1)
     why = harness.events(MembershipChanged)[0].why  # type: ignore[attr-defined]
-    assert why == "1 node did not come back"
+    assert why == "1 node (group rank 2) did not come back"
+
+
+@pytest.mark.parametrize(
+    ("gone", "why"),
+    [("b", "node b did not come back"), ("bc", "2 nodes (b, group rank 2) did not come back")],
+)
+def test_the_host_of_a_lost_store_has_a_name(gone: str, why: str) -> None:
+    """It takes the list of the nodes with it; the others have kept its name."""
+    harness = CoordinatorHarness(RoundSettings(1, 4))
+    harness.join("b", is_host=True)
+    harness.join("a", "c", "d")
+    harness.settle()
+    for name in gone:
+        del harness.members[name]
+    harness.elect("e", store=b"another store")
+    harness.settle()
+    harness.settle(5)
+    assert harness.events(MembershipChanged)[0].why == why  # type: ignore[attr-defined]
 
 
 def test_another_store_restarts_the_workers_without_keep_workers() -> None:
