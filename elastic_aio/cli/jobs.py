@@ -27,6 +27,7 @@ from elastic_aio.cli.options import (
     parse_seconds,
     print_error,
 )
+from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
@@ -168,8 +169,7 @@ async def _collect(arguments: argparse.Namespace) -> None:
 def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:
     rows = [("RUN", "STATE", "NODES", "SINCE")]
     for job in jobs:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.since))
-        age = f"{since} ({_age(now - job.since)} ago)" if job.since else "unknown"
+        age = f"{local_time(job.since)} ({_age(now - job.since)} ago)" if job.since else "unknown"
         rows.append((_shown(job.run_id), job.state.value, str(len(job.nodes)), age))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_aio.cli.local_jobs import JobError, choose_job, run_command
+from elastic_aio.cli.status_text import local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import DoneReply, ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json, event_to_json
@@ -18,12 +19,12 @@ def main_local_events(arguments: argparse.Namespace) -> int:
 
 
 def print_event(event: Event, *, is_json: bool) -> None:
-    """Print an event as a line."""
+    """Print an event as a line; the text begins with its time at this host."""
     if is_json:
         line = event_to_json(event).decode()
     else:
-        line = f"{event.node}: " if event.node else ""
-        line += describe(event)[1]
+        node = f"{event.node}: " if event.node else ""
+        line = f"{local_time(event.time)}  {node}{describe(event)[1]}"
     print(line, flush=True)
 
 

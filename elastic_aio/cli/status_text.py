@@ -20,6 +20,11 @@ _NAME_MAX = 32
 _REPORTED_MAX = 60
 
 
+def local_time(seconds: float) -> str:
+    """Return Unix seconds as date and time of this host."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table; each column is as wide as its widest cell."""
     cells = [columns, *rows]

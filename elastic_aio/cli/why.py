@@ -15,7 +15,7 @@ from msgspec import Struct
 from elastic_aio import events, node_events
 from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, job_parser, run_command
 from elastic_aio.cli.options import UsageError, invalid_value
-from elastic_aio.cli.status_text import head_lines
+from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
@@ -117,8 +117,7 @@ def format_steps(steps: Sequence[Step]) -> list[str]:
     """Return lines: each step with its time, then its rule and its evidence."""
     lines = []
     for step in steps:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.time))
-        lines.append(f"{at}  {one_line(step.text)}")
+        lines.append(f"{local_time(step.time)}  {one_line(step.text)}")
         if step.rule:
             lines.append(f"    rule:     {one_line(step.rule)}")
         lines += [f"    evidence: {one_line(text)}" for text in step.evidence]

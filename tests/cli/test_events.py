@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,22 @@ from elastic_aio.discovery.keys import enter_run, run_store
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.store import StoreServer, connect
 
-WORKER = WorkerStarted(rank=1, local_rank=1, pid=7, node="box")
+NOW = 1_700_000_000.5
+WORKER = WorkerStarted(rank=1, local_rank=1, pid=7, node="box", time=NOW)
 DONE = JobFinished(
-    state=JobState.SUCCEEDED, why="done", exit_code=0, duration=1.0, restarts=0, node="box"
+    state=JobState.SUCCEEDED,
+    why="done",
+    exit_code=0,
+    duration=1.0,
+    restarts=0,
+    node="box",
+    time=NOW + 1,
 )
+
+
+def at(seconds: float) -> str:
+    """Return Unix seconds as the command prints them: in local time."""
+    return f"{datetime.fromtimestamp(int(seconds))}"  # noqa: DTZ006  # local time is meant
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
@@ -54,11 +67,11 @@ async def test_events_are_printed_to_the_end_of_the_job() -> None:
         waiting = "aio-elastic events: no events of run 'mine' yet: waiting\n"
         assert await read_line(process.stderr) == waiting
         await write(server, WORKER)
-        assert await read_line(process.stdout) == "box: rank 1 started (pid 7)\n"
+        assert await read_line(process.stdout) == f"{at(NOW)}  box: rank 1 started (pid 7)\n"
         await write(server, DONE)
         out, err = await process.communicate()
     assert (process.returncode, err) == (0, b"")
-    assert out == b"box: job succeeded after 1 s: done\n"
+    assert out.decode() == f"{at(NOW + 1)}  box: job succeeded after 1 s: done\n"
 
 
 @pytest.mark.slow
@@ -110,7 +123,8 @@ async def test_a_closed_pipe_ends_it_quietly() -> None:
         while not ending.done():
             await write(server, WORKER)
         out, err = await ending
-    assert (out, err) == (b"box: rank 1 started (pid 7)\n141\n", b"")
+    line = f"{at(NOW)}  box: rank 1 started (pid 7)\n141\n"
+    assert (out.decode(), err) == (line, b"")
 
 
 @pytest.mark.parametrize(
