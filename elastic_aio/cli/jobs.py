@@ -122,7 +122,7 @@ def _add_options(parser: OptionParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print each job as a line of JSON (default: a table)"
     )
-    add_timeout_option(parser, 30, "seconds to search for a store")
+    add_timeout_option(parser, 5, "seconds to search for a store")
 
 
 async def _list(arguments: argparse.Namespace) -> None:

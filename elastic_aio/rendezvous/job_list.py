@@ -185,7 +185,10 @@ class JobList:
         if self._spec.is_on_engine:
             engine = self._open_engine("")
             self._stack.push_async_callback(engine.aclose)
-            await engine.open(self._timeout)
+            try:
+                await engine.open(self._timeout)
+            except StoreTimeout as error:
+                raise self._not_found(self._spec.backend, str(error)) from None
             return engine
         reasons = []
         turn = self._timeout / len(self._spec.endpoints)
@@ -201,9 +204,11 @@ class JobList:
                 return await self._stack.enter_async_context(store)
             except (StoreTimeout, StoreLost) as error:
                 reasons.append(f"{endpoint}: {str(error).rpartition(': ')[2]}")
+        raise self._not_found("store", "; ".join(reasons))
+
+    def _not_found(self, kind: str, why: str) -> StoreTimeout:
         names = ", ".join(self._spec.endpoints)
-        text = f"no store at {names} within {self._timeout:g} s"
-        raise StoreTimeout(f"{text}: {'; '.join(reasons)}")
+        return StoreTimeout(f"no {kind} at {names} within {self._timeout:g} s: {why}")
 
 
 async def _read_job(store: Store, run_id: str, record: RunRecord | None) -> ListedJob | None:

@@ -93,12 +93,12 @@ async def test_what_is_over_is_removed() -> None:
         (
             ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
             1,
-            "127.0.0.1:1: connection refused",
+            "no etcd at 127.0.0.1:1 within 0.2 s: 127.0.0.1:1: connection refused",
         ),
         (
             ["--rdzv-backend=redis", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
             1,
-            "127.0.0.1:1: connection refused",
+            "no redis at 127.0.0.1:1 within 0.2 s: 127.0.0.1:1: connection refused",
         ),
     ],
 )
@@ -124,4 +124,6 @@ def test_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert "--rdzv-endpoint" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "--rdzv-endpoint" in shown
+    assert "seconds to search for a store (default 5)" in " ".join(shown.split())
