@@ -51,12 +51,17 @@ class Buffers:
 
 
 class ReplyQueue:
-    """Replies of one connection that its transport has not taken yet."""
+    """Replies of one connection that its transport has not taken yet.
+
+    Small replies are joined to blocks, so that a peer with a million of them costs no more to
+    drop than one with a few large ones.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         """Begin empty; `buffers` is the account of the server."""
         self._buffers = buffers
         self._pieces: deque[bytes] = deque()
+        self._block = bytearray()  # what follows the pieces
         self._sent = 0
         self.size = 0
         """Bytes in the queue."""
@@ -64,16 +69,21 @@ class ReplyQueue:
     def extend(self, pieces: Iterable[bytes]) -> None:
         """Append pieces of replies."""
         for piece in pieces:
-            self._pieces.append(piece)
-            self._buffers.hold(piece)
             self.size += len(piece)
+            if len(piece) >= LARGE:
+                self._end_block()
+                self._append(piece)
+            else:
+                self._buffers.size += len(piece)
+                self._block += piece
+                if len(self._block) >= LARGE:
+                    self._end_block()
 
     def write_to(self, transport: asyncio.Transport, is_paused: Callable[[], bool]) -> None:
         """Write until the queue is empty, or the transport has paused the writer or failed."""
-        while self._pieces and not is_paused() and not transport.is_closing():
-            if len(self._pieces[0]) < LARGE:
-                transport.write(self._take_small())
-                continue
+        while self.size and not is_paused() and not transport.is_closing():
+            if not self._pieces:
+                self._end_block()
             # Not a slice of bytes, which would be a copy.
             part = memoryview(self._pieces[0])[self._sent : self._sent + _SLICE]
             transport.write(part)
@@ -84,23 +94,25 @@ class ReplyQueue:
 
     def weight(self) -> float:
         """Return the bytes that the queue occupies, shared ones divided."""
-        return sum(map(self._buffers.weight, self._pieces))
+        return sum(map(self._buffers.weight, self._pieces)) + len(self._block)
 
     def clear(self) -> None:
         """Drop all replies."""
+        self._end_block()
         while self._pieces:
             self._pop()
 
-    def _take_small(self) -> bytes:
-        """Take the pieces before the next large one, up to a slice."""
-        taken, size = [], 0
-        while self._pieces and len(self._pieces[0]) < LARGE and size < _SLICE:
-            taken.append(self._pop())
-            size += len(taken[-1])
-        return b"".join(taken)
+    def _end_block(self) -> None:
+        if self._block:
+            self._buffers.size -= len(self._block)
+            self._append(bytes(self._block))
+            self._block.clear()
 
-    def _pop(self) -> bytes:
+    def _append(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._buffers.hold(piece)
+
+    def _pop(self) -> None:
         piece = self._pieces.popleft()
         self._buffers.release(piece)
         self.size -= len(piece)
-        return piece
