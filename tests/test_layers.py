@@ -97,7 +97,6 @@ PURE = {
     "store.etcd_wire",
     "store.redis_script",
     "store.wire",
-    "store.key_index",
     "store.keyspace",
     "store.lease_table",
     "store.limits",

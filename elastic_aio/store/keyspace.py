@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 from elastic_aio.store import wire
-from elastic_aio.store.key_index import KeyIndex
 from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
-from elastic_aio.store.limits import ENTRY, TARGET, KeyspaceLimits, Usage
+from elastic_aio.store.limits import ENTRY, TARGET, KeyspaceLimits, Usage, in_parts
 from elastic_aio.store.limits import OperationRefused as OperationRefused
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, WatchSnapshot
 from elastic_aio.store.wait_table import ITEM, VALUES, WOKEN, Waiter, WaitHolder, WaitTable
-from elastic_aio.store.watch_table import Watcher, WatchTable
+from elastic_aio.store.watch_table import PresentPairs, Watcher, WatchTable
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 _TOP: Final = 1 << 63
@@ -56,8 +55,6 @@ class Keyspace:
         self._leased = self.leases.lease_of
         self.watches = WatchTable(limits.watches, limits.history, limits.history_size, self.usage)
         self._watched = self.watches.targets
-        # None until a prefix is watched: most stores need no index, which slows new keys.
-        self._index: KeyIndex | None = None
         # Functions of a key and an argument.
         handlers: dict[int, Callable[[bytes, Any], Any]] = {
             wire.SET: self.set,
@@ -106,8 +103,6 @@ class Keyspace:
             usage.refuse()
         usage.left -= more
         values[key] = value
-        if old is None and self._index is not None:
-            self._index.add(key)
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
 
@@ -210,7 +205,7 @@ class Keyspace:
         count = self._number(key) + 1
         value = b"%d" % count
         self.usage.take(self._growth(key, value))
-        self._store(key, value)
+        self._values[key] = value
         if count >= size:
             self._on_written(key, value)
             return 0
@@ -266,24 +261,41 @@ class Keyspace:
         self, client: Client, tag: Any, key: bytes, last_revision: int, *, is_prefix: bool
     ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative."""
+        parts = self.watch_in_parts(client, tag, key, last_revision, is_prefix=is_prefix)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                snapshot: WatchSnapshot = end.value
+                return snapshot
+
+    def watch_in_parts(
+        self, client: Client, tag: Any, key: bytes, last_revision: int, *, is_prefix: bool
+    ) -> Generator[int, None, WatchSnapshot]:
+        """Begin a watch as `watch` does, in parts; each yields the number of its keys.
+
+        The snapshot is that of the moment when it is returned, and the watch begins then:
+        it has the changes that were made between the parts.
+        """
         snapshot = self.watches.begin(client, tag, key, is_prefix, last_revision)
+        values = self._values
         if not snapshot.is_whole:
             return snapshot
-        if is_prefix:
-            if self._index is None:
-                self._index = KeyIndex(self._values)
-            keys = list(self._index.below(key))
-        else:
-            keys = [key] if key in self._values else []
-        values = list(map(self._values.__getitem__, keys))
+        if not is_prefix:
+            return snapshot._replace(pairs=((key, values[key]),) if key in values else ())
+        self.watches.cancel(client, tag)
+        present = PresentPairs()
+        self.watches.begin(present, None, key, True, -1)
         try:
-            self._check_items(len(keys))
-            if len(keys) > 1:
-                self.check_reply(sum(map(len, keys)) + sum(map(len, values)) + 16 * len(keys))
-        except OperationRefused:
-            self.watches.cancel(client, tag)
-            raise
-        return snapshot._replace(pairs=tuple(zip(keys, values, strict=True)))
+            for keys in in_parts(list(values)):
+                found = [name for name in keys if name.startswith(key) and name in values]
+                present.pairs.update((name, values[name]) for name in found)
+                self._check_items(len(present.pairs))
+                yield len(keys)
+        finally:
+            self.watches.cancel(present, None)
+        snapshot = self.watches.begin(client, tag, key, True, -1)
+        return snapshot._replace(pairs=present.pairs.items())
 
     def forget(self, client: Client, now: float) -> bool:
         """Remove a client whose connection has ended; its leases and watches may linger.
@@ -319,14 +331,9 @@ class Keyspace:
 
     def _write(self, key: bytes, value: bytes) -> None:
         """Set a value whose growth has been accounted for."""
-        self._store(key, value)
+        self._values[key] = value
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
-
-    def _store(self, key: bytes, value: bytes) -> None:
-        if self._index is not None and key not in self._values:
-            self._index.add(key)
-        self._values[key] = value
 
     def _collect(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the values of keys that all have one."""
@@ -387,8 +394,6 @@ class Keyspace:
         if value is None:
             return 0
         self.usage.left += ENTRY + len(key) + len(value)
-        if self._index is not None:
-            self._index.remove(key)
         if self._leased:
             self.leases.unbind(key)
         if self._watched:

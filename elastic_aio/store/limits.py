@@ -6,8 +6,10 @@ like), because a million small keys occupy far more memory than their text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from itertools import islice
+from typing import Any, Final, NoReturn
 
 from elastic_aio.store.wire import WireLimits
 
@@ -19,6 +21,17 @@ WAIT: Final = 400
 
 TARGET: Final = 700
 """The same for a watched key and for an empty queue."""
+
+
+KEYS_AT_ONCE: Final = 2048
+"""Keys that are handled before other connections are served: a millisecond or two."""
+
+
+def in_parts(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the items in lists of at most `KEYS_AT_ONCE`."""
+    rest = iter(items)
+    while part := list(islice(rest, KEYS_AT_ONCE)):
+        yield part
 
 
 class OperationRefused(Exception):

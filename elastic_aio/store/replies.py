@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from elastic_aio.store import wire
@@ -104,7 +104,7 @@ class WatchSnapshot(NamedTuple):
 
     is_whole: bool
     revision: int
-    pairs: tuple[tuple[bytes, bytes], ...]
+    pairs: Collection[tuple[bytes, bytes]]
 
 
 # Kinds of changes; a snapshot is sent with one of two kinds of its own.
@@ -131,7 +131,7 @@ def _popped(popped: tuple[int, bytes]) -> bytes | Pieces:
     return _after(I64.pack(length), _value(item)) if length else I64.pack(0)
 
 
-def _joined(items: Sequence[bytes]) -> bytes:
+def _joined(items: Iterable[bytes]) -> bytes:
     """Return items, each preceded by its length; as `sized`, without calls for short ones."""
     sizes = _SIZES
     most = len(sizes)
@@ -209,7 +209,7 @@ def encode_head(op: int, reply: Any) -> bytes:
     return _NOTIFICATION.pack(kind, reply.revision, len(reply.pairs))
 
 
-def encode_items(op: int, items: Sequence[Any]) -> bytes:
+def encode_items(op: int, items: Iterable[Any]) -> bytes:
     """Return some names of a reply to LIST_KEYS, or some pairs of the first one of a watch."""
     return _joined(items if op == wire.LIST_KEYS else [item for pair in items for item in pair])
 

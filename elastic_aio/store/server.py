@@ -109,11 +109,11 @@ class StoreServer:
         self.limits = limits = checked_part("limits", limits, ServerLimits)
         self.instance = random_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
-        self.keyspace.handlers[wire.LIST_KEYS] = None  # served by the connection, in parts
+        # Served by the connection, in parts.
+        self.keyspace.handlers[wire.LIST_KEYS] = self.keyspace.handlers[wire.MULTI_GET] = None
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
-        self._handlers[wire.MULTI_GET] = None  # as LIST_KEYS
         self._dirty: list[ServerLink] = []
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered

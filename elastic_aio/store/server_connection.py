@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final, cast
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import PENDING, Client
-from elastic_aio.store.limits import OperationRefused
+from elastic_aio.store.limits import KEYS_AT_ONCE, OperationRefused, in_parts
 from elastic_aio.store.replies import ENCODER_OF, HelloReply, Pieces, RawChange, tagged
 from elastic_aio.store.server_link import FLUSH_SIZE, ConnectionServer, ServerLink
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
@@ -19,10 +19,6 @@ _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
 
 _STRANGER_BYTES: Final = 4096
 """Bytes that such a client may send in all."""
-
-
-_KEYS_AT_ONCE: Final = 2048
-"""Keys of one request that are read before other connections are served: a millisecond or two."""
 
 
 class Connection(ServerLink, Client):
@@ -200,8 +196,6 @@ class Connection(ServerLink, Client):
                 elif self._is_reading_keys:
                     self._backlog.extend(requests)
                     return
-                elif op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
-                    size = FLUSH_SIZE
             if size >= FLUSH_SIZE:
                 size = 0
                 if not self.flush():
@@ -274,7 +268,7 @@ class Connection(ServerLink, Client):
             self._server.keyspace.cancel(self, None)
             return replies.WAIT_CANCELED
         if op in (wire.MULTI_GET, wire.LIST_KEYS):
-            return self._read_few(op, argument, None)
+            return self._read_many(op, argument, None)
         client_handler = self._server.keyspace.client_handlers[op]
         assert client_handler is not None, op
         return client_handler(self, None, key, argument)
@@ -283,12 +277,11 @@ class Connection(ServerLink, Client):
         """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
-            self._watch(op, key, argument, tag)
-            return PENDING
-        if op == wire.LIST_KEYS:
-            return self._read_few(op, argument, tag)
-        if op == wire.GET_WHEN_SET and len(argument) > _KEYS_AT_ONCE:
-            return self._begin_reading(op, argument, tag, [])
+            return self._read_in_parts(self._read_watched(op, key, argument, tag), tag)
+        if op in (wire.MULTI_GET, wire.LIST_KEYS):
+            return self._read_many(op, argument, tag)
+        if op == wire.GET_WHEN_SET and len(argument) > KEYS_AT_ONCE:
+            return self._read_in_parts(self._read_values(op, argument, tag), tag)
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
@@ -316,18 +309,6 @@ class Connection(ServerLink, Client):
         server._rearm()
         return result
 
-    def _watch(self, op: int, key: bytes, last_revision: int, tag: int) -> None:
-        keyspace = self._server.keyspace
-        is_prefix = op == wire.WATCH_PREFIX
-        snapshot = keyspace.watch(self, tag, key, last_revision, is_prefix=is_prefix)
-        if len(snapshot.pairs) > _KEYS_AT_ONCE:
-            self._begin_reading(op, snapshot.pairs, tag, [replies.encode_head(op, snapshot)])
-            return
-        self._append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
-        if not snapshot.is_whole:
-            for change in keyspace.watches.since(self, tag, last_revision):
-                self._append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
-
     def _reply_hello(self, version: int) -> None:
         if self._is_tagged or version != wire.VERSION:
             raise WireError(f"sent a HELLO of version {version}")
@@ -338,47 +319,35 @@ class Connection(ServerLink, Client):
 
     # Many keys.
 
-    def _read_few(self, op: int, keys: Any, tag: int | None) -> Any:
-        """Return the result of a MULTI_GET or LIST_KEYS; PENDING if that is built in parts."""
-        keyspace, head = self._server.keyspace, []
+    def _read_many(self, op: int, keys: Any, tag: int | None) -> Any:
+        """Return the result of a MULTI_GET or LIST_KEYS; PENDING if that is read in parts."""
         if op == wire.LIST_KEYS:
-            keys = keyspace.list_keys()
-            head = [replies.encode_head(op, keys)]
-        if len(keys) > _KEYS_AT_ONCE:
-            return self._begin_reading(op, keys, tag, head)
-        return keys if op == wire.LIST_KEYS else keyspace.multi_get(b"", keys)
+            return self._read_in_parts(self._read_names(tag), tag)
+        if len(keys) > KEYS_AT_ONCE:
+            return self._read_in_parts(self._read_values(op, keys, tag), tag)
+        return self._server.keyspace.multi_get(b"", keys)
 
-    def _begin_reading(self, op: int, keys: Sequence[Any], tag: int | None, head: Pieces) -> object:
-        """Build the reply with many keys or values in parts, after `head`; later requests wait."""
+    def _read_in_parts(self, parts: Generator[int], tag: int | None) -> object:
+        """Carry out a request in parts, the last of which replies; later requests wait for it.
+
+        Each part yields the number of its keys.
+        """
         self._is_reading_keys = True
         self._transport.pause_reading()
-        self._server.loop.call_soon(self._read_keys, op, keys, tag, 0, head)
+        self._server.loop.call_soon(self._read_part, parts, tag)
         return PENDING
 
-    def _read_keys(
-        self, op: int, keys: Sequence[Any], tag: int | None, count: int, pieces: Pieces
-    ) -> None:
-        """Add what follows the first `count` keys, which `pieces` has; finally reply.
-
-        The values of a MULTI_GET or GET_WHEN_SET are read now; all others were when it came.
-        """
+    def _read_part(self, parts: Generator[int], tag: int | None) -> None:
+        """Carry out parts with `KEYS_AT_ONCE` keys in all."""
         if self.is_gone or self._transport.is_closing():
+            parts.close()
             return
-        keyspace, part = self._server.keyspace, keys[count : count + _KEYS_AT_ONCE]
+        count = 0
         try:
-            if op == wire.GET_WHEN_SET and not keyspace.have_values(part):
-                # They are waited for as a whole.
-                pieces = _pieces(op, keyspace.get_when_set(self, tag, b"", keys))
-            else:
-                if op in (wire.MULTI_GET, wire.GET_WHEN_SET):
-                    pieces += _pieces(op, keyspace.multi_get(b"", part))
-                    keyspace.check_reply(sum(map(len, pieces)))
-                else:
-                    pieces.append(replies.encode_items(op, part))
-                self._account_partial(sum(map(len, pieces)))
-                if count + len(part) < len(keys):
-                    following = count + len(part)
-                    self._server.loop.call_soon(self._read_keys, op, keys, tag, following, pieces)
+            for keys in parts:
+                count += keys
+                if count >= KEYS_AT_ONCE:
+                    self._server.loop.call_soon(self._read_part, parts, tag)
                     return
         except OperationRefused as error:
             if tag is None:
@@ -386,16 +355,62 @@ class Connection(ServerLink, Client):
                 self.drop(reason, is_graceful=True, is_refusal=True)
                 return
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
-        else:
-            if pieces:
-                is_watch = op in (wire.WATCH_KEY, wire.WATCH_PREFIX)
-                status = replies.NOTIFY if is_watch else replies.DONE
-                self._append(pieces if tag is None else tagged(tag, status, pieces))
         self._account_partial(0)
         self._is_reading_keys = False
         later, self._later = self._later, []
         self._append(later)
         self._resume()
+
+    def _read_names(self, tag: int | None) -> Generator[int]:
+        """Reply with the names of all keys at this moment."""
+        names = self._server.keyspace.list_keys()
+        pieces: Pieces = [replies.encode_head(wire.LIST_KEYS, names)]
+        for part in in_parts(names):
+            self._add(pieces, [replies.encode_items(wire.LIST_KEYS, part)])
+            yield len(part)
+        self._append(_reply(tag, replies.DONE, pieces))
+
+    def _read_values(self, op: int, keys: Sequence[bytes], tag: int | None) -> Generator[int]:
+        """Reply with the value that each key has when it is read."""
+        keyspace = self._server.keyspace
+        pieces: Pieces = []
+        for part in in_parts(keys):
+            if op == wire.GET_WHEN_SET and not keyspace.have_values(part):
+                keyspace.get_when_set(self, tag, b"", keys)  # they are waited for as a whole
+                return
+            encoded = ENCODER_OF[op](keyspace.multi_get(b"", part))
+            self._add(pieces, [encoded] if isinstance(encoded, bytes) else encoded)
+            yield len(part)
+        self._append(_reply(tag, replies.DONE, pieces))
+
+    def _read_watched(self, op: int, key: bytes, last_revision: int, tag: int) -> Generator[int]:
+        """Begin a watch; reply with its snapshot, or with the changes since `last_revision`."""
+        keyspace = self._server.keyspace
+        is_prefix = op == wire.WATCH_PREFIX
+        snapshot = yield from keyspace.watch_in_parts(
+            self, tag, key, last_revision, is_prefix=is_prefix
+        )
+        changes = () if snapshot.is_whole else keyspace.watches.since(self, tag, last_revision)
+        pieces: Pieces = [replies.encode_head(op, snapshot)]
+        try:
+            for part in in_parts(snapshot.pairs):
+                self._add(pieces, [replies.encode_items(op, part)])
+                yield len(part)
+        except OperationRefused:
+            keyspace.cancel(self, tag)
+            raise
+        self._append(_reply(tag, replies.NOTIFY, pieces))
+        for some in in_parts(changes):
+            for change in some:
+                self._append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
+            yield len(some)
+
+    def _add(self, pieces: Pieces, more: Pieces) -> None:
+        """Add to the parts of a reply; refuse one that is too large."""
+        pieces += more
+        size = sum(map(len, pieces))
+        self._server.keyspace.check_reply(size)
+        self._account_partial(size)
 
     # Hooks of the keyspace.
 
@@ -418,9 +433,5 @@ class Connection(ServerLink, Client):
         self._push(tagged(tag, replies.NOTIFY, b""))
 
 
-def _pieces(op: int, values: Any) -> Pieces:
-    """Return the parts of a reply with values; none while they are waited for."""
-    if values is PENDING:
-        return []
-    encoded = ENCODER_OF[op](values)
-    return [encoded] if isinstance(encoded, bytes) else encoded
+def _reply(tag: int | None, status: int, pieces: Pieces) -> bytes | Pieces:
+    return pieces if tag is None else tagged(tag, status, pieces)

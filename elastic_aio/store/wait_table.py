@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from elastic_aio.store.limits import WAIT, OperationRefused, Usage
-
-_ENDED_AT_ONCE: Final = 4096
-"""Keys of the waits of a client that is gone that end at once: a millisecond or two."""
+from elastic_aio.store.limits import KEYS_AT_ONCE, WAIT, OperationRefused, Usage
 
 # Modes of a waiter: what it is sent when it is done.
 WOKEN, VALUES, ITEM = range(3)
@@ -120,7 +117,7 @@ class WaitTable:
 
     def forget(self, client: WaitHolder) -> bool:
         """End some waits of a client that is gone; return whether it has more."""
-        left = _ENDED_AT_ONCE
+        left = KEYS_AT_ONCE
         while client.waits and left > 0:
             tag, waiter = client.waits.popitem()
             kept = max(0, len(waiter.keys) - left)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_aio.store.limits import TARGET, OperationRefused, Usage
-from elastic_aio.store.replies import RawChange, WatchSnapshot
+from elastic_aio.store.replies import CHANGE_SET, RawChange, WatchSnapshot
 
 LINGER: Final = 60.0
 """Seconds for which changes are recorded for a watch whose connection has ended."""
@@ -30,6 +30,23 @@ class Watcher:
     def on_change(self, tag: Any, change: RawChange) -> None:
         """A key of the watch `tag` has changed."""
         raise NotImplementedError
+
+
+class PresentPairs(Watcher):
+    """The pairs of a watched prefix while they are read in parts.
+
+    It has the present value of each key that has been read, or has changed since the watch began.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: dict[bytes, bytes] = {}
+
+    def on_change(self, tag: Any, change: RawChange) -> None:
+        if change.kind == CHANGE_SET:
+            self.pairs[change.key] = change.value
+        else:
+            self.pairs.pop(change.key, None)
 
 
 @dataclass(slots=True, eq=False, repr=False)

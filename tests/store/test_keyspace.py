@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -376,9 +377,6 @@ def test_replies_are_limited() -> None:
     keyspace.multi_set(b"", [(b"key/%d" % number, bytes(10)) for number in range(100)])
     with pytest.raises(OperationRefused, match="the limit is 1000 bytes"):
         keyspace.list_keys()
-    with pytest.raises(OperationRefused, match="the limit is 1000 bytes"):
-        keyspace.watch(client, 1, b"key/", -1, is_prefix=True)
-    assert not keyspace.watches.targets
     assert keyspace.get(b"k") == bytes(400)
     keyspace.append(b"k", bytes(2000))
     assert len(keyspace.get(b"k")) == 2400, "a single value has limits of its own"
@@ -477,7 +475,7 @@ def test_a_watch_continues_after_its_last_revision() -> None:
     keyspace.set(b"n/0", b"0")
     snapshot = keyspace.watch(watcher, "w", b"n/", -1, is_prefix=True)
     assert snapshot.is_whole
-    assert snapshot.pairs == ((b"n/0", b"0"),)
+    assert tuple(snapshot.pairs) == ((b"n/0", b"0"),)
     keyspace.set(b"n/1", b"1")
     keyspace.set(b"other", b"")
     [(_, first)] = watcher.take()
@@ -517,46 +515,65 @@ def test_a_watch_beyond_the_history_restarts() -> None:
         assert not keyspace.watch(again, 3, b"k", 3, is_prefix=False).is_whole
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["set", "delete"]), st.text("/ab", max_size=5))),
-    st.text("/ab", max_size=3),
-)
-def test_the_index_finds_the_keys_below_a_prefix(
-    operations: list[tuple[str, str]], prefix: str
+_OPERATIONS = st.lists(st.tuples(st.booleans(), st.text("/ab", min_size=1, max_size=3)))
+
+
+@given(_OPERATIONS, st.lists(_OPERATIONS), st.text("/ab", max_size=2))
+def test_a_watched_prefix_is_read_in_parts_while_it_changes(
+    before: list[tuple[bool, str]], between: list[list[tuple[bool, str]]], prefix: str
 ) -> None:
+    """The snapshot is that of its end, and the watch has every change after, once."""
     keyspace, client = Keyspace(), RecordingClient()
-    keyspace.watch(client, 0, b"x", -1, is_prefix=True)
-    values: dict[bytes, bytes] = {}
-    for operation, name in operations:
-        key = name.encode()
-        if operation == "set":
-            keyspace.multi_set(b"", [(key, b"1")])
-            values[key] = b"1"
+    state: dict[bytes, bytes] = {}
+    values = (b"%d" % number for number in itertools.count())
+
+    def apply(operations: list[tuple[bool, str]]) -> None:
+        for is_set, name in operations:
+            key = name.encode()
+            if is_set:
+                state[key] = next(values)
+                keyspace.set(key, state[key])
+            else:
+                state.pop(key, None)
+                keyspace.delete(key)
+
+    def watched() -> dict[bytes, bytes]:
+        return {key: value for key, value in state.items() if key.startswith(prefix.encode())}
+
+    apply(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_aio.store.limits.KEYS_AT_ONCE", 2)
+        parts = keyspace.watch_in_parts(client, 1, prefix.encode(), -1, is_prefix=True)
+        changes = iter(between)
+        while True:
+            try:
+                assert next(parts) <= 2
+            except StopIteration as end:
+                snapshot = end.value
+                break
+            apply(next(changes, []))
+    seen = dict(snapshot.pairs)
+    assert seen == watched()
+    assert not client.take()
+    for operations in changes:
+        apply(operations)
+    for _, change in client.take():
+        snapshot = snapshot._replace(revision=snapshot.revision + 1)
+        assert change.revision == snapshot.revision
+        if change.kind == CHANGE_SET:
+            assert seen.get(change.key) != change.value
+            seen[change.key] = change.value
         else:
-            keyspace.delete(key)
-            values.pop(key, None)
-    snapshot = keyspace.watch(client, 1, prefix.encode(), -1, is_prefix=True)
-    expected = {key: value for key, value in values.items() if key.startswith(prefix.encode())}
-    assert dict(snapshot.pairs) == expected
-    assert len(snapshot.pairs) == len(expected)
+            del seen[change.key]
+    assert seen == watched()
 
 
-class CountedKey(bytes):
-    """A key that counts the comparisons with a prefix."""
-
-    compared = 0
-
-    def startswith(self, *args: Any) -> bool:
-        CountedKey.compared += 1
-        return super().startswith(*args)
-
-
-def test_a_watch_of_a_prefix_looks_at_no_other_keys() -> None:
+def test_a_watch_that_is_given_up_leaves_nothing() -> None:
     keyspace, client = Keyspace(), RecordingClient()
-    keyspace.watch(client, 0, b"/t/", -1, is_prefix=True)
-    for number in range(1000):
-        keyspace.set(CountedKey(b"/other/%d" % number), b"")
-    keyspace.set(b"/t/a", b"1")
-    CountedKey.compared = 0
-    assert keyspace.watch(client, 1, b"/t/", -1, is_prefix=True).pairs == ((b"/t/a", b"1"),)
-    assert CountedKey.compared == 0
+    keyspace.multi_set(b"", [(b"%d" % number, b"") for number in range(5_000)])
+    before = occupied(keyspace)
+    parts = keyspace.watch_in_parts(client, 1, b"", -1, is_prefix=True)
+    assert next(parts) == 2048
+    parts.close()
+    assert not keyspace.watches.targets
+    assert occupied(keyspace) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -515,6 +516,82 @@ async def test_a_large_snapshot_is_encoded_in_parts(
         finally:
             await block.__aexit__(None, None, None)
     assert dropped == []
+
+
+async def test_changes_while_a_snapshot_is_read_are_in_it(
+    dropped: list[Dropped], encoded_at_once: list[int]
+) -> None:
+    items = {f"n/{number}": b"%d" % number for number in range(5_000)}
+    async with limited(dropped) as server, connect(server.endpoint) as store:
+        await store.multi_set(items)
+        block = store.watch("n/", is_prefix=True)
+        opening = asyncio.create_task(block.__aenter__())
+        while not server.keyspace.watches.targets:
+            await asyncio.sleep(0)
+        assert not encoded_at_once
+        for number in (7, 4_999):  # one that has been read, one that has not
+            server.keyspace.set(b"/n/%d" % number, b"changed")
+            server.keyspace.delete(b"/n/%d" % (number - 1))
+        server.keyspace.set(b"/n/new", b"")
+        watch = await opening
+        try:
+            changed = {"n/7": b"changed", "n/4999": b"changed", "n/new": b""}
+            expected = items | changed
+            del expected["n/6"], expected["n/4998"]
+            assert watch.present == expected
+            await store.set("n/last", "")
+            assert (await anext(watch)).key == "n/last"
+        finally:
+            await block.__aexit__(None, None, None)
+    assert dropped == []
+
+
+async def test_a_snapshot_is_limited(dropped: list[Dropped]) -> None:
+    """What is too large is refused, and leaves no watch."""
+    limits = KeyspaceLimits(reply=100_000)
+    async with limited(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
+        await store.multi_set({f"n/{number}": bytes(100) for number in range(3_000)})
+        with pytest.raises(StoreRefused, match="the limit is 100000 bytes"):
+            async with store.watch("n/", is_prefix=True):
+                pass
+        assert not server.keyspace.watches.targets
+        assert not server.buffers.size
+    assert dropped == []
+
+
+async def test_the_changes_of_a_continued_watch_are_sent_in_parts(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes that are made meanwhile follow them."""
+    numbers, encoded = [], itertools.count()
+    encode_change = replies.encode_change
+
+    def count(change: replies.RawChange) -> Any:
+        next(encoded)
+        return encode_change(change)
+
+    async with connected(server) as peer, connected(server) as other:
+        hello = struct.calcsize("<16s16s?")
+        for one in (peer, other):
+            one.send(encode(wire.HELLO, b"", wire.VERSION))
+            await one.receive(hello)
+        peer.send(encode(wire.WATCH_PREFIX, b"/n/", -1, 1))
+        await peer.receive(9 + 17)
+        for number in range(5_000):
+            server.keyspace.set(b"/n/%04d" % number, b"")
+        monkeypatch.setattr(replies, "encode_change", count)
+        other.send(encode(wire.WATCH_PREFIX, b"/n/", 0, 1))
+        while len(server.keyspace.watches.targets[b"/n/", True].watchers) < 2:
+            await asyncio.sleep(0)
+        assert next(encoded) <= 2048
+        server.keyspace.set(b"/n/later", b"")
+        await other.receive(9 + 17)
+        for _ in range(5_001):
+            _, _, size = struct.unpack("<IBI", await other.receive(9))
+            change = replies.decode_notification(await other.receive(size))
+            assert isinstance(change, replies.RawChange)
+            numbers.append(change.revision)
+    assert numbers == list(range(1, 5_002))
 
 
 async def test_the_waits_of_a_lost_client_end_in_parts(server: StoreServer) -> None:
