@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, Never, ParamSpec, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -296,6 +296,12 @@ async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()
+
+
+async def wait_forever() -> Never:
+    """Wait until the task is cancelled."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
 
 
 class Notifier:

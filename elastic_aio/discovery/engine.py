@@ -153,11 +153,6 @@ class EngineLocator:
             is_engine=True,
         )
 
-    async def wait_superseded(self, located: LocatedStore) -> str:
-        """Wait for ever: the engine is the only store of the job."""
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError(located)
-
     async def aclose(self) -> None:
         """Close the connections; 2 s at most.
 

@@ -36,13 +36,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Sequence
-from typing import Final
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.aio import run_shielded
+from elastic_aio.aio import run_shielded, wait_forever
 from elastic_aio.discovery.addresses import (
     is_loopback,
     is_loopback_name,
@@ -97,6 +98,7 @@ class LocatedStore(Struct, frozen=True):
         is_host: whether this process serves it.
         local_address: the address of this host on that connection.
         is_engine: whether no node serves it, and the keys of a job expire some time after its end.
+        wait_superseded: waits until the run is active at another endpoint; returns that endpoint.
     """
 
     store: RemoteStore | EngineStore
@@ -106,6 +108,7 @@ class LocatedStore(Struct, frozen=True):
     is_host: bool
     local_address: str
     is_engine: bool = False
+    wait_superseded: Callable[[], Coroutine[Any, Any, str]] = wait_forever
 
 
 class LocatedRemoteStore(LocatedStore, frozen=True):
@@ -208,27 +211,6 @@ class StoreLocator:
         """
         await run_shielded(self._close)
 
-    async def wait_superseded(self, located: LocatedStore) -> str:
-        """Wait until the run is active at another endpoint; return that endpoint.
-
-        For the process that serves `located`, which then abandons it and locates the
-        other.  It yields to an earlier endpoint at any time; to a later one only after
-        it was suspended for so long that the other nodes may have moved there.
-        """
-        while True:
-            was_suspended = await self._wait_next_look(located.index > 0)
-            others = [
-                one
-                for one in self._endpoints
-                if one.index < located.index or (was_suspended and one.index > located.index)
-            ]
-            async with asyncio.TaskGroup() as group:
-                looks = [group.create_task(self._has_active_run(one)) for one in others]
-            for endpoint, look in zip(others, looks, strict=True):
-                if look.result():
-                    self._is_superseded = True
-                    return endpoint.text
-
     # ----------------------------------------------------------------- locating
 
     async def _search(self, search: EndpointSearch) -> LocatedRemoteStore:
@@ -262,8 +244,15 @@ class StoreLocator:
             text = f"{text.rpartition(':')[0]}:{server.port}"
         address = _public_address(monitor, handshake.local_address)
         store = handshake.store
-        is_host = server is not None
-        return LocatedRemoteStore(store, store.instance, text, endpoint.index, is_host, address)
+        return LocatedRemoteStore(
+            store,
+            store.instance,
+            text,
+            endpoint.index,
+            is_host=server is not None,
+            local_address=address,
+            wait_superseded=functools.partial(self._wait_superseded, endpoint.index),
+        )
 
     async def _serve(self, search: EndpointSearch, index: int) -> LocatedRemoteStore | None:
         """Serve the store; None if that is impossible now."""
@@ -357,7 +346,28 @@ class StoreLocator:
                 f"{owner}, which this job cannot use: {error}"
             ) from None
 
-    # ------------------------------------------ while this process serves the store
+    # ------------------------------------------------ while the store is in use
+
+    async def _wait_superseded(self, index: int) -> str:
+        """Wait until the run is active at another endpoint than that of `index`; return it.
+
+        The process that serves the store, or leads there, yields to an earlier endpoint at any
+        time; to a later one only after it was suspended for so long that the other nodes may
+        have moved there.
+        """
+        while True:
+            was_suspended = await self._wait_next_look(index > 0)
+            others = [
+                one
+                for one in self._endpoints
+                if one.index < index or (was_suspended and one.index > index)
+            ]
+            async with asyncio.TaskGroup() as group:
+                looks = [group.create_task(self._has_active_run(one)) for one in others]
+            for endpoint, look in zip(others, looks, strict=True):
+                if look.result():
+                    self._is_superseded = True
+                    return endpoint.text
 
     def _on_pause(self, seconds: float) -> None:
         # The suspension is known only roughly; the others give up after an exact time.

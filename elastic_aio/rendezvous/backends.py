@@ -10,27 +10,18 @@ entry-point group `elastic_aio.rendezvous`::
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Final
 
 from elastic_aio.errors import SpecError
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import ENGINES
 
 ENTRY_POINTS: Final = "elastic_aio.rendezvous"
 
 _FIELD: Final = "rendezvous.backend"
 
-_BUILT_IN: Final = {
-    "c10d": "DynamicRendezvous",
-    "etcd": "DynamicRendezvous",
-    "etcd-v2": "DynamicRendezvous",
-    "redis": "DynamicRendezvous",
-    "static": "make_static",
-    "tcp": "DynamicRendezvous",
-    "valkey": "DynamicRendezvous",
-}
-"""Names in `elastic_aio.rendezvous.dynamic`, which is imported on first use."""
+_BUILT_IN: Final = ("c10d", "static", "tcp", *ENGINES)
 
 
 def make_rendezvous(spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
@@ -69,8 +60,9 @@ def _plug_ins() -> Any:
 
 def _factory(name: str) -> Any:
     if name in _BUILT_IN:
-        module = importlib.import_module("elastic_aio.rendezvous.dynamic")
-        return getattr(module, _BUILT_IN[name])
+        from elastic_aio.rendezvous.dynamic import DynamicRendezvous  # on first use
+
+        return DynamicRendezvous
     for entry in _plug_ins().select(name=name):
         try:
             return entry.load()

@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from elastic_aio.aio import create_task, random_bytes, run_shielded
+from elastic_aio.aio import Notifier, create_task, random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
@@ -34,7 +34,6 @@ from elastic_aio.node_events import (
     RoundWaiting,
 )
 from elastic_aio.outcome import EndCause
-from elastic_aio.rendezvous.barrier import Barrier
 from elastic_aio.rendezvous.base import (
     AgentPort,
     EndJob,
@@ -46,6 +45,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
+from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
 from elastic_aio.rendezvous.members import RoundSettings
@@ -54,7 +54,6 @@ from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
 from elastic_aio.store import Dropped
 
@@ -76,22 +75,8 @@ _REJOIN = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before the next attempt at a store that refuses this node, with a lease for example."""
 
 
-def make_static(
-    spec: LaunchSpec,
-    node: NodeInfo,
-    run_id: str,
-    agent: AgentPort,
-    network: StoreNetwork | None = None,
-) -> Rendezvous:
-    """Return a rendezvous of backend "static": every node is given its rank."""
-    rank = spec.rendezvous.node_rank or 0
-    settings = dataclasses.replace(spec.rendezvous, node_rank=rank, is_host=rank == 0)
-    spec = spec.replace(rendezvous=settings)
-    return DynamicRendezvous(spec, node, run_id, agent, network, fixed_ranks=True)
-
-
 class DynamicRendezvous(Rendezvous):
-    """One node's part in a rendezvous at a store; ranks are given in the order of arrival."""
+    """One node's part in a rendezvous at a store."""
 
     def __init__(
         self,
@@ -100,71 +85,69 @@ class DynamicRendezvous(Rendezvous):
         run_id: str,
         agent: AgentPort,
         network: StoreNetwork | None = None,
-        *,
-        fixed_ranks: bool = False,
     ) -> None:
         """Prepare; nothing is connected before `open`.
 
-        With `fixed_ranks`, `node_rank` is binding, and the workers use the nodes' own store.
         `network` is None for that of this host.
         """
-        self._spec = spec
+        settings = spec.rendezvous
+        is_static = settings.backend == "static"
+        if is_static:
+            rank = settings.node_rank or 0
+            settings = dataclasses.replace(settings, node_rank=rank, is_host=rank == 0)
+        self._settings = settings
         self._node = node
         self._agent = agent
-        self._locator = self._make_locator(run_id, network, is_exclusive=fixed_ranks)
-        nnodes = spec.nnodes
-        self._round_settings = _round_settings(spec, fixed_ranks=fixed_ranks)
+        self._run_id = run_id
+        self._locator = self._make_locator(network, is_exclusive=is_static)
+        self._round_settings = _round_settings(spec)
         self._member = Member(
+            # The name of the host makes it readable.
+            f"{node.name}.{node.pid}.{random_bytes(4).hex()}",
             MemberStatus(
                 serial=0,
                 node=node,
                 address="",
                 port=0,
-                preferred_rank=spec.rendezvous.node_rank,
-                minimum=nnodes.minimum,
-                maximum=nnodes.maximum,
+                preferred_rank=settings.node_rank,
+                minimum=spec.nnodes.minimum,
+                maximum=spec.nnodes.maximum,
                 policy=self._round_settings.policy,
                 stop_time=spec.stop.grace + spec.stop.reap_timeout,
-            )
+            ),
         )
+        self._hosts_worker_store = spec.host_store
         self._shares_store = self._round_settings.shared_store
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
-        self._run_id = run_id
-        # Unique among all members ever; the host's name makes it readable.
-        self._name = f"{node.name}.{node.pid}.{random_bytes(4).hex()}"
-        self._barrier = Barrier(self._member, spec.rendezvous.heartbeat_timeout)
+        self._other_runs = OtherRuns(settings, run_id, agent.on_event)
+        self._changed = Notifier()
+        """Of the member's status, and of the session."""
+        self._session: StoreSession | None = None
+        self._settled_at = 0.0
         self._attending: asyncio.Task[None] | None = None
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
-        self._refusals = 0
-        self._is_leaving = self._is_hurried = self._has_refused = False
+        self._leaves = 0
         self._draining: asyncio.Timeout | None = None
-        self._other_runs = OtherRuns(spec.rendezvous, run_id, agent.on_event)
+        self._has_refused = False
 
     def __repr__(self) -> str:
-        return f"<DynamicRendezvous {self._name}: {self._member!r}, {self._session or 'no store'}>"
-
-    @property
-    def _settings(self) -> RendezvousSpec:
-        return self._spec.rendezvous
-
-    @property
-    def _session(self) -> StoreSession | None:
-        return self._barrier.session
+        return f"<DynamicRendezvous {self._member!r}, {self._session or 'no store'}>"
 
     def _make_locator(
-        self, run_id: str, network: StoreNetwork | None, *, is_exclusive: bool
+        self, network: StoreNetwork | None, *, is_exclusive: bool
     ) -> StoreLocator | EngineLocator:
-        if self._settings.is_on_engine:
+        settings, run_id, on_wait = self._settings, self._run_id, self._on_store_awaited
+        if settings.is_on_engine:
             from elastic_aio.discovery.engine import EngineLocator
 
-            return EngineLocator(self._settings, run_id, on_wait=self._on_store_awaited)
+            return EngineLocator(settings, run_id, on_wait=on_wait)
         return StoreLocator(
-            self._settings,
+            settings,
             run_id,
             network,
             is_exclusive=is_exclusive,
-            on_wait=self._on_store_awaited,
+            on_wait=on_wait,
             on_drop=self._on_drop,
         )
 
@@ -175,21 +158,38 @@ class DynamicRendezvous(Rendezvous):
 
     def report(self, report: Report) -> None:
         self._member.report(report)
-        self._status_changed()
+        self._changed.notify_all()
 
     async def wait_unneeded(self) -> None:
-        """Wait until no other node runs workers, if this one serves a store to them."""
-        waited = self._settings.exit_barrier_timeout
-        await self._barrier.wait_unneeded(
-            lambda session: self._agent.on_event(session.waiting_event(waited))
-        )
+        """Wait until no other node runs workers, if this one serves a store to them.
+
+        While the store is lost, this node knows nothing of the others.  A node that lost the
+        same store comes to the next one within the time of a lease, or stops its workers.
+        """
+        is_reported = False
+        while (session := self._session) is not None or self._member.is_lead:
+            if session is None:
+                await self._changed.wait()
+                continue
+            if not (self._member.status.is_host or self._member.is_lead):
+                return
+            if not is_reported:
+                what = "other nodes' workers, which use the store of this node"
+                waited = self._settings.exit_barrier_timeout
+                self._agent.on_event(RoundWaiting(phase="barrier", what=what, waited=waited))
+                is_reported = True
+            left = self._settled_at - asyncio.get_running_loop().time()
+            if left <= 0 or not await self._changed.wait(left):
+                with contextlib.suppress(StoreError):
+                    await session.wait_alone()
+                    return
+                if session is self._session:
+                    await self._changed.wait()
 
     async def leave(self, why: str) -> None:
-        if self._is_leaving:
-            self._is_hurried = True
-            if self._draining is not None:
-                self._draining.reschedule(0.0)
-        self._is_leaving = True
+        self._leaves += 1
+        if self._draining is not None:
+            self._draining.reschedule(0.0)
         await run_shielded(self._leave)
 
     # ---------------------------------------------------------------- attending
@@ -210,7 +210,7 @@ class DynamicRendezvous(Rendezvous):
 
     async def _attend_stores(self, detector: FailureDetector) -> None:
         """Take part at one store after the other until the job is over."""
-        is_first = True
+        is_first, refusals = True, 0
         while True:
             try:
                 located = await self._locator.locate(is_first=is_first)
@@ -222,51 +222,51 @@ class DynamicRendezvous(Rendezvous):
                 self._agent.on_event(RendezvousStoreRecovered(endpoint=endpoint, is_host=is_host))
             is_first = False
             try:
-                why = await self._attend_store(located, detector)
+                session = self._begin_session(located, detector)
+                if session is None:
+                    return
+                why = await session.run()
             finally:
-                self._barrier.end()
+                self._session = None
+                loop = asyncio.get_running_loop()
+                self._settled_at = loop.time() + self._settings.heartbeat_timeout
+                self._changed.notify_all()
                 await self._locator.aclose()
             if self._member.has_ended:
                 return
             self._agent.on_event(RendezvousStoreLost(endpoint=endpoint, why=why))
-            self._start_grace(why, located.store.last_received_at)
+            if session.has_joined:
+                refusals = 0
+                self._start_grace(why, located.store.last_received_at)
             # The store is there, so the search alone would not wait.
-            if self._refusals > 1:
-                await asyncio.sleep(_REJOIN.delay(self._refusals - 2, random.random))
+            elif (refusals := refusals + 1) > 1:
+                await asyncio.sleep(_REJOIN.delay(refusals - 2, random.random))
 
-    async def _attend_store(self, located: LocatedStore, detector: FailureDetector) -> str:
-        """Take part at one store until it is lost; return the reason."""
+    def _begin_session(
+        self, located: LocatedStore, detector: FailureDetector
+    ) -> StoreSession | None:
+        """Return the session; None if there is no port for the workers."""
+        settings, run_id, member = self._settings, self._run_id, self._member
         host, port = parse_host_port("endpoint", located.endpoint)
-        address = host if self._shares_store else self._settings.local_addr or located.local_address
-        self._member.set_address(address, is_host=located.is_host)
+        address = host if self._shares_store else settings.local_addr or located.local_address
+        member.set_address(address, is_host=located.is_host)
         if self._shares_store:
-            self._member.set_port(port)
+            member.set_port(port)
         elif not self._reserve_port():
-            return "no port for the workers"
+            return None
         runner = CoordinatorRunner(
             self._round_settings,
             self._budget,
             self._agent,
             node=self._node,
-            run_id=self._run_id,
+            run_id=run_id,
             root=located.store if self._shares_store else None,
         )
-        self._refusals += 1
-        session = StoreSession(
-            located,
-            self._locator,
-            runner,
-            detector,
-            name=self._name,
-            run_id=self._run_id,
-            reuse=self._settings.reuse,
-            member=self._member,
-            ttl=self._settings.heartbeat_timeout,
-            perform=self._perform,
-            on_joined=self._on_joined,
-        )
-        self._barrier.begin(session)
-        return await session.run()
+        driver = self._perform, self._changed
+        election = Election(located, run_id, member, runner, detector, *driver)
+        self._session = StoreSession(located, settings, run_id, member, runner, election, *driver)
+        self._changed.notify_all()
+        return self._session
 
     def _perform(self, effects: Iterable[MemberEffect]) -> None:
         for effect in effects:
@@ -285,18 +285,17 @@ class DynamicRendezvous(Rendezvous):
                 case Event():
                     self._agent.on_event(effect)
                 case Probe():
-                    for former in self._probes:
-                        former.cancel()  # its result must not replace the newer one
-                    task = create_task(self._probe(effect), name=f"probe {effect.address}")
-                    self._probes.add(task)
-                    task.add_done_callback(self._probes.discard)
-        self._status_changed()
+                    if self._probing is not None:
+                        self._probing.cancel()  # its result must not replace the newer one
+                    probing = self._probe(effect)
+                    self._probing = create_task(probing, name=f"probe {effect.address}")
+        self._changed.notify_all()
 
     def _await_start(self, round: int, waited: float = 0.0) -> None:
         """Publish, and finally end, a wait for workers that the agent does not start."""
         status = self._member.status
         if (
-            self._is_leaving
+            self._leaves
             or status.round > round
             or round in (self._member.started_round, status.stopped_round)
         ):
@@ -323,10 +322,6 @@ class DynamicRendezvous(Rendezvous):
             return False
         return True
 
-    def _status_changed(self) -> None:
-        if self._session is not None:
-            self._session.status_changed()
-
     async def _probe(self, probe: Probe) -> None:
         """Connect to the address at which the workers would meet."""
         problem = ""
@@ -338,19 +333,20 @@ class DynamicRendezvous(Rendezvous):
             problem = f"no answer from {probe.address} within {PROBE_TIMEOUT:g} s"
         except OSError as error:
             # If worker 0 itself is to listen there, a refusal proves that the host is reached.
-            is_reached = isinstance(error, ConnectionRefusedError) and not self._spec.host_store
+            is_reached = isinstance(error, ConnectionRefusedError) and not self._hosts_worker_store
             problem = "" if is_reached else f"{probe.address}: {error.strerror or error}"
         except (ValueError, OverflowError) as error:  # an invalid name or port
             problem = f"{probe.address}: {error}"
         self._member.probed(probe.round, problem)
-        self._status_changed()
+        self._changed.notify_all()
 
     # ---------------------------------------------------------- without a store
 
     def _start_grace(self, why: str, last_received_at: float) -> None:
         """Keep the workers running until the other nodes may have replaced this one."""
+        self._stop_grace()
         grace = self._settings.store_grace
-        if self._grace is None and not (grace is None and self._settings.is_on_engine):
+        if grace is not None or not self._settings.is_on_engine:
             seconds = self._settings.heartbeat_timeout - FENCE if grace is None else grace
             reason = f"no store could be found for {seconds:g} s ({why})"
             loop = asyncio.get_running_loop()
@@ -367,27 +363,22 @@ class DynamicRendezvous(Rendezvous):
             self._has_refused = True
             self._agent.on_event(WorkerStoreRefused(peer=dropped.peer, why=dropped.reason))
 
-    def _on_joined(self) -> None:
-        self._refusals = 0
-        self._stop_grace()
-
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
-            self._grace = None
 
     def _isolate(self, why: str) -> None:
-        self._grace = None
-        self._perform(self._member.isolate(why))
+        if self._session is None or not self._session.has_joined:
+            self._perform(self._member.isolate(why))
 
     # ------------------------------------------------------------------ leaving
 
     async def _leave(self) -> None:
         self._stop_grace()
-        if self._session is not None and not self._is_hurried:
+        if self._session is not None and self._leaves == 1:
             await self._leave_session(self._session)
-        looking = self._other_runs.stop()
-        tasks = {*self._probes, *filter(None, (self._attending, looking))}
+        running = (self._probing, self._attending, self._other_runs.stop())
+        tasks = [task for task in running if task is not None]
         for task in tasks:
             if not task.cancelling():
                 task.cancel()
@@ -404,10 +395,13 @@ class DynamicRendezvous(Rendezvous):
         """Write the last status, and stay while other nodes need this one."""
         if not self._member.has_ended:
             self._member.leave()
-            self._status_changed()
+            self._changed.notify_all()
         with contextlib.suppress(TimeoutError, StoreError):
             async with asyncio.timeout(_LAST_STATUS_S):
-                await session.wait_status_written()
+                while session.written_serial < self._member.status.serial:
+                    if session is not self._session:
+                        break
+                    await self._changed.wait()
                 if self._member.has_succeeded and not self._member.has_ended:
                     await session.resign()
         if not self._member.has_ended:
@@ -429,17 +423,18 @@ def order_timeout(spec: LaunchSpec) -> float:
     return max(28.0, 2 * spec.rendezvous.heartbeat_timeout)
 
 
-def _round_settings(spec: LaunchSpec, *, fixed_ranks: bool) -> RoundSettings:
+def _round_settings(spec: LaunchSpec) -> RoundSettings:
     settings = spec.rendezvous
+    is_static = settings.backend == "static"
     return RoundSettings(
         minimum=spec.nnodes.minimum,
         maximum=spec.nnodes.maximum,
         join_timeout=settings.join_timeout,
         last_call_timeout=settings.last_call_timeout,
         keep_workers=settings.keep_workers,
-        fixed_ranks=fixed_ranks,
+        fixed_ranks=is_static,
         # Torch's own clients have no token and no TLS; worker 0 may want to host its store.
-        shared_store=fixed_ranks and not (settings.token or settings.tls) and spec.host_store,
+        shared_store=is_static and not (settings.token or settings.tls) and spec.host_store,
         overlap=settings.overlap,
         heartbeat_timeout=settings.heartbeat_timeout,
         fence=FENCE,

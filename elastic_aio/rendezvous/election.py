@@ -39,8 +39,10 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Never, TypeVar
 
-from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
+from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.errors import StoreLost
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
@@ -66,62 +68,58 @@ class Election:
 
     def __init__(
         self,
-        store: Store,
-        run_store: Store,
         located: LocatedStore,
-        runner: CoordinatorRunner,
+        run_id: str,
         member: Member,
+        runner: CoordinatorRunner,
         detector: FailureDetector,
-        *,
-        name: str,
         perform: Callable[[Iterable[MemberEffect]], None],
-        migrate: Callable[[], Coroutine[Any, Any, Never]],
+        changed: Notifier,
     ) -> None:
-        """Prepare.
+        """Prepare; `runner` coordinates while this member is the leader.
 
-        `runner` coordinates while this member is the leader, and `migrate` raises
-        `StoreError` once the leader must go to another store.  `store` has the prefix of
-        the run's generation and `run_store` that of the run; `name` is the unique name of
-        the member.
+        `changed` notifies of each change of the member's status.
         """
-        self._store = store
-        self._run_store = run_store
         self._located = located
-        self._runner = runner
+        self._run_id = run_id
         self._member = member
+        self._runner = runner
         self._detector = detector
-        self._name = name
         self._perform = perform
-        self._migrate = migrate
+        self._changed = changed
         self._engine = located.store if isinstance(located.store, EngineStore) else None
+        self._store: Store = located.store
         self._record = b""
-        self._is_placed = asyncio.Event()
         self.is_leader = False
 
-    async def run(self, records: Watch, lease: Lease) -> Never:
+    async def run(self, store: Store, lease: Lease, records: Watch) -> Never:
         """Campaign whenever there is no leader, and lead when elected.
 
-        `records` watches the key `coordinator`; `lease` is this member's.
+        `store` has the prefix of the run's generation, `lease` is this member's, and `records`
+        watches the key `coordinator`.
 
         Raises:
             StoreError: the store is lost, or the lease has ended.
         """
+        self._store = store
         present = records.present.get(_KEY)
         if present is None and not (self._located.is_host or self._located.is_engine):
             # The node that hosts the store has its head start.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOST_HEAD_START):
-                    present = (await anext(records)).value
+                    present = await _next_value(records)
         while True:
             leader = LeaderRecord.decode(present)
-            if leader is None or (leader.member == self._name and present != self._record):
+            if leader is None or (leader.member == self._member.name and present != self._record):
                 # No leader, no readable record, or one of this member's previous lease.
                 present = await self.campaign(lease, present or b"")
-            self.observe(present)
-            if present is not None and present == self._record:
-                present = await self.lead(lease, records)
+                leader = LeaderRecord.decode(present)
+            if leader is not None and leader.term:
+                self._perform(self._member.on_coordinator(leader.name, leader.term))
+            if leader is not None and present == self._record:
+                present = await self._lead(leader, lease, records)
             else:
-                present = await self._follow(present, lease, records)
+                present = await self._follow(leader, lease, records)
 
     async def campaign(self, lease: Lease, former: bytes) -> bytes:
         """Try to replace the record `former`; return the record that stands then."""
@@ -133,47 +131,45 @@ class Election:
         if self._engine is not None:
             detector = await self._detector.serve(self._member.status.address, lease)
         # Of the run, not of its generation: a node may still campaign in an ended one.
-        elected = self._new_record(await self._run_store.add("terms"), detector)
+        term = await self._located.store.add(f"{run_prefix(self._run_id)}/terms")
+        elected = self._new_record(term, detector)
         return await lease.compare_set(_KEY, candidate, elected)
 
-    def observe(self, present: bytes | None) -> None:
-        """Take the record that stands now: its leader may be another one."""
-        leader = LeaderRecord.decode(present)
-        if leader is not None and leader.term:
-            self._perform(self._member.on_coordinator(leader.name, leader.term))
+    async def migrate(self) -> Never:
+        """Abandon this store once an earlier endpoint has the active run.
 
-    async def lead(self, lease: Lease, records: Watch) -> bytes | None:
+        The next leader elected here does the same, so all members migrate one by one.
+
+        Raises:
+            StoreLost: always, then.
+        """
+        endpoint = await self._located.wait_superseded()
+        if self._member.has_ended:
+            # Other members may not have read the outcome yet; `drain` waits for them.
+            await wait_forever()
+        raise StoreLost(f"the others meet at {endpoint}")
+
+    async def _lead(self, record: LeaderRecord, lease: Lease, records: Watch) -> bytes | None:
         """Coordinate until deposed; return the record that stands then."""
-        leader = LeaderRecord.decode(self._record)
-        assert leader is not None
         self.is_leader = True
         try:
-            instance = self._located.instance
-            run = self._runner.run
-            work = [
-                run(self._store, lease, name=self._name, term=leader.term, instance=instance),
-                self._wait_deposed(records),
-            ]
-            if leader.detector is not None and self._engine is not None:
+            name, instance = self._member.name, self._located.instance
+            run = self._runner.run(
+                self._store, lease, name=name, term=record.term, instance=instance
+            )
+            work = [run, self._wait_deposed(records)]
+            if record.detector is not None and self._engine is not None:
                 work.append(self._detector.end_lost(self._engine, self._is_still_leader))
             if self._located.index and not self._located.is_host:
-                work.append(self._migrate())
+                work.append(self.migrate())
             return await first_result(work)
         finally:
             self.is_leader = False
 
-    async def resign(self) -> None:
-        """Wait until the coordinator, if it is this member, has acted on its departure.
-
-        The next coordinator cannot read the status of a member that has left; it learns
-        from the others that the member was done (`MembersDone`).
-        """
-        if self.is_leader:
-            await self._runner.departure_handled.wait()
-
-    async def _follow(self, present: bytes | None, lease: Lease, records: Watch) -> bytes | None:
+    async def _follow(
+        self, leader: LeaderRecord | None, lease: Lease, records: Watch
+    ) -> bytes | None:
         """Return the next record; until then, watch the process of another leader."""
-        leader = LeaderRecord.decode(present)
         work = [_next_value(records)]
         if leader is not None and leader.detector is not None and self._engine is not None:
             work.append(self._watch_leader(leader.detector, self._engine, lease))
@@ -181,20 +177,15 @@ class Election:
 
     async def _watch_leader(self, port: DetectorPort, engine: EngineStore, lease: Lease) -> Never:
         # While the round forms the leader has most to do.
-        self.status_changed()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PLACED_WITHIN):
-                await self._is_placed.wait()
+                while self._member.status.placement is None:
+                    await self._changed.wait()
         await self._detector.watch_leader(port, engine, lease)
-
-    def status_changed(self) -> None:
-        """Note whether the member is in a round."""
-        if self._member.status.placement is not None:
-            self._is_placed.set()
 
     def _new_record(self, term: int, detector: DetectorPort | None = None) -> bytes:
         name = self._member.status.node.name
-        self._record = encode(LeaderRecord(term, self._name, name, detector))
+        self._record = encode(LeaderRecord(term, self._member.name, name, detector))
         return self._record
 
     async def _is_still_leader(self) -> bool:

@@ -32,7 +32,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Never
 
-from elastic_aio.aio import random_bytes
+from elastic_aio.aio import random_bytes, wait_forever
 from elastic_aio.discovery.addresses import resolve, wildcard_addresses
 from elastic_aio.discovery.choice import RECONNECT_FOR
 from elastic_aio.discovery.network import StoreNetwork
@@ -134,8 +134,7 @@ class FailureDetector:
             # The leader may take this member for lost: then a write is refused.
             await asyncio.sleep(2 * LEASE_LINGER)
             await lease.set(f"d/{key}", b"")
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError
+        await wait_forever()
 
     async def _stay_connected(self, leader: DetectorPort, key: str) -> bool:
         """Connect to the leader until that is lost; return whether there was a connection."""

@@ -58,8 +58,9 @@ MemberEffect = Instruction | Event | Probe
 class Member:
     """One member; `status` is what it should have in the store now."""
 
-    def __init__(self, status: MemberStatus) -> None:
-        """Begin with a first status."""
+    def __init__(self, name: str, status: MemberStatus) -> None:
+        """Begin with a first status; `name` is unique among all members ever."""
+        self.name = name
         self.status = status
         self.job = ""
         """Which job it takes part in; empty before it does."""

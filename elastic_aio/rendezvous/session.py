@@ -14,18 +14,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Never
+from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
-from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_prefix, run_store
-from elastic_aio.discovery.locator import LocatedStore, StoreLocator
+from elastic_aio.aio import (
+    Notifier,
+    cancel_and_wait,
+    create_task,
+    monotonic_clock,
+    wait_forever,
+    wall_clock,
+)
+from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_store
+from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreError, StoreLost
-from elastic_aio.node_events import RoundWaiting
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election, first_result
-from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
@@ -35,123 +40,83 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
-
-if TYPE_CHECKING:
-    from elastic_aio.discovery.engine import EngineLocator
 
 
 class StoreSession:
-    """Takes part at one store until it is lost."""
+    """Takes part at one store until it is lost.
+
+    Attributes:
+        written_serial: that of the last status that is in the store; -1 before the first.
+    """
 
     def __init__(
         self,
         located: LocatedStore,
-        locator: StoreLocator | EngineLocator,
-        runner: CoordinatorRunner,
-        detector: FailureDetector,
-        *,
-        name: str,
+        spec: RendezvousSpec,
         run_id: str,
-        reuse: bool,
         member: Member,
-        ttl: float,
+        runner: CoordinatorRunner,
+        election: Election,
         perform: Callable[[Iterable[MemberEffect]], None],
-        on_joined: Callable[[], None],
+        changed: Notifier,
     ) -> None:
-        """Prepare.
-
-        `locator` finds the active run at other endpoints, `runner` coordinates while this
-        member is the leader, and `detector` notices losses at an engine.  `reuse` begins the
-        run again after its end.  The member counts as lost after `ttl` seconds without a
-        message.  `on_joined` is called when its first status has been written.
-        """
+        """Prepare; `changed` notifies of each change of the member's status."""
         self._located = located
-        self._locator = locator
-        self._runner = runner
-        self._detector = detector
-        self._name = name
+        self._spec = spec
         self._run_id = run_id
-        self._reuse = reuse
-        self._store: Store = located.store
         self._member = member
-        self._ttl = ttl
+        self._runner = runner
+        self._election = election
         self._perform = perform
-        self._on_joined = on_joined
-        self._changed = asyncio.Event()
-        self._written_serial = -1
-        self._is_written = asyncio.Event()
-        self._is_over = False
+        self._changed = changed
+        self._store: Store = located.store
+        self._own_key = f"t/{member.name}"
         self._is_draining = False
-        self._election: Election | None = None
+        self.written_serial = -1
 
     def __repr__(self) -> str:
         return f"<StoreSession at {self._located.endpoint}>"
 
-    def status_changed(self) -> None:
-        """Write the member's present status."""
-        self._changed.set()
-        if self._election is not None:
-            self._election.status_changed()
+    @property
+    def is_leader(self) -> bool:
+        """Whether the coordinator of the run is on this node."""
+        return self._election.is_leader
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether its first status is in the store."""
+        return self.written_serial >= 0
 
     async def run(self) -> str:
         """Take part until the store is lost; return the reason in one line.
 
         Cancellation: ends the session, and with it the member's lease.
         """
-        try:
-            return await self._run()
-        finally:
-            self._is_over = True
-            self._is_written.set()
-
-    async def _run(self) -> str:
         async with AsyncExitStack() as stack:
             try:
                 if not await self._enter_run():
                     return "the run has ended"
                 lease, orders, records, ends = await self._begin(stack)
-                self._election = Election(
-                    self._store,
-                    self._located.store.prefixed(run_prefix(self._run_id)),
-                    self._located,
-                    self._runner,
-                    self._member,
-                    self._detector,
-                    name=self._name,
-                    perform=self._perform,
-                    migrate=self._migrate,
-                )
                 work = [
                     self._write_statuses(lease),
                     self._follow_orders(orders),
-                    self._election.run(records, lease),
+                    self._election.run(self._store, lease, records),
                     self._watch_lease(lease),
                     self._follow_end(ends),
                 ]
                 if self._located.is_host:
-                    work.append(self._wait_superseded())
+                    work.append(self._election.migrate())
                 return await first_result(work)
             except StoreError as error:
                 # The part after the semicolon is for callers of store operations.
                 return str(error).partition("; ")[0]
 
-    async def _begin(self, stack: AsyncExitStack) -> tuple[Lease, Watch, Watch, Watch]:
-        """Begin the lease and the watches, at once: their requests are sent together."""
-        enter, store = stack.enter_async_context, self._store
-        lease = create_task(enter(store.lease(self._ttl, linger=LEASE_LINGER)))
-        orders = create_task(enter(store.watch(f"o/{self._name}")))
-        records = create_task(enter(store.watch("coordinator")))
-        ends = create_task(enter(store.watch("end")))
-        try:
-            return await asyncio.gather(lease, orders, records, ends)
-        finally:
-            await cancel_and_wait([lease, orders, records, ends])
-
     async def _enter_run(self) -> bool:
         """Find the generation to take part in; return False if the job is over."""
         store, member = self._located.store, self._member
-        record, end = await enter_run(store, self._run_id, job=member.job, reuse=self._reuse)
+        record, end = await enter_run(store, self._run_id, job=member.job, reuse=self._spec.reuse)
         if end is not None:
             self._perform(member.on_end(end.outcome))
             return False
@@ -159,45 +124,86 @@ class StoreSession:
         member.attend(self._located.instance + b"%d" % record.generation, record.job)
         return True
 
+    async def _begin(self, stack: AsyncExitStack) -> tuple[Lease, Watch, Watch, Watch]:
+        """Begin the lease and the watches, at once: their requests are sent together."""
+        enter, store = stack.enter_async_context, self._store
+        lease = create_task(enter(store.lease(self._spec.heartbeat_timeout, linger=LEASE_LINGER)))
+        orders = create_task(enter(store.watch(f"o/{self._member.name}")))
+        records = create_task(enter(store.watch("coordinator")))
+        ends = create_task(enter(store.watch("end")))
+        try:
+            return await asyncio.gather(lease, orders, records, ends)
+        finally:
+            await cancel_and_wait([lease, orders, records, ends])
+
+    # ---------------------------------------------------------------- its tasks
+
+    async def _write_statuses(self, lease: Lease) -> str:
+        while True:
+            now = wall_clock()
+            clock = now - monotonic_clock()
+            status = replace(self._member.status, sent_at=now, clock=clock)
+            try:
+                await lease.set(self._own_key, encode(status))
+            except StoreLost:
+                if not lease.is_alive:
+                    raise
+                continue  # the connection comes back, or the lease ends
+            self.written_serial = status.serial
+            self._changed.notify_all()
+            while self._member.status.serial == status.serial or self._is_draining:
+                await self._changed.wait()
+
+    async def _follow_orders(self, orders: Watch) -> str:
+        for text in orders.present.values():
+            self._on_order(text)
+        async for change in orders:
+            if change.value is not None:
+                self._on_order(change.value)
+        return "the orders have ended"
+
+    def _on_order(self, text: bytes) -> None:
+        try:
+            order = decode_order(text)
+        except MessageError:
+            return  # not written by a coordinator; its own order replaces it
+        if order.history is not None:
+            self._runner.budget.follow(order.history, asyncio.get_running_loop().time())
+        self._perform(self._member.on_order(order))
+
+    async def _watch_lease(self, lease: Lease) -> str:
+        await lease.wait_ended()
+        return "the lease of this node has ended"
+
     async def _follow_end(self, ends: Watch) -> Never:
         """Take the recorded end, which reaches members without an order too."""
-        while True:
-            if ends.present or (await anext(ends)).value is not None:
-                end = await read_end(self._store)
-                if end is not None:
-                    self._perform(self._member.on_end(end.outcome))
-                await asyncio.get_running_loop().create_future()
+        if not ends.present:
+            while (await anext(ends)).value is None:
+                pass
+        end = await read_end(self._store)
+        if end is not None:
+            self._perform(self._member.on_end(end.outcome))
+        await wait_forever()
 
-    async def wait_status_written(self) -> None:
-        """Wait until the present status has been written, or the session is over."""
-        while self._written_serial < self._member.status.serial and not self._is_over:
-            self._is_written.clear()
-            await self._is_written.wait()
+    # ----------------------------------------------------------------- its end
 
     async def resign(self) -> None:
-        """Let the coordinator record this member's success before its lease ends.
+        """Let the coordinator, if it is here, record this member's success before its lease ends.
+
+        The next coordinator cannot read the status of a member that has left; it learns
+        from the others that the member was done (`MembersDone`).
 
         Raises:
             StoreError: the store is lost.
         """
-        if self._election is not None and self._election.is_leader:
+        if self.is_leader:
             await self._delete_status()
-            await self._election.resign()
+        if self.is_leader:
+            await self._runner.departure_handled.wait()
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether the coordinator of the run is on this node."""
-        return self._election is not None and self._election.is_leader
-
-    @property
-    def serves_others(self) -> bool:
-        """Whether other nodes' workers use a store of this node: the job's, or a round's."""
-        return self._located.is_host or self._member.is_lead
-
-    def waiting_event(self, waited: float) -> RoundWaiting:
-        """Return the event that says for what `wait_alone` waits."""
-        what = "other nodes' workers, which use the store of this node"
-        return RoundWaiting(phase="barrier", what=what, waited=waited)
+    async def _delete_status(self) -> None:
+        self._is_draining = True
+        await self._store.delete(self._own_key)
 
     async def wait_alone(self) -> None:
         """Wait until no other member has workers in a round.
@@ -208,14 +214,13 @@ class StoreSession:
         Raises:
             StoreError: the store is lost.
         """
-        own = f"t/{self._name}"
         async with self._store.watch("t/", is_prefix=True) as statuses:
-            users = {key for key, text in statuses.present.items() if _has_workers(text)} - {own}
-            while users:
+            users = {key for key, text in statuses.present.items() if _has_workers(text)}
+            while users - {self._own_key}:
                 change = await anext(statuses)
                 if change.value is None or not _has_workers(change.value):
                     users.discard(change.key)
-                elif change.key != own:
+                else:
                     users.add(change.key)
 
     async def drain(self) -> None:
@@ -242,69 +247,6 @@ class StoreSession:
         if is_leader and not (self._located.is_host or self._located.is_engine):
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)
-
-    # ------------------------------------------------------------------ its tasks
-
-    async def _delete_status(self) -> None:
-        self._is_draining = True
-        await self._store.delete(f"t/{self._name}")
-
-    async def _write_statuses(self, lease: Lease) -> str:
-        while True:
-            now = wall_clock()
-            clock = now - monotonic_clock()
-            status = replace(self._member.status, sent_at=now, clock=clock)
-            try:
-                await lease.set(f"t/{self._name}", encode(status))
-            except StoreLost:
-                if not lease.is_alive:
-                    raise
-                continue  # the connection comes back, or the lease ends
-            if self._written_serial < 0:
-                self._on_joined()
-            self._written_serial = status.serial
-            self._is_written.set()
-            while self._member.status.serial == status.serial or self._is_draining:
-                await self._changed.wait()
-                self._changed.clear()
-
-    async def _follow_orders(self, orders: Watch) -> str:
-        for text in orders.present.values():
-            self._on_order(text)
-        async for change in orders:
-            if change.value is not None:
-                self._on_order(change.value)
-        return "the orders have ended"
-
-    def _on_order(self, text: bytes) -> None:
-        try:
-            order = decode_order(text)
-        except MessageError:
-            return  # not written by a coordinator; its own order replaces it
-        if order.history is not None:
-            self._runner.budget.follow(order.history, asyncio.get_running_loop().time())
-        self._perform(self._member.on_order(order))
-
-    async def _watch_lease(self, lease: Lease) -> str:
-        await lease.wait_ended()
-        return "the lease of this node has ended"
-
-    async def _wait_superseded(self) -> str:
-        endpoint = await self._locator.wait_superseded(self._located)
-        if self._member.has_ended:
-            # Other members may not have read the outcome yet; `drain` waits for them.
-            await asyncio.get_running_loop().create_future()
-        return f"the others meet at {endpoint}"
-
-    async def _migrate(self) -> Never:
-        """Abandon this store once an earlier endpoint has the active run.
-
-        The next leader elected here does the same, so all members migrate one by one.
-
-        Raises:
-            StoreLost: always, then.
-        """
-        raise StoreLost(await self._wait_superseded())
 
 
 def _has_workers(text: bytes) -> bool:

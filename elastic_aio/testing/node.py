@@ -35,7 +35,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.rendezvous.dynamic import DynamicRendezvous, make_static
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing.process import ProcessNetwork, SimProcess
@@ -223,9 +223,9 @@ class SimDriver(MultiNodeDriver):
     def _make_rendezvous(
         self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
     ) -> Rendezvous:
-        make = make_static if spec.rendezvous.backend == "static" else DynamicRendezvous
         network = ProcessNetwork(self._sim_node.process)
-        return make(spec, replace(node, pid=self._sim_node.number), run_id, agent, network)
+        node = replace(node, pid=self._sim_node.number)
+        return DynamicRendezvous(spec, node, run_id, agent, network)
 
     def on_instruction(self, instruction: Instruction) -> None:
         self._sim_node._on_instruction(instruction)

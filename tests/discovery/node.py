@@ -49,7 +49,7 @@ async def stay(
             emit(coordinates=True)
         ends = [asyncio.ensure_future(located.store.wait_lost())]
         if located.is_host:
-            ends.append(asyncio.ensure_future(locator.wait_superseded(located)))
+            ends.append(asyncio.ensure_future(located.wait_superseded()))
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ends:
             task.cancel()

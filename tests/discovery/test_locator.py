@@ -363,7 +363,7 @@ async def test_a_later_host_yields_to_an_earlier_one(
     locator = make_locator(endpoints, heartbeat_timeout=2.0)
     located = await locator.locate(is_first=False)
     assert (located.index, located.is_host) == (1, True)
-    waiting = asyncio.ensure_future(locator.wait_superseded(located))
+    waiting = asyncio.ensure_future(located.wait_superseded())
     async with StoreServer("127.0.0.1", port) as earlier:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.5):  # longer than it takes to look there

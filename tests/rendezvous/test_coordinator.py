@@ -135,7 +135,7 @@ def test_too_few_nodes_fail_after_the_join_timeout() -> None:
     """The reason names present, missing and refused nodes."""
     harness = CoordinatorHarness(RoundSettings(3, 3, join_timeout=600), "a", "b", "d")
     harness.lose("b")
-    harness.members["x"] = Member(status("x", RoundSettings(1, 8)))
+    harness.members["x"] = Member("x", status("x", RoundSettings(1, 8)))
     harness.done["x"] = []
     harness.settle(1)
     shown = harness.events(RoundForming)[-1]
@@ -173,7 +173,7 @@ def test_many_waiting_members_get_few_orders() -> None:
     harness = CoordinatorHarness(settings, "a")
     for number in range(1000):
         name = f"node{number}"
-        harness.members[name] = Member(status(name, settings))
+        harness.members[name] = Member(name, status(name, settings))
         harness.done[name] = []
         if number % 100 == 99:
             harness.settle(number / 100)
@@ -542,7 +542,7 @@ def test_a_success_in_a_round_that_the_others_have_replaced_is_none() -> None:
 
 def test_a_node_with_other_nnodes_is_rejected() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a")
-    harness.members["x"] = Member(status("x", RoundSettings(1, 2)))
+    harness.members["x"] = Member("x", status("x", RoundSettings(1, 2)))
     harness.done["x"] = []
     harness.settle()
     why = "it was started with --nnodes 1:2, the job with 2"
@@ -683,7 +683,7 @@ def test_a_coordinator_with_other_nnodes_takes_those_of_the_round() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
     harness.settings = RoundSettings(1, 8)
     harness.elect("x")
-    harness.members["x"] = Member(status("x", RoundSettings(1, 8)))
+    harness.members["x"] = Member("x", status("x", RoundSettings(1, 8)))
     harness.done["x"] = []
     harness.settle()
     assert harness.is_in(CoordinatorPhase.RUNNING)
@@ -1027,7 +1027,7 @@ def test_a_start_order_of_a_predecessor_is_dropped() -> None:
     assert harness.coordinator.round == 1
     ranks = harness.ranks
     # What the first one gave reaches b only now.
-    late = Member(harness.members["b"].status)
+    late = Member("late", harness.members["b"].status)
     assert orders["b"].placement.formed_by == "1.c@store"
     assert late.on_order(Order(1, 50, orders["b"])) == []
     assert ranks == {"a": 0, "b": 1}

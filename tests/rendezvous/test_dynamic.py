@@ -27,7 +27,7 @@ from elastic_aio.node_events import (
 from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous import session
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
-from elastic_aio.rendezvous.dynamic import DynamicRendezvous, make_static
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.store import KeyspaceLimits, RemoteStore, ServerLimits, StoreServer, connect, wire
@@ -535,7 +535,7 @@ async def test_garbage_in_the_store_stops_no_worker() -> None:
             ours = store.prefixed("elastic_aio/run/0")
             for text in (b"", b"\x00\xff", b"{}", b"[" * 100_000, b'{"serial":"x"}'):
                 await ours.set("t/stranger", text)
-                await ours.set(f"o/{a.rendezvous._name}", text)  # type: ignore[attr-defined]
+                await ours.set(f"o/{a.rendezvous._member.name}", text)  # type: ignore[attr-defined]
             order = await ours.get("o/stranger", timeout=10)
             assert b"cannot be read by this version" in order
             b = FakeAgent("b", spec)
@@ -578,9 +578,9 @@ async def test_static_ranks_are_binding() -> None:
     """The workers use the nodes' store; a second claimant of a rank waits for it."""
     endpoint = free_endpoint()
     spec = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1, 1)]
-    b = FakeAgent("b", spec[1], make=make_static)
-    twin = FakeAgent("twin", spec[2], make=make_static)
-    a = FakeAgent("a", spec[0], make=make_static)
+    b = FakeAgent("b", spec[1])
+    twin = FakeAgent("twin", spec[2])
+    a = FakeAgent("a", spec[0])
     async with present(b) as members:
         await asyncio.sleep(0.2)
         members.append(a)
@@ -603,7 +603,7 @@ async def test_what_the_shared_store_refuses_is_reported() -> None:
     """Once, by the node that serves it; workers use the nodes' own store with "static"."""
     endpoint = free_endpoint()
     specs = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1)]
-    a, b = (FakeAgent(f"{i}", one, make=make_static) for i, one in enumerate(specs))
+    a, b = (FakeAgent(f"{i}", one) for i, one in enumerate(specs))
     host, _, port = endpoint.rpartition(":")
     async with present(a, b):
         await a.wait_formed(2)
@@ -626,8 +626,8 @@ async def test_two_static_jobs_never_share_a_port() -> None:
     """Rank 0 of the second job names the port, its holder and its run; no key is touched."""
     endpoint = free_endpoint()
     specs = [job_spec(endpoint, "2", backend="static", node_rank=rank) for rank in (0, 1)]
-    x = [FakeAgent(f"x{i}", one, make=make_static, run_id="x") for i, one in enumerate(specs)]
-    y = [FakeAgent(f"y{i}", one, make=make_static, run_id="y") for i, one in enumerate(specs)]
+    x = [FakeAgent(f"x{i}", one, run_id="x") for i, one in enumerate(specs)]
+    y = [FakeAgent(f"y{i}", one, run_id="y") for i, one in enumerate(specs)]
     async with present(*x) as members, connect(endpoint) as store:
         for one in x:
             await one.wait_formed(2)
@@ -654,7 +654,7 @@ async def test_a_second_rank_0_of_one_run_is_refused() -> None:
     """Both jobs have the default run id of the command line."""
     endpoint = free_endpoint()
     spec = job_spec(endpoint, "2", backend="static", node_rank=0)
-    a, twin = (FakeAgent(name, spec, make=make_static) for name in ("a", "twin"))
+    a, twin = (FakeAgent(name, spec) for name in ("a", "twin"))
     async with present(a) as members:
         await a.wait_event(RoundForming)
         members.append(twin)
@@ -665,10 +665,7 @@ async def test_a_second_rank_0_of_one_run_is_refused() -> None:
 async def test_a_static_job_claims_a_store_that_no_node_serves() -> None:
     endpoint = free_endpoint()
     specs = [job_spec(endpoint, "1", backend="static", node_rank=0)] * 2
-    x, y = (
-        FakeAgent(name, one, make=make_static, run_id=name)
-        for name, one in zip("xy", specs, strict=True)
-    )
+    x, y = (FakeAgent(name, one, run_id=name) for name, one in zip("xy", specs, strict=True))
     server = StoreServer("127.0.0.1", int(endpoint.rpartition(":")[2]))
     async with server, present(x) as members:
         await x.wait_formed(1)
@@ -700,7 +697,6 @@ async def test_static_nodes_restart_with_a_clean_store() -> None:
         FakeAgent(
             name,
             job_spec(endpoint, "2", backend="static", node_rank=rank, max_restarts=1),
-            make=make_static,
         )
         for rank, name in enumerate("ab")
     ]
@@ -719,7 +715,7 @@ async def test_a_static_round_is_over_before_the_next_begins() -> None:
     """Slow workers would write into the store of the next round."""
     endpoint = free_endpoint()
     spec = [job_spec(endpoint, "3", backend="static", node_rank=rank) for rank in range(3)]
-    a, b, c = (FakeAgent(n, one, make=make_static) for n, one in zip("abc", spec, strict=True))
+    a, b, c = (FakeAgent(n, one) for n, one in zip("abc", spec, strict=True))
     async with present(a, b, c) as members, contextlib.AsyncExitStack() as stack:
         for one in members:
             await one.wait_formed(3)
@@ -728,7 +724,7 @@ async def test_a_static_round_is_over_before_the_next_begins() -> None:
         members.remove(c)
         await c.rendezvous.leave("enough")
         c.close()
-        again = FakeAgent("c", spec[2], make=make_static)
+        again = FakeAgent("c", spec[2])
         members.append(again)
         await again.rendezvous.open()
         await a.wait_until(lambda: [one for one in a.events if isinstance(one, NodeJoined)][3:])

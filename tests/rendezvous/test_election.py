@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Never, cast
 
 import pytest
 
-from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreRefused
 from elastic_aio.node_events import CoordinatorChanged
@@ -54,19 +53,11 @@ class Candidate:
         self.store = store
         self.led = led
         self.seen: list[int] = []
-        self.member = Member(status(name, RoundSettings(1, 4)))
+        self.member = Member(name, status(name, RoundSettings(1, 4)))
         located = LocatedStore(cast("Any", store), b"one", "x:1", 0, is_host, "x", is_engine)
         runner = cast("CoordinatorRunner", self)
         self.election = Election(
-            store,
-            store,
-            located,
-            runner,
-            self.member,
-            FailureDetector(),
-            name=name,
-            perform=self._perform,
-            migrate=cast("Callable[[], Coroutine[Any, Any, Never]]", None),
+            located, "run", self.member, runner, FailureDetector(), self._perform, Notifier()
         )
         self.leads = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -91,7 +82,7 @@ class Candidate:
         enter = self._stack.enter_async_context
         self.lease = await enter(self.store.lease(5))
         records = await enter(self.store.watch("coordinator"))
-        self.task = create_task(self.election.run(records, self.lease))
+        self.task = create_task(self.election.run(self.store, self.lease, records))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -49,7 +49,7 @@ class OrderedMember:
     """A member, with a coordinator that numbers its orders."""
 
     def __init__(self, *bodies: OrderBody) -> None:
-        self.member = Member(status("a", RoundSettings(1, 4)))
+        self.member = Member("a", status("a", RoundSettings(1, 4)))
         self.serial = 0
         for body in bodies:
             self.order(body)
@@ -260,7 +260,7 @@ def test_an_isolated_member_stops_its_workers() -> None:
 
 
 def test_every_change_has_a_new_serial() -> None:
-    member = Member(status("a", RoundSettings(1, 4)))
+    member = Member("a", status("a", RoundSettings(1, 4)))
     serials = [member.status.serial]
     member.set_address("b", is_host=True)
     serials.append(member.status.serial)

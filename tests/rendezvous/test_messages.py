@@ -132,7 +132,7 @@ def test_too_long_messages_are_not_decoded() -> None:
 def test_any_number_of_failures_fits(text: str) -> None:
     """With long texts, and with texts that JSON makes longer."""
     many = (huge(text),) * 100
-    member = Member(replace(PLAIN, placement=placement(2, 0)))
+    member = Member("a", replace(PLAIN, placement=placement(2, 0)))
     member.report(RoundStopped(3, many, permanent_reason=text * 100_000))
     decode_status(encode(member.status))
     cut = truncate_failures(many)

@@ -132,7 +132,7 @@ class CoordinatorHarness:
     def join(self, *names: str, **fields: object) -> None:
         """Add members, then let the coordinator decide."""
         for name in names:
-            member = self.members[name] = Member(status(name, self.settings, **fields))
+            member = self.members[name] = Member(name, status(name, self.settings, **fields))
             member.attend(self._store)
             self.done[name] = []
         self.settle()
