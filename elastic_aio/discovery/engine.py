@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from elastic_aio.aio import random_bytes, run_shielded
+from elastic_aio.aio import random_bytes
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
@@ -87,12 +87,10 @@ class EngineLocator:
         self._spec = spec
         self._run_id = run_id
         self._on_wait = on_wait
-        self._store: EngineStore | None = None
-        self._former: EngineStore | None = None
-        self._next: EngineStore | None = open_engine(spec, run_id)
+        self._store = open_engine(spec, run_id)
 
     def __repr__(self) -> str:
-        return f"<EngineLocator {self._spec.endpoint}: {self._store or 'not connected'}>"
+        return f"<EngineLocator {self._spec.endpoint}: {self._store}>"
 
     async def locate(self, *, is_first: bool) -> LocatedStore:
         """Connect to the engine.
@@ -112,11 +110,8 @@ class EngineLocator:
         notice = _NOTICE
         for attempt in itertools.count():
             await self.aclose()
-            self._store = self._next or open_engine(self._spec, self._run_id)
-            self._next = None
-            if self._former is not None:
-                self._store.continue_from(self._former)
-            self._former = self._store
+            former, self._store = self._store, open_engine(self._spec, self._run_id)
+            self._store.continue_from(former)
             left = end - loop.time()
             try:
                 return await self._open(self._store, min(notice, left))
@@ -158,9 +153,4 @@ class EngineLocator:
 
         Idempotent; safe to call again after cancellation.
         """
-        await run_shielded(self._close)
-
-    async def _close(self) -> None:
-        if self._store is not None:
-            await self._store.aclose()
-        self._store = None
+        await self._store.aclose()

@@ -41,7 +41,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from elastic_aio.aio import run_shielded, wait_forever
 from elastic_aio.discovery.addresses import (
@@ -51,15 +50,14 @@ from elastic_aio.discovery.addresses import (
     outbound_address,
     resolve,
 )
-from elastic_aio.discovery.choice import RECONNECT_FOR, ServeStore, UseStore, WaitUntil
+from elastic_aio.discovery.choice import EndpointState, ServeStore, UseStore, WaitUntil
 from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, claim_store
 from elastic_aio.discovery.monitor import (
-    DialOptions,
+    Dialer,
     Endpoint,
     EndpointMonitor,
     StoreHandshake,
     StoreNotFound,
-    dial_any,
 )
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
@@ -72,12 +70,6 @@ from elastic_aio.store.server import PAUSE_RESOLUTION
 
 _KEEPALIVE_TIMEOUT: Final = 60.0
 """Seconds without a TCP acknowledgement after which the server drops a client."""
-
-_TRANSLATED_TIMEOUT: Final = 1.0
-"""Seconds for this node's own server to answer it at an address that is not this host's: packets
-to it may be dropped.  The kernel drops none to an address of its own, so a late answer shows a
-busy host only.
-"""
 
 _OTHER_TIMEOUT: Final = 5.0
 """Seconds for another endpoint to answer while this node serves one."""
@@ -111,12 +103,6 @@ class LocatedStore(Struct, frozen=True):
     wait_superseded: Callable[[], Coroutine[Any, Any, str]] = wait_forever
 
 
-class LocatedRemoteStore(LocatedStore, frozen=True):
-    """One that a node serves, or a process of its own."""
-
-    store: RemoteStore
-
-
 class StoreLocator:
     """Locates the store of a job for one of its nodes.
 
@@ -145,17 +131,7 @@ class StoreLocator:
         """
         self._spec = spec
         self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
-        self._options = DialOptions(
-            token=spec.token,
-            peer_timeout=spec.heartbeat_timeout,
-            reconnect_for=RECONNECT_FOR,
-            run_id=run_id,
-            network=network or StoreNetwork(),
-            only_of=run_id if is_exclusive else "",
-            is_first_node=bool(spec.is_host),
-            has_choice=len(self._endpoints) > 1,
-            tls=spec.tls,
-        )
+        self._dialer = Dialer(spec, run_id, network or StoreNetwork(), is_exclusive=is_exclusive)
         if spec.tls is not None:
             _check_node(spec, [endpoint.host for endpoint in self._endpoints])
         self._on_wait, self._on_drop = on_wait, on_drop
@@ -168,7 +144,7 @@ class StoreLocator:
         state = self._server or self._store or "not connected"
         return f"<StoreLocator {self._spec.endpoint}: {state}>"
 
-    async def locate(self, *, is_first: bool) -> LocatedRemoteStore:
+    async def locate(self, *, is_first: bool) -> LocatedStore:
         """Connect to the job's store; serve it if there is none.
 
         Closes the store that was located before.
@@ -185,14 +161,9 @@ class StoreLocator:
                 node must serve the store, and another program has the port.
         """
         await self.aclose()
-        search = EndpointSearch(
-            self._endpoints,
-            self._options,
-            is_host=self._spec.is_host,
-            # While the run is active elsewhere, there is no hurry to serve another store.
-            is_first=is_first or self._is_superseded,
-            timeout=self._spec.read_timeout,
-        )
+        # While the run is active elsewhere, there is no hurry to serve another store.
+        is_first = is_first or self._is_superseded
+        search = EndpointSearch(self._endpoints, self._dialer, self._spec, is_first=is_first)
         try:
             try:
                 return await self._search(search)
@@ -213,7 +184,7 @@ class StoreLocator:
 
     # ----------------------------------------------------------------- locating
 
-    async def _search(self, search: EndpointSearch) -> LocatedRemoteStore:
+    async def _search(self, search: EndpointSearch) -> LocatedStore:
         while True:
             if search.is_notice_due() and not search.is_over:
                 self._on_wait(await search.explain(), search.time_left)
@@ -221,7 +192,7 @@ class StoreLocator:
                 case UseStore(index):
                     handshake = await search.monitors[index].take()
                     self._store = handshake.store  # closed if the claim is cancelled or fails
-                    if self._options.only_of:
+                    if self._dialer.is_exclusive:
                         await self._claim(search.monitors[index], handshake.store)
                     return self._located(search.monitors[index], handshake)
                 case _ if search.is_over:
@@ -236,7 +207,7 @@ class StoreLocator:
                 case WaitUntil(until):
                     await search.wait_changed(until)
 
-    def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedRemoteStore:
+    def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
         self._store, self._is_superseded = handshake.store, False
         endpoint, server = monitor.endpoint, self._server
         text = endpoint.text
@@ -244,7 +215,7 @@ class StoreLocator:
             text = f"{text.rpartition(':')[0]}:{server.port}"
         address = _public_address(monitor, handshake.local_address)
         store = handshake.store
-        return LocatedRemoteStore(
+        return LocatedStore(
             store,
             store.instance,
             text,
@@ -254,12 +225,12 @@ class StoreLocator:
             wait_superseded=functools.partial(self._wait_superseded, endpoint.index),
         )
 
-    async def _serve(self, search: EndpointSearch, index: int) -> LocatedRemoteStore | None:
+    async def _serve(self, search: EndpointSearch, index: int) -> LocatedStore | None:
         """Serve the store; None if that is impossible now."""
         monitor = search.monitors[index]
         addresses = search.addresses_to_bind(index)
         try:
-            sockets = self._options.network.listen(addresses, _KEEPALIVE_TIMEOUT)
+            sockets = self._dialer.network.listen(addresses, _KEEPALIVE_TIMEOUT)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and self._spec.is_host:
                 handshake = await self._dial_port_owner(monitor)
@@ -268,7 +239,7 @@ class StoreLocator:
             search.defer(index, f"cannot listen there: {error.strerror}")
             return None
         self._was_suspended.clear()
-        owner = StoreOwner(self._options.run_id, is_node=True)
+        owner = StoreOwner(self._dialer.run_id, is_node=True)
         self._server = server = StoreServer(
             listening=sockets,
             token=self._spec.token,
@@ -297,10 +268,10 @@ class StoreLocator:
             DiscoveryError: it belongs to another run.
         """
         try:
-            owner = await claim_store(store, self._options.run_id)
+            owner = await claim_store(store, self._dialer.run_id)
         except StoreError:
             return  # the loss of the store is noticed by its user
-        if why := self._options.objection(owner):
+        if why := self._dialer.objection(owner):
             raise DiscoveryError(f"cannot use the store at {monitor.endpoint.text}: {why}")
 
     async def _dial_own(
@@ -313,15 +284,17 @@ class StoreLocator:
         """
         port, host = server.port, monitor.endpoint.host
         addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
-        options = replace(self._options.for_host(host), only_of="")
+        # An address of another host that has not even refused a connection drops the packets.
+        if is_wildcard and monitor.state is EndpointState.UNKNOWN:
+            addresses = []
+        dialer = Dialer(self._spec, self._dialer.run_id, self._dialer.network)
         try:
-            async with asyncio.timeout(_TRANSLATED_TIMEOUT if is_wildcard else None):
-                handshake = await dial_any(addresses, options)
-        except (StoreNotFound, TimeoutError):
+            handshake = await dialer.dial(host, addresses)
+        except StoreNotFound:
             if not is_wildcard:
                 raise
             # Others reach it by a translated address, which may not work from this host.
-            handshake = await dial_any(loopback_addresses(port), options)
+            handshake = await dialer.dial(host, loopback_addresses(port))
         if handshake.store.instance != server.instance:
             await handshake.store.aclose()
             raise StoreNotFound("another store answers there", was_accepted=True)
@@ -336,11 +309,11 @@ class StoreLocator:
         port = monitor.endpoint.port
         try:
             addresses = (*monitor.addresses, *loopback_addresses(port))
-            return await dial_any(addresses, self._options.for_host(monitor.endpoint.host))
+            return await self._dialer.dial(monitor.endpoint.host, addresses)
         except StoreNotFound as error:
             if not error.was_accepted:
                 return None
-            owner = await self._options.network.port_owner(port) or "another program"
+            owner = await self._dialer.network.port_owner(port) or "another program"
             raise DiscoveryError(
                 f"cannot serve the store at {monitor.endpoint.text}: port {port} is in use by "
                 f"{owner}, which this job cannot use: {error}"
@@ -371,14 +344,14 @@ class StoreLocator:
 
     def _on_pause(self, seconds: float) -> None:
         # The suspension is known only roughly; the others give up after an exact time.
-        if seconds + PAUSE_RESOLUTION >= self._options.reply_timeout:
+        if seconds + PAUSE_RESOLUTION >= self._dialer.reply_timeout:
             self._was_suspended.set()
 
     async def _wait_next_look(self, is_later: bool) -> bool:
         """Wait until other endpoints must be tried; return whether we were suspended."""
         try:
             # There is no notification of a server that begins to listen: poll.
-            async with asyncio.timeout(self._options.peer_timeout if is_later else None):
+            async with asyncio.timeout(self._spec.heartbeat_timeout if is_later else None):
                 await self._was_suspended.wait()
         except TimeoutError:
             return False
@@ -390,7 +363,7 @@ class StoreLocator:
         try:
             async with asyncio.timeout(_OTHER_TIMEOUT):
                 addresses = await resolve(endpoint.host, endpoint.port)
-                handshake = await dial_any(addresses, self._options.for_host(endpoint.host))
+                handshake = await self._dialer.dial(endpoint.host, addresses)
         except (StoreNotFound, OSError):  # a TimeoutError is an OSError
             return False
         instance = handshake.store.instance

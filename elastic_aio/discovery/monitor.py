@@ -7,20 +7,19 @@ import contextlib
 import errno
 import itertools
 import random
-import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
-from elastic_aio.discovery.choice import FENCE, EndpointState
+from elastic_aio.discovery.choice import FENCE, RECONNECT_FOR, EndpointState
 from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, read_end, read_run, run_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import RemoteStore, connect
@@ -80,51 +79,11 @@ class Endpoint(Struct, frozen=True):
         return cls(index, text, *parse_host_port("endpoint", text, at_least=0))
 
 
-class DialOptions(Struct, frozen=True):
-    """How to connect to a store.
-
-    The store is lost after `peer_timeout` seconds without an answer.  When only the
-    connection is lost, it is re-established for `reconnect_for` seconds.  `run_id` names
-    the run, and `network` makes the sockets.  A store that belongs to another run is refused
-    if `only_of` names a run; with `is_first_node`, also one that another node serves.  With
-    `has_choice` there are several endpoints, and the one where the run is active is used.
-    """
-
-    token: str | None
-    peer_timeout: float
-    reconnect_for: float
-    run_id: str
-    network: StoreNetwork
-    only_of: str = ""
-    is_first_node: bool = False
-    has_choice: bool = True
-    tls: TlsSpec | None = None
-
-    def for_host(self, host: str) -> DialOptions:
-        """Return the options for a store at `host`, whose certificate must have that name."""
-        return self if self.tls is None else replace(self, tls=self.tls.for_host(host))
-
-    def objection(self, owner: StoreOwner) -> str:
-        """Return why a store with this owner must not be used; empty if it may."""
-        if not self.only_of:
-            return ""
-        if owner.run_id != self.only_of:
-            return f"it belongs to the run {owner.run_id!r}"
-        if self.is_first_node and owner.is_node:
-            return f"another node of rank 0 serves the run {owner.run_id!r} there"
-        return ""
-
-    @property
-    def reply_timeout(self) -> float:
-        """Seconds without an answer after which a connection is given up."""
-        return self.peer_timeout - self.reconnect_for - FENCE
-
-
 class StoreHandshake(Struct, frozen=True):
     """A connected store.
 
     `local_address` is the address of this host on that connection; `has_run` is whether
-    this run is active there, if there is a choice of endpoints.
+    the run of the `Dialer` is active there, if there is a choice of endpoints.
     """
 
     store: RemoteStore
@@ -146,30 +105,107 @@ class StoreNotFound(Exception):
         self.is_refusal = is_refusal
 
 
-async def dial_any(addresses: Sequence[Address], options: DialOptions) -> StoreHandshake:
-    """Return the first store that answers at one of `addresses`.
+class Dialer:
+    """Connects a node of a run to stores.
 
-    It has 2 s to accept a connection, and then 8 s, or `options.reply_timeout` if less.
-
-    All addresses are dialled at once, so that one that drops packets delays no other.
-    The caller closes the store.
-
-    Cancellation: leaves nothing open.
-
-    Raises:
-        StoreNotFound: no store answers.
+    With `is_exclusive` a store that belongs to another run is refused; by the first node, also
+    one that another node serves.
     """
-    if not addresses:
-        raise StoreNotFound("its name has no address")
-    dialled = addresses[:_ADDRESSES_MAX]
-    tasks = [create_task(_handshake(one, options)) for one in dialled]
-    try:
-        best = await _first_handshake(tasks)
-        await run_shielded(lambda: _discard(tasks, best))
-    except BaseException:  # a cancellation too: no connection stays open
-        await run_shielded(lambda: _discard(tasks, None))
-        raise
-    return best
+
+    def __init__(
+        self,
+        spec: RendezvousSpec,
+        run_id: str,
+        network: StoreNetwork,
+        *,
+        is_exclusive: bool = False,
+    ) -> None:
+        """Prepare; `network` makes the sockets."""
+        self.run_id = run_id
+        self.network = network
+        self.is_exclusive = is_exclusive
+        self._spec = spec
+        self._has_choice = len(spec.endpoints) > 1
+
+    @property
+    def reply_timeout(self) -> float:
+        """Seconds without an answer after which a connection is given up."""
+        return self._spec.heartbeat_timeout - RECONNECT_FOR - FENCE
+
+    def objection(self, owner: StoreOwner) -> str:
+        """Return why a store with this owner must not be used; empty if it may."""
+        if not self.is_exclusive:
+            return ""
+        if owner.run_id != self.run_id:
+            return f"it belongs to the run {owner.run_id!r}"
+        if self._spec.is_host and owner.is_node:
+            return f"another node of rank 0 serves the run {owner.run_id!r} there"
+        return ""
+
+    async def dial(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
+        """Return the first store that answers at one of the `addresses` of `host`.
+
+        It has 2 s to accept a connection, and then 8 s, or `reply_timeout` if less.
+
+        All addresses are dialled at once, so that one that drops packets delays no other.
+        The caller closes the store.
+
+        Cancellation: leaves nothing open.
+
+        Raises:
+            StoreNotFound: no store answers.
+        """
+        if not addresses:
+            raise StoreNotFound("its name has no address")
+        # The certificate must have the name of the host.
+        tls = None if self._spec.tls is None else self._spec.tls.for_host(host)
+        tasks = [create_task(self._handshake(one, tls)) for one in addresses[:_ADDRESSES_MAX]]
+        try:
+            best = await _first_handshake(tasks)
+            await run_shielded(lambda: _discard(tasks, best))
+        except BaseException:  # a cancellation too: no connection stays open
+            await run_shielded(lambda: _discard(tasks, None))
+            raise
+        return best
+
+    async def _handshake(self, address: Address, tls: TlsSpec | None) -> StoreHandshake:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT):
+                sock = await self.network.dial(address)
+        except OSError as error:
+            number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
+            reason = _REASONS.get(number or 0) or error.strerror or str(error)
+            raise StoreNotFound(reason) from None
+        local_address = str(sock.getsockname()[0])
+        store = connect(
+            format_endpoint(address[1]),
+            reply_timeout=self.reply_timeout,
+            reconnect_for=RECONNECT_FOR,
+            peer_timeout=self._spec.heartbeat_timeout,
+            token=self._spec.token,
+            tls=tls,
+            ping_when_idle=True,
+            survive_server_restart=False,
+        )
+        try:
+            async with asyncio.timeout(min(_REPLY_TIMEOUT, self.reply_timeout)):
+                await store.connect_over(sock)
+                if not store.has_extensions:
+                    why = "it is a plain TCPStore, which has no leases"
+                    raise StoreNotFound(why, was_accepted=True)
+                has_run = self._has_choice and await _has_active_run(store, self.run_id)
+                owner = await store.peek(OWNER_KEY) if self.is_exclusive else None
+                if owner and (why := self.objection(StoreOwner.decode(owner))):
+                    raise StoreNotFound(why, was_accepted=True)
+        except BaseException as error:  # a cancellation too: no connection stays open
+            await store.aclose()
+            if isinstance(error, TimeoutError):
+                raise StoreNotFound(_SILENT, was_accepted=True) from None
+            if isinstance(error, StoreError):
+                is_refusal = isinstance(error, StoreRefused)
+                raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
+            raise
+        return StoreHandshake(store, local_address, has_run)
 
 
 async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> StoreHandshake:
@@ -196,42 +232,6 @@ async def _discard(
         await task.result().store.aclose()
 
 
-async def _handshake(address: Address, options: DialOptions) -> StoreHandshake:
-    store = connect(
-        format_endpoint(address[1]),
-        reply_timeout=options.reply_timeout,
-        reconnect_for=options.reconnect_for,
-        peer_timeout=options.peer_timeout,
-        token=options.token,
-        tls=options.tls,
-        ping_when_idle=True,
-        survive_server_restart=False,
-    )
-    try:
-        sock = await _dial(address, options.network)
-        local_address = str(sock.getsockname()[0])
-        async with asyncio.timeout(min(_REPLY_TIMEOUT, options.reply_timeout)):
-            await store.connect_over(sock)
-            if not store.has_extensions:
-                why = "it is a plain TCPStore, which has no leases"
-                raise StoreNotFound(why, was_accepted=True)
-            has_run = options.has_choice and await _has_active_run(store, options.run_id)
-            owner = await store.peek(OWNER_KEY) if options.only_of else None
-            if owner and (why := options.objection(StoreOwner.decode(owner))):
-                raise StoreNotFound(why, was_accepted=True)
-    except TimeoutError:
-        await store.aclose()
-        raise StoreNotFound(_SILENT, was_accepted=True) from None
-    except StoreError as error:
-        await store.aclose()
-        is_refusal = isinstance(error, StoreRefused)
-        raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
-    except BaseException:  # a cancellation too: no connection stays open
-        await store.aclose()
-        raise
-    return StoreHandshake(store, local_address, has_run)
-
-
 async def _has_active_run(store: RemoteStore, run_id: str) -> bool:
     """Return whether a coordinator leads the run there."""
     record = await read_run(store, run_id)
@@ -242,28 +242,13 @@ async def _has_active_run(store: RemoteStore, run_id: str) -> bool:
     return leader is not None and end is None
 
 
-async def _dial(address: Address, network: StoreNetwork) -> socket.socket:
-    try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT):
-            return await network.dial(address)
-    except OSError as error:
-        raise StoreNotFound(_reason(error)) from None
-
-
-def _reason(error: OSError) -> str:
-    number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
-    return _REASONS.get(number or 0) or error.strerror or str(error)
-
-
 class EndpointMonitor:
     """Dials one endpoint repeatedly until there is a store.
 
     Must be closed.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, options: DialOptions, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, dialer: Dialer, on_change: Callable[[], None]) -> None:
         """Begin; `on_change` is called when `state` has changed."""
         self.endpoint = endpoint
         self.addresses: tuple[Address, ...] = ()
@@ -275,7 +260,7 @@ class EndpointMonitor:
         self.is_refused = False
         """Whether that is a refusal, which trying again soon does not change."""
         self._handshake: StoreHandshake | None = None
-        self._options = options.for_host(endpoint.host)
+        self._dialer = dialer
         self._on_change = on_change
         self._retry = asyncio.Event()
         self._resolved_at = 0.0
@@ -334,7 +319,7 @@ class EndpointMonitor:
         # The attempt goes on: its answer may be on the way.
         silent = asyncio.get_running_loop().call_later(_SILENT_AFTER, self._set_no_store, _SILENT)
         try:
-            self._handshake = await dial_any(self.addresses, self._options)
+            self._handshake = await self._dialer.dial(self.endpoint.host, self.addresses)
         except StoreNotFound as error:
             self._set_no_store(str(error), is_refused=error.is_refusal)
             return
@@ -366,5 +351,5 @@ class EndpointMonitor:
             self._set_no_store(f"its name is unknown: {error.strerror or error}")
         finally:
             late.cancel()
-        self.own_addresses = tuple(filter(self._options.network.is_local, self.addresses))
+        self.own_addresses = tuple(filter(self._dialer.network.is_local, self.addresses))
         self._resolved_at = loop.time()

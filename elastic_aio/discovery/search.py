@@ -12,7 +12,8 @@ from typing import Final
 from elastic_aio.aio import run_shielded
 from elastic_aio.discovery.addresses import is_loopback, is_loopback_name, wildcard_addresses
 from elastic_aio.discovery.choice import Choice, choose_endpoint, endpoint_turn, search_grace
-from elastic_aio.discovery.monitor import DialOptions, Endpoint, EndpointMonitor
+from elastic_aio.discovery.monitor import Dialer, Endpoint, EndpointMonitor
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store.sockets import Address
 
@@ -34,29 +35,27 @@ class EndpointSearch:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        options: DialOptions,
+        dialer: Dialer,
+        spec: RendezvousSpec,
         *,
-        is_host: bool | None,
         is_first: bool,
-        timeout: float,
     ) -> None:
-        """Begin; see `StoreLocator.locate` and `RendezvousSpec` for the arguments."""
+        """Begin; see `StoreLocator.locate` for the arguments."""
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._changed = asyncio.Event()
-        self._is_host = is_host
-        self._network = options.network
+        self._is_host = spec.is_host
+        self._timeout = timeout = spec.read_timeout
+        self._network = dialer.network
         self._grace = search_grace(is_first=is_first, timeout=timeout)
         self._turns = [
             endpoint_turn(index, is_first=is_first, timeout=timeout)
             for index in range(len(endpoints))
         ]
-        self._timeout = timeout
         self._refusals: dict[int, str] = {}
         self._deferrals = 0
-        self._notice_at = _NOTICE
-        self._is_refusal_noticed = False
-        self.monitors = [EndpointMonitor(one, options, self._changed.set) for one in endpoints]
+        self._noticed: set[bool] = set()
+        self.monitors = [EndpointMonitor(one, dialer, self._changed.set) for one in endpoints]
 
     @property
     def elapsed(self) -> float:
@@ -71,7 +70,7 @@ class EndpointSearch:
     @property
     def is_over(self) -> bool:
         """Whether the timeout has passed."""
-        return self.elapsed >= self._timeout
+        return self.time_left <= 0
 
     def choice(self) -> Choice:
         """Return what to do now."""
@@ -115,18 +114,24 @@ class EndpointSearch:
             self.monitors[index].retry_now()
 
     def is_notice_due(self) -> bool:
-        """Return whether the search has taken so long that it must be reported; once."""
-        is_refused = any(monitor.is_refused for monitor in self.monitors)
-        if is_refused and not self._is_refusal_noticed:
-            self._notice_at = min(self._notice_at, _NOTICE_REFUSED)
-            # A refusal is reported even if the search has been already.
-            is_due = self.elapsed >= _NOTICE_REFUSED
-            self._is_refusal_noticed = is_due
-        else:
-            is_due = self.elapsed >= self._notice_at
+        """Return whether the search has taken so long that it must be reported.
+
+        That is once, and once more for a refusal that comes later.
+        """
+        is_due = self.elapsed >= self._notice_at
         if is_due:
-            self._notice_at = math.inf
+            self._noticed |= {False, self._is_refused}
         return is_due
+
+    @property
+    def _notice_at(self) -> float:
+        if self._is_refused in self._noticed:
+            return math.inf
+        return _NOTICE_REFUSED if self._is_refused else _NOTICE
+
+    @property
+    def _is_refused(self) -> bool:
+        return any(monitor.is_refused for monitor in self.monitors)
 
     async def explain(self) -> str:
         """Return in one line why no endpoint can be used."""

@@ -14,8 +14,9 @@ import time
 from typing import Any
 
 from elastic_aio.discovery.keys import enter_run
-from elastic_aio.discovery.locator import DiscoveryError, LocatedRemoteStore, StoreLocator
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.store import RemoteStore
 
 
 async def locate_stores(locator: StoreLocator, run_id: str, *, coordinates: bool) -> None:
@@ -38,7 +39,7 @@ async def locate_stores(locator: StoreLocator, run_id: str, *, coordinates: bool
 
 
 async def stay(
-    locator: StoreLocator, located: LocatedRemoteStore, run_id: str, *, coordinates: bool
+    locator: StoreLocator, located: LocatedStore, run_id: str, *, coordinates: bool
 ) -> str:
     """Stay until the store is lost or superseded; return the reason."""
     async with contextlib.AsyncExitStack() as stack:
@@ -47,6 +48,7 @@ async def stay(
             await enter_run(located.store, run_id, job="", reuse=False)
             await lease.set(f"elastic_aio/{run_id}/0/coordinator", "me")
             emit(coordinates=True)
+        assert isinstance(located.store, RemoteStore)
         ends = [asyncio.ensure_future(located.store.wait_lost())]
         if located.is_host:
             ends.append(asyncio.ensure_future(located.wait_superseded()))

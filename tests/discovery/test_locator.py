@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from elastic_aio.aio import wait_forever
 from elastic_aio.discovery import monitor, search
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.keys import enter_run
@@ -20,7 +21,7 @@ from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLoc
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.store import Dropped, StoreServer, connect
+from elastic_aio.store import Dropped, RemoteStore, StoreServer, connect
 from elastic_aio.store.sockets import Address
 from tests.discovery.conftest import RUN, MakeLocator, StartNode
 from tests.support.chaos import ChaosProxy
@@ -75,6 +76,7 @@ async def test_one_serves_and_the_other_joins(
     assert (first.is_host, second.is_host) == (True, False)
     assert first.endpoint == second.endpoint == endpoint
     assert first.index == second.index == 0
+    assert isinstance(first.store, RemoteStore)
     assert first.store.has_extensions
     assert await are_together(first, second)
     for located in (first, second):
@@ -100,7 +102,7 @@ async def test_a_name_with_a_loopback_address_is_served_on_all_interfaces(
     assert located.local_address == "192.0.2.7"
     # 127.0.0.3 stands for the address under which others know the machine.
     async with connect(f"127.0.0.3:{port}", timeout=5) as store:
-        assert store.instance == located.store.instance
+        assert store.instance == located.instance
 
 
 async def test_port_0_is_for_the_node_that_serves(make_locator: MakeLocator) -> None:
@@ -109,7 +111,7 @@ async def test_port_0_is_for_the_node_that_serves(make_locator: MakeLocator) -> 
     host, _, port = located.endpoint.rpartition(":")
     assert host == "localhost"
     async with connect(f"127.0.0.1:{port}", timeout=5) as store:
-        assert store.instance == located.store.instance
+        assert store.instance == located.instance
     with pytest.raises(DiscoveryError, match="localhost:0: port 0 is known only to the node"):
         await make_locator("localhost:0", is_host=False, read_timeout=0.2).locate(is_first=True)
 
@@ -157,16 +159,35 @@ async def test_a_node_that_may_not_serve_waits(make_locator: MakeLocator) -> Non
 async def test_a_host_behind_a_translated_address(make_locator: MakeLocator) -> None:
     """It serves on all interfaces, though the address is not its own."""
     port = free_port()
-    # An unassigned address (RFC 5737): packets to it are dropped.
+    # An unassigned address (RFC 5737): packets to it are dropped, or it is unreachable.
     located = await make_locator(f"203.0.113.9:{port}", is_host=True).locate(is_first=True)
     assert located.is_host
     assert located.endpoint == f"203.0.113.9:{port}"
     async with connect(f"127.0.0.2:{port}", timeout=5) as store:
-        assert store.instance == located.store.instance
+        assert store.instance == located.instance
     # Another process of this host finds the port in use.
     neighbour = await make_locator(f"203.0.113.9:{port}", is_host=True).locate(is_first=True)
     assert not neighbour.is_host
     assert await are_together(located, neighbour)
+
+
+async def test_a_translated_address_that_drops_packets_is_waited_for_once(
+    make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the search, and not again once this node serves."""
+    dial, dropped = StoreNetwork.dial, list[str]()
+
+    async def drop(self: StoreNetwork, address: Address) -> socket.socket:
+        if address[1][0] == "203.0.113.9":
+            dropped.append(address[1][0])
+            await wait_forever()
+        return await dial(self, address)
+
+    monkeypatch.setattr(StoreNetwork, "dial", drop)
+    monkeypatch.setattr("elastic_aio.discovery.choice._FIRST_GRACE", 0.1)
+    locator = make_locator(f"203.0.113.9:{free_port()}", is_host=True)
+    assert (await locator.locate(is_first=True)).is_host
+    assert len(dropped) == 1
 
 
 @pytest.mark.parametrize(
@@ -496,8 +517,9 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
+        dialer = monitor.Dialer(RendezvousSpec(), RUN, StoreNetwork())
         with pytest.raises(monitor.StoreNotFound, match="refused"):
-            await monitor._dial((socket.AF_INET, ("127.0.0.1", port)), StoreNetwork())
+            await dialer.dial("127.0.0.1", [(socket.AF_INET, ("127.0.0.1", port))])
 
 
 @pytest.mark.slow
@@ -530,11 +552,10 @@ async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
         proxy.delay = 0.2
         changed = asyncio.Event()
-        options = monitor.DialOptions(
-            token=None, peer_timeout=30.0, reconnect_for=0.25, run_id=RUN, network=StoreNetwork()
-        )
+        spec = RendezvousSpec(endpoint=proxy.endpoint, heartbeat_timeout=30.0)
+        dialer = monitor.Dialer(spec, RUN, StoreNetwork())
         watched = monitor.EndpointMonitor(
-            monitor.Endpoint.parse(0, proxy.endpoint), options, changed.set
+            monitor.Endpoint.parse(0, proxy.endpoint), dialer, changed.set
         )
         try:
             while not states or states[-1][0] is not EndpointState.STORE:

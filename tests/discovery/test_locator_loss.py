@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.discovery.keys import enter_run
-from elastic_aio.discovery.locator import LocatedRemoteStore, StoreLocator
+from elastic_aio.discovery.locator import LocatedStore, StoreLocator
+from elastic_aio.store import RemoteStore
 from tests.discovery.conftest import RUN, MakeLocator, Node, StartNode
 from tests.support.netns import Network
 from tests.support.sockets import free_port
 
 
 async def meet_again(
-    locator: StoreLocator, located: LocatedRemoteStore
-) -> tuple[str, LocatedRemoteStore, float]:
+    locator: StoreLocator, located: LocatedStore
+) -> tuple[str, LocatedStore, float]:
     """Wait for the loss and locate another store; return reason, store and loop time."""
+    assert isinstance(located.store, RemoteStore)
     why = await located.store.wait_lost()
     again = await locator.locate(is_first=False)
     return why, again, time.monotonic()
@@ -88,8 +90,9 @@ async def test_a_suspended_host_of_the_only_endpoint_is_kept(
     await host.wait_printed("endpoint")
     locator = make_locator(endpoint, heartbeat_timeout=2.0)
     located = await locator.locate(is_first=True)
-    instance = located.store.instance
+    instance = located.instance
     host.send(signal.SIGSTOP)
+    assert isinstance(located.store, RemoteStore)
     await located.store.wait_lost()
     finding = asyncio.ensure_future(locator.locate(is_first=False))
     await asyncio.sleep(0.5)  # let it try
@@ -97,7 +100,7 @@ async def test_a_suspended_host_of_the_only_endpoint_is_kept(
     host.send(signal.SIGCONT)
     again = await finding
     assert not again.is_host
-    assert again.store.instance == instance
+    assert again.instance == instance
 
 
 @pytest.mark.slow
