@@ -32,17 +32,7 @@ def read_end(path: str, size: int) -> bytes:
     Raises:
         OSError: it cannot be read.
     """
-    descriptor = open_log(path)
-    try:
-        end = os.fstat(descriptor).st_size
-        start = max(0, end - size)
-        begin = _first_line(descriptor, start, end)
-        data = os.pread(descriptor, size, begin)
-    finally:
-        os.close(descriptor)
-    if begin != start or not start:
-        return data
-    return data[data.find(b"\n") + 1 :] or data
+    return _read_tail(path, size)[1]
 
 
 def last_lines(path: str, count: int) -> int:
@@ -53,19 +43,27 @@ def last_lines(path: str, count: int) -> int:
     Raises:
         OSError: it cannot be read.
     """
-    descriptor = open_log(path)
-    try:
-        end = os.fstat(descriptor).st_size
-        start = _first_line(descriptor, max(0, end - _LINES_MAX), end)
-        tail = os.pread(descriptor, end - start, start)
-    finally:
-        os.close(descriptor)
+    start, tail = _read_tail(path, _LINES_MAX)
     position = len(tail) - tail.endswith(b"\n")
     for _ in range(count):
         position = tail.rfind(b"\n", 0, position)
         if position < 0:
             return start
     return start + (position + 1 if count else len(tail))
+
+
+def _read_tail(path: str, size: int) -> tuple[int, bytes]:
+    """Return the position of the end of a file that `read_end` returns, and the end itself."""
+    descriptor = open_log(path)
+    try:
+        end = os.fstat(descriptor).st_size
+        start = max(0, end - size)
+        begin = _first_line(descriptor, start, end)
+        tail = os.pread(descriptor, end - begin, begin)
+    finally:
+        os.close(descriptor)
+    cut = tail.find(b"\n") + 1 if begin == start > 0 else 0
+    return (begin + cut, tail[cut:]) if cut < len(tail) else (begin, tail)
 
 
 def _first_line(descriptor: int, start: int, end: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.logs import file_end
 from elastic_aio.logs.file_end import last_lines, read_end
 from elastic_aio.logs.trimmer import free_range
 
@@ -37,6 +38,14 @@ def test_the_end(size: int, shown: bytes, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\ntwo\n")
     assert read_end(str(path), size) == shown
+
+
+def test_the_last_lines_begin_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if more are wanted than are looked for."""
+    monkeypatch.setattr(file_end, "_LINES_MAX", 7)
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntwo\n")
+    assert last_lines(str(path), 9) == 4
 
 
 @pytest.mark.parametrize("size", [14_000, 1 << 20])
