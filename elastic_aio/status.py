@@ -63,6 +63,8 @@ class WorkerStatus(Struct, frozen=True):
     """Its last step; empty without one."""
     step_since: float | None = None
     """Unix seconds at which that step began."""
+    rss_bytes: int | None = None
+    """Bytes of memory that are resident now; None unless it runs and `usage` was asked for."""
 
 
 class JobStatus(Struct, frozen=True, kw_only=True):

@@ -68,6 +68,7 @@ def format_metrics(status: StatusTracker, now: float, workers: Sequence[WorkerSt
 def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
     """Return what is known of single workers; those of the next attempt begin at zero."""
     usages = [(_rank(one), one.usage) for one in workers if one.usage is not None]
+    resident = [(_rank(one), one.rss_bytes) for one in workers if one.rss_bytes is not None]
     beats = [(_rank(one), one.heartbeat) for one in workers if one.heartbeat is not None]
     steps = [(_rank(one), one.step_since) for one in workers if one.step_since is not None]
     numbers = [(_rank(one), found) for one in workers if (found := _STEP.match(one.step))]
@@ -77,6 +78,12 @@ def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
             "counter",
             "CPU time of a worker and its reaped children.",
             [(labels, usage.user_s + usage.system_s) for labels, usage in usages],
+        ),
+        _family(
+            "worker_resident_memory_bytes",
+            "gauge",
+            "Resident memory of a worker.",
+            resident,
         ),
         _family(
             "worker_max_rss_bytes",

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from elastic_aio.outcome import ResourceUsage
-from elastic_aio.status import JobStatus
+from elastic_aio.status import JobStatus, WorkerStatus
 
 # The number of waitid(2).  Elsewhere the usage is not known.
 _WAITID: Final = {"x86_64": 247, "aarch64": 95, "riscv64": 95, "ppc64le": 272, "s390x": 281}
@@ -55,10 +55,11 @@ def peek_usage(descriptor: int) -> ResourceUsage | None:
     )
 
 
-def read_usage(pid: int) -> ResourceUsage | None:
+def read_usage(pid: int) -> tuple[ResourceUsage, int] | None:
     """Return what a running process has used so far, by itself and by reaped children.
 
-    None if there is no such process.
+    The number is that of the bytes of memory which are resident now.  None if there is no such
+    process.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
@@ -71,26 +72,33 @@ def read_usage(pid: int) -> ResourceUsage | None:
     numbers = [int(word) for word in stat.rpartition(b")")[2].split()[1:]]
     minor, child_minor, major, child_major, user, system, child_user, child_system = numbers[6:14]
     named = dict(
-        line.split(b":", 1) for line in lines if line.startswith((b"VmHWM", b"vol", b"nonv"))
+        line.split(b":", 1)
+        for line in lines
+        if line.startswith((b"VmHWM", b"VmRSS", b"vol", b"nonv"))
     )
     ticks = os.sysconf("SC_CLK_TCK")
-    return ResourceUsage(
+    peak, resident = (
+        int(named.get(key, b"0 kB").split()[0]) * 1024 for key in (b"VmHWM", b"VmRSS")
+    )
+    usage = ResourceUsage(
         user_s=(user + child_user) / ticks,
         system_s=(system + child_system) / ticks,
-        max_rss_bytes=int(named.get(b"VmHWM", b"0 kB").split()[0]) * 1024,
+        max_rss_bytes=peak,
         minor_faults=minor + child_minor,
         major_faults=major + child_major,
         voluntary_switches=int(named.get(b"voluntary_ctxt_switches", 0)),
         involuntary_switches=int(named.get(b"nonvoluntary_ctxt_switches", 0)),
     )
+    return usage, resident
 
 
 def with_usage(status: JobStatus) -> JobStatus:
     """Return a status with the usage of the workers that run on this host."""
-    return replace(
-        status,
-        workers=tuple(
-            replace(worker, usage=read_usage(worker.pid)) if worker.state == "running" else worker
-            for worker in status.workers
-        ),
-    )
+    return replace(status, workers=tuple(map(_worker_with_usage, status.workers)))
+
+
+def _worker_with_usage(worker: WorkerStatus) -> WorkerStatus:
+    if worker.state != "running":
+        return worker
+    usage, resident = read_usage(worker.pid) or (None, None)
+    return replace(worker, usage=usage, rss_bytes=resident)

@@ -53,11 +53,14 @@ async def test_the_status_of_a_running_job(tmp_path: Path) -> None:
             assert worker.usage is not None
             assert worker.usage.max_rss_bytes > 1 << 18
             assert worker.usage.minor_faults > 0
+            assert worker.rss_bytes is not None
+            assert 1 << 18 < worker.rss_bytes <= worker.usage.max_rss_bytes
         assert agent.status(usage=False).workers[0].usage is None
         await agent.stop()
         ended = agent.status()
         assert (ended.phase, ended.has_ended, agent.pids()) == ("stopped", True, {})
         assert all(worker.usage is not None for worker in ended.workers)
+        assert all(worker.rss_bytes is None for worker in ended.workers)
         with pytest.raises(JobStopped) as caught:
             await agent.wait()
     assert caught.value.result.goodput.productive == pytest.approx(ended.goodput.productive)

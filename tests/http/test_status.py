@@ -213,6 +213,7 @@ def test_the_page_of_a_node() -> None:
         "stderr_path": None,
         "step": "",
         "step_since": None,
+        "rss_bytes": None,
     }
     assert page["goodput"] == {"productive": 7.0, "restarting": 0.0, "waiting": 2.0}
 
@@ -240,7 +241,9 @@ def test_metrics_are_open_metrics() -> None:
     status = status_after(*RUNNING, failed(5.0))
     usage = ResourceUsage(1.5, 0.25, 4096, 0, 0, 0, 0)
     workers = (
-        WorkerStatus(0, 0, 1, usage=usage, heartbeat=6.5, step="17/1000", step_since=2.0),
+        WorkerStatus(
+            0, 0, 1, usage=usage, heartbeat=6.5, step="17/1000", step_since=2.0, rss_bytes=2048
+        ),
         WorkerStatus(3, 1, 2, usage=usage, heartbeat=8.0, step="epoch 2", step_since=8.0),
         WorkerStatus(4, 2, 3),
     )
@@ -261,6 +264,7 @@ def test_metrics_are_open_metrics() -> None:
     for sample in (
         'worker_cpu_seconds_total{rank="3",local_rank="1"} 1.750',
         'worker_max_rss_bytes{rank="0",local_rank="0"} 4096',
+        'worker_resident_memory_bytes{rank="0",local_rank="0"} 2048',
         'worker_heartbeat_age_seconds{rank="0",local_rank="0"} 0.500',
         'worker_heartbeat_age_seconds{rank="3",local_rank="1"} 0.000',
         'worker_progress_age_seconds{rank="0",local_rank="0"} 5.000',
