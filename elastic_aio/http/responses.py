@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
+from elastic_aio.stacks import format_ranks
 from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
 from elastic_aio.text import jsonable
 
@@ -143,7 +144,17 @@ def _page(
             return 200, _json(present), "application/json"
         case "/":
             return 200, page, _HTML
-    return 404, f"the pages are {_PATHS}\n", _TEXT
+    return 404, _not_found(path, status), _TEXT
+
+
+def _not_found(path: str, status: StatusTracker) -> str:
+    match path.split("/"):
+        case ["", "logs", rank, ("stdout" | "stderr") as stream] if rank.isdecimal():
+            if int(rank[:9]) in status.workers:
+                return f"{stream} of rank {int(rank[:9])} is in no file (see --tee, --redirects)\n"
+            known = format_ranks(status.workers) or "none"
+            return f"no worker of this node has rank {rank[:9]}; it has: {known}\n"
+    return f"the pages are {_PATHS}\n"
 
 
 def log_path(path: str, status: StatusTracker) -> str | None:

@@ -302,6 +302,12 @@ async def test_logs(server: StatusServer, tmp_path: Path) -> None:
     assert LOG_MAX - 20 < len(body) <= LOG_MAX
     for path in ("/logs/3/stderr", "/logs/0/stdout", "/logs/3/../3/stdout", "/logs//etc/passwd"):
         assert (await ask(server, get(path))).startswith(b"HTTP/1.1 404 ")
+    assert (await ask(server, get("/logs/7/stdout"))).endswith(
+        b"\r\n\r\nno worker of this node has rank 7; it has: 3\n"
+    )
+    assert (await ask(server, get("/logs/3/stderr"))).endswith(
+        b"\r\n\r\nstderr of rank 3 is in no file (see --tee, --redirects)\n"
+    )
     log.unlink()
     assert b"no such file" in (await ask(server, get("/logs/3/stdout"))).lower()
 
