@@ -196,7 +196,7 @@ def _job_started(event: events.JobStarted) -> str:
     workers = counted(event.nproc_per_node, "worker")
     nodes = f", one of {event.nnodes} nodes".replace(":", " to ") if event.nnodes != "1" else ""
     losses = f", node losses at most {event.node_losses}" if event.node_losses else ""
-    logs = f"logs in {event.log_dir}" if event.log_dir else "no log files"
+    logs = f"logs in {event.log_dir}" if event.log_dir else "no logs unless it fails"
     return (
         f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node}{nodes},"
         f" {counted(event.max_restarts, 'restart')}{losses}, {logs}"

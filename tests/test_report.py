@@ -258,7 +258,7 @@ EVENTS: list[tuple[Event, int, str]] = [
             agent_pid=1,
         ),
         Level.WARNING,
-        "run r: 1 worker of x on box, 0 restarts, no log files",
+        "run r: 1 worker of x on box, 0 restarts, no logs unless it fails",
     ),
     (
         JobStarted(
@@ -271,7 +271,7 @@ EVENTS: list[tuple[Event, int, str]] = [
             agent_pid=1,
         ),
         Level.WARNING,
-        "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, no log files",
+        "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, no logs unless it fails",
     ),
     (WorkerStarted(rank=1, local_rank=1, pid=7), Level.INFO, "rank 1 started (pid 7)"),
     (

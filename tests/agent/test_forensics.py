@@ -112,7 +112,8 @@ async def test_scripts(
     if source:
         assert "stuck" in functions(dump)
     else:
-        assert worker.note == "the worker has not offered them, and py-spy is not installed"
+        remedy = "py-spy is not installed (pip install py-spy)"
+        assert worker.note == f"the worker offers none, and {remedy}"
 
 
 @pytest.mark.slow
