@@ -79,7 +79,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
     # Of equally near words the shortest: the others were further away.
     candidates = sorted(known, key=len)
-    found = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(word, candidates, n=1, cutoff=0.66)
     return found[0] if found else None
 
 

@@ -37,6 +37,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE
@@ -168,6 +169,15 @@ def _with_local_rank(values: Values, program: list[str]) -> list[str]:
     return [program[0], "--local-rank=${local_rank}", *program[1:]]
 
 
+def _log_warnings(logs: LogSpec) -> list[str]:
+    if logs.ignored:
+        options = " and ".join(_option_of(f"logs.{name}") for name in logs.ignored)
+        return [f"--log-dir /dev/null keeps no files: no effect of {options}"]
+    if logs.max_bytes is not None and logs.is_in_no_file:
+        return ["--log-max-bytes: no effect without --redirects or --tee"]
+    return []
+
+
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
     rendezvous = parse_rendezvous_options(values, env)
@@ -176,9 +186,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
     max_restarts = parse_number("--max-restarts", values["max_restarts"] or "0")
     logs = parse_log_options(values, env)
-    if logs.ignored:
-        options = " and ".join(_option_of(f"logs.{name}") for name in logs.ignored)
-        warnings.append(f"--log-dir /dev/null keeps no files: no effect of {options}")
+    warnings += _log_warnings(logs)
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
     spec = LaunchSpec(
         entrypoint,

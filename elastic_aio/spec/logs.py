@@ -260,6 +260,11 @@ class LogSpec:
         return self.log_dir == "/dev/null"
 
     @property
+    def is_in_no_file(self) -> bool:
+        """Whether no stream is redirected or tee'd, and no subclass says otherwise."""
+        return type(self) is LogSpec and self.redirects.is_empty and self.tee.is_empty
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """The settings that have no effect because nothing is captured."""
         settings = {

@@ -175,6 +175,7 @@ def test_options_of_other_commands_that_are_near(capfd: pytest.CaptureFixture[st
 
 def test_the_closest_word() -> None:
     assert closest("evnets", ["events", "exec"]) == "events"
+    assert closest("rum", ["run", "restart"]) == "run"
     assert closest("qqq", ["events", "exec"]) is None
     assert closest("", ["events"]) is None
 

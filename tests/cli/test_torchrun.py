@@ -171,6 +171,17 @@ def test_what_is_kept_of_the_logs() -> None:
     assert warning.endswith("no effect of --log-max-bytes and --log-keep-runs")
 
 
+@pytest.mark.parametrize(
+    ("options", "has_files"),
+    [([], False), (["--log-dir=logs"], False), (["--tee=1"], True), (["--redirects=2"], True)],
+)
+def test_a_limit_of_files_that_are_not_there(options: list[str], has_files: bool) -> None:
+    """Captured text has its own limit."""
+    request = parse_run(["--log-max-bytes=1M", *options, "x"], {})
+    problem = "--log-max-bytes: no effect without --redirects or --tee"
+    assert list(request.warnings) == ([] if has_files else [problem])
+
+
 def test_the_command_line_wins_over_the_variables() -> None:
     request = parse_run(["--nproc-per-node=2", "x"], {"PET_NPROC_PER_NODE": "5", "PET_ROLE": "r"})
     assert (request.spec.nproc_per_node, request.spec.role) == (2, "r")
