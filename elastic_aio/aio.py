@@ -256,6 +256,10 @@ class _ThreadPerCall(Executor):
         def run() -> None:
             try:
                 result = function(*args, **kwargs)
+            except StopIteration as error:  # which no future of asyncio takes
+                raised = RuntimeError(f"the call raised {error!r}")
+                raised.__cause__ = error
+                future.set_exception(raised)
             except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
                 future.set_exception(error)
             else:

@@ -384,6 +384,9 @@ async def test_a_function_runs_in_a_thread_that_ends(daemon: bool) -> None:
 async def test_an_error_in_a_thread_is_raised() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         await run_in_thread(int, "x")
+    with pytest.raises(RuntimeError, match=r"the call raised StopIteration") as caught:
+        await run_in_thread(next, iter(()))
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 async def test_a_cancelled_call_leaves_its_thread_running() -> None:

@@ -79,10 +79,10 @@ class DecisionMade(Struct, frozen=True):
 
 
 class DecisionFailed(Struct, frozen=True):
-    """The user's `restart.decide` has raised."""
+    """The user's `restart.decide` has raised, or has not returned in time (None)."""
 
     attempt: int
-    error: BaseException
+    error: BaseException | None
 
 
 class BackoffElapsed(Struct, frozen=True):

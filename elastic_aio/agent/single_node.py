@@ -68,7 +68,7 @@ from elastic_aio.agent.messages import (
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import RestartAction, RestartBudget
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget
 
 _CANNOT_KILL = "a process could not be killed"
 
@@ -208,6 +208,8 @@ class SingleNodeMachine(AgentMachine):
         return [Publish(restarting), *self._start()]
 
     def _on_decision_failed(self, failed: DecisionFailed) -> list[Effect]:
+        if failed.error is None:
+            return self._give_up(f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
         why = f"restart.decide raised {type(failed.error).__name__}"
         self.phase = AgentPhase.DONE
         code = self._exit_code_of_failure()

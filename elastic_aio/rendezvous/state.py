@@ -14,7 +14,7 @@ from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRo
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings
 from elastic_aio.rendezvous.messages import MemberPhase, RoundRecord, truncate_failures
 from elastic_aio.rendezvous.outbox import Outbox, Waiting
-from elastic_aio.spec.restart import RestartAction, RestartBudget
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget
 
 _NOTICE_S = 5.0
 """Seconds of waiting for `restart.decide` before that is published."""
@@ -112,10 +112,6 @@ class RestartState:
     """When the delay is over."""
     decide_since: float = 0.0
     """When the callback was called."""
-
-
-DECIDE_TIMEOUT = 600.0
-"""Seconds after which a job ends whose `restart.decide` does not return."""
 
 
 class Visits:

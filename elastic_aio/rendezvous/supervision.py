@@ -15,8 +15,8 @@ from elastic_aio.rendezvous.messages import (
     sanitize,
     truncate_failure,
 )
-from elastic_aio.rendezvous.state import DECIDE_TIMEOUT, CoordinatorPhase, CoordinatorState
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.text import counted
 
 _BURST_S = 0.2

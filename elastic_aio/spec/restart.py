@@ -122,6 +122,9 @@ class RestartAction(Enum):
 
 Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]]
 
+DECIDE_TIMEOUT = 600.0
+"""Seconds after which a job ends whose `restart.decide` does not return."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class RestartPolicy:
@@ -139,8 +142,8 @@ class RestartPolicy:
     """Exit codes that end the job at once."""
     decide: Decide | None = None
     """Called with the root cause of each failed attempt while `max_restarts` allows another.
-
-    Returns a `RestartAction`, or an awaitable of one, that overrides the exit-code rules.
+    Returns within 10 minutes a `RestartAction`, or an awaitable of one, that overrides the
+    exit-code rules.  A plain function runs in a thread; a coroutine function must not block.
     """
     node_losses: NodeLosses | None = NodeLosses()
     """Limit of lost nodes, which cost no restart; None for no limit."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
@@ -69,7 +70,8 @@ class Simulation:
         )
         """What the workers of a node do in a round; by default they do not end."""
         self.endpoints = tuple(endpoints)
-        self.spec = _with_decide_duration(spec, decide_duration)
+        self.spec = spec
+        self._decide_duration = decide_duration
         self._hosts: dict[str, SimHost] = {}
         self._random_state = random.Random(seed).getstate()
         for name in endpoints:
@@ -175,7 +177,7 @@ class Simulation:
         host = self._host(name)
         host.is_up, host.rate, host.offset = True, rate, offset
         self.endpoints = self.endpoints or (name,)
-        spec = self.spec if spec is None else spec
+        spec = _with_virtual_decide(spec or self.spec, self._decide_duration)
         places = [f"{self._host(one).address}:{PORT}" for one in self.endpoints]
         rendezvous = replace(spec.rendezvous, endpoint=",".join(places), node_rank=node_rank)
         spec = spec.replace(rendezvous=rendezvous, nproc_per_node=nproc)
@@ -345,13 +347,19 @@ class Simulation:
             random.setstate(former)
 
 
-def _with_decide_duration(spec: LaunchSpec, seconds: float) -> LaunchSpec:
+def _with_virtual_decide(spec: LaunchSpec, seconds: float) -> LaunchSpec:
+    """Let `restart.decide` take so many seconds of virtual time, and run on the loop.
+
+    A plain function would run in a thread, of which virtual time knows nothing.
+    """
     decide = spec.restart.decide
-    if decide is None or not seconds:
+    if decide is None:
         return spec
 
+    @wraps(decide)
     async def decide_later(failure: Failure) -> Any:
-        await asyncio.sleep(seconds)
+        if seconds:
+            await asyncio.sleep(seconds)
         decision: Any = decide(failure)
         return await decision if inspect.isawaitable(decision) else decision
 

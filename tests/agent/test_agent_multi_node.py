@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -532,6 +533,24 @@ async def test_the_coordinating_node_asks_the_user(tmp_path: Path) -> None:
             assert await node.rendezvous.agent.decide(failure_elsewhere()) is answer
     async with member(node_spec(tmp_path, ["true"])) as node:
         assert await node.rendezvous.agent.decide(failure_elsewhere()) is RestartAction.DEFAULT
+
+
+@pytest.mark.both_loops
+async def test_a_callback_that_blocks_does_not_block_the_node(tmp_path: Path) -> None:
+    asked, answer, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def decide(failure: object) -> RestartAction:
+        loop.call_soon_threadsafe(asked.set)
+        assert answer.wait(30.0), "the loop did not run meanwhile"
+        return RestartAction.GIVE_UP
+
+    restart = RestartPolicy(decide=decide)
+    spec = node_spec(tmp_path, ["true"], max_restarts=1, restart=restart)
+    async with member(spec) as node:
+        deciding = asyncio.ensure_future(node.rendezvous.agent.decide(failure_elsewhere()))
+        await asked.wait()
+        answer.set()
+        assert await deciding is RestartAction.GIVE_UP
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), asyncio.CancelledError()], ids=["own", "cancel"])

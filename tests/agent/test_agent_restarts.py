@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,8 @@ from elastic_aio import (
 from elastic_aio.spec.restart import Decide
 from tests.support.children import python, restart_count_exits, shell, until
 from tests.support.leaks import alive
+
+GUARD = 30.0
 
 
 async def failed(spec: LaunchSpec, events: list[Event] | None = None) -> LaunchResult:
@@ -207,20 +213,102 @@ async def test_decide_that_returns_nonsense() -> None:
         await launch(job(decide=lambda failure: True))
 
 
-async def test_stop_while_the_callback_runs() -> None:
+class SlowCallbacks:
+    """Callbacks that do not answer before they are released: in a thread, and on the loop."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._released = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def block(self, failure: Failure) -> RestartAction:
+        self._thread = threading.current_thread()
+        self._loop.call_soon_threadsafe(self.asked.set)
+        assert self._released.wait(GUARD), "the loop did not run meanwhile"
+        return RestartAction.GIVE_UP
+
+    async def wait(self, failure: Failure) -> RestartAction:
+        self.asked.set()
+        while not self._released.is_set():
+            await asyncio.sleep(0.01)
+        return RestartAction.GIVE_UP
+
+    def release(self) -> None:
+        self._released.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+@pytest.fixture
+async def slow_callbacks() -> AsyncIterator[SlowCallbacks]:
+    callbacks = SlowCallbacks()
+    yield callbacks
+    callbacks.release()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("name", ["block", "wait"])
+async def test_the_loop_runs_while_the_callback_does(
+    slow_callbacks: SlowCallbacks, name: str
+) -> None:
+    """A plain function may block."""
+    async with Agent(job(decide=getattr(slow_callbacks, name))) as agent:
+        await slow_callbacks.asked.wait()
+        slow_callbacks.release()
+        with pytest.raises(JobFailed, match=r"restart\.decide returned GIVE_UP"):
+            await agent.wait()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("name", ["block", "wait"])
+async def test_stop_while_the_callback_runs(slow_callbacks: SlowCallbacks, name: str) -> None:
     """A callback that never answers does not hold up a stop."""
-    asked = asyncio.Event()
-
-    async def decide(failure: Failure) -> RestartAction:
-        asked.set()
-        await asyncio.get_running_loop().create_future()
-        return RestartAction.RESTART
-
-    async with Agent(job(decide=decide)) as agent:
-        await asked.wait()
+    async with Agent(job(decide=getattr(slow_callbacks, name))) as agent:
+        await slow_callbacks.asked.wait()
         agent.stop()
         with pytest.raises(JobStopped):
             await agent.wait()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("name", ["block", "wait"])
+async def test_a_callback_that_never_answers_ends_the_job(
+    slow_callbacks: SlowCallbacks, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("decision", "single_node"):
+        monkeypatch.setattr(f"elastic_aio.agent.{module}.DECIDE_TIMEOUT", 0.25)
+    result = await failed(job(7, decide=getattr(slow_callbacks, name)))
+    assert result.reason == "restart.decide has not returned within 0.25 s"
+    assert slow_callbacks.asked.is_set()
+
+
+@pytest.mark.slow
+def test_the_program_does_not_wait_for_a_callback_that_blocks() -> None:
+    program = """
+import asyncio, threading
+from elastic_aio import Agent, JobStopped, LaunchSpec, RestartPolicy
+
+async def main():
+    loop = asyncio.get_running_loop()
+
+    def decide(failure):
+        loop.call_soon_threadsafe(agent.stop)
+        threading.Event().wait()
+
+    spec = LaunchSpec(["false"], max_restarts=1, restart=RestartPolicy(decide=decide))
+    async with Agent(spec) as agent:
+        try:
+            await agent.wait()
+        except JobStopped:
+            print("stopped")
+
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=GUARD, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
 
 
 async def test_stop_during_the_back_off() -> None:

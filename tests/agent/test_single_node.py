@@ -532,6 +532,13 @@ def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
     assert one.phase is AgentPhase.DONE
 
 
+def test_a_callback_that_does_not_answer_ends_the_job() -> None:
+    one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
+    why = "restart.decide has not returned within 600 s"
+    assert one.handle(DecisionFailed(0, None)) == [finish_as(JobState.FAILED, why, 7, 0)]
+    assert one.phase is AgentPhase.DONE
+
+
 def test_a_callback_is_not_asked_without_a_choice() -> None:
     """If no restart is left, the job ends without calling it."""
     one = machine(

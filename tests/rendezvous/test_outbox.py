@@ -10,8 +10,8 @@ from elastic_aio.rendezvous.base import EndJob, RoundStopped, StartRound, StopRo
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import MemberPhase, ProbePeers
 from elastic_aio.rendezvous.outbox import MARGIN_S
-from elastic_aio.rendezvous.state import DECIDE_TIMEOUT, CoordinatorPhase
-from elastic_aio.spec.restart import RestartAction, RestartPolicy
+from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
 
