@@ -10,8 +10,8 @@ from elastic_aio.outcome import Failure, LaunchResult, signal_name
 from elastic_aio.reasons import plain_lines, reason_of
 from elastic_aio.text import counted, format_duration, one_line, printable
 
-_GUIDE = "docs/guides/failures.md"
-_HINT = f"none was recorded; see {_GUIDE} of elastic_aio"
+_GUIDE = "aio-elastic help failures"
+_HINT = f"none was recorded; see {_GUIDE}"
 _WIDTH_MAX = 60
 
 
@@ -305,7 +305,7 @@ def _failure(result: LaunchResult, name: str) -> str:
     ]
     if result.log_dir:
         parts.append(f"Logs: {result.log_dir}")
-    parts.append(f"Help: {_GUIDE} of elastic_aio")
+    parts.append(f"Help: {_GUIDE}")
     return "\n".join(parts)
 
 

@@ -152,7 +152,7 @@ Root Cause (first observed failure):
   ValueError: no data
 ==========================================================
 Logs: /logs
-Help: docs/guides/failures.md of elastic_aio"""
+Help: aio-elastic help failures"""
     )
 
 
@@ -179,7 +179,7 @@ Root Cause (first observed failure):
     loading
     cannot load
 ============================================================
-Help: docs/guides/failures.md of elastic_aio"""
+Help: aio-elastic help failures"""
     )
 
 

@@ -36,10 +36,11 @@ COMMANDS = {
     "store": "elastic_aio.cli.store:main_store",
     "exec": "elastic_aio.cli.exec:main_exec",
     "completion": "elastic_aio.cli.completion:main_completion",
+    "help": "elastic_aio.cli.guides:main_help",
 }
 """The sub-commands beside `run`: each a function of its arguments that returns the exit code."""
 
-_USAGE = """\
+USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic ps | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
        aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
@@ -50,6 +51,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic store ping ENDPOINT
        aio-elastic completion bash|zsh|fish
        aio-elastic exec program [arguments of the program]
+       aio-elastic help [PAGE | COMMAND]
        aio-elastic --version
        aio-torchrun [options] script [arguments of the script]
 
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"aio-elastic {__version__}")
             return 0
         case ["--help" | "-h"]:
-            print(_USAGE, end="")
+            print(USAGE, end="")
             return 0
         case []:
             return print_error("", "a command is required: aio-elastic run [options] script", 2)

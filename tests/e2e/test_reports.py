@@ -136,7 +136,7 @@ def test_stderr_is_shown_without_a_record() -> None:
     assert "    line 100" in tail
     assert "    line 1" not in tail
     assert re.search(r"traceback : .*\S", ended.err)
-    assert "\nHelp: docs/guides/failures.md" in ended.err
+    assert "\nHelp: aio-elastic help failures\n" in ended.err
 
 
 @pytest.mark.parametrize(

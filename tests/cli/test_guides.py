@@ -1,0 +1,70 @@
+"""`aio-elastic help`: the pages that are installed with the package."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from elastic_aio.cli import guides, main
+from elastic_aio.cli.guides import find_pages
+
+REPOSITORY = Path(guides.__file__).parent.parent.parent
+PARTS = ("docs/guides", "docs/reference")
+
+
+def test_the_report_of_a_failure_names_a_page_that_is_there(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--no-python", "false"]) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("Help: aio-elastic ")
+    assert main(last.split()[2:]) == 0
+    page = (REPOSITORY / "docs/guides/failures.md").read_text()
+    assert capfd.readouterr() == (page, "")
+
+
+def test_all_pages_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith("usage: aio-elastic run ")
+    assert "\n  failures               Why a job failed\n" in shown
+    assert "\n  events-reference       Events\n" in shown
+    files = {str(path) for part in PARTS for path in (REPOSITORY / part).glob("*.md")}
+    assert set(find_pages().values()) == files
+
+
+def test_a_command_has_its_options_as_its_page(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["help", "jobs"])
+    assert caught.value.code == 0
+    assert capfd.readouterr().out.startswith("usage: aio-elastic jobs ")
+
+
+def test_a_topic_that_is_near(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "failure"]) == 2
+    problem = "must be a page or a command: `aio-elastic help` lists them; did you mean failures?"
+    assert capfd.readouterr().err == f"aio-elastic help: TOPIC: {problem} (got 'failure')\n"
+
+
+def test_a_package_without_its_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guides, "__file__", str(tmp_path / "elastic_aio/cli/guides.py"))
+    assert main(["help", "failures"]) == 1
+    problem = "the pages of the documentation are not installed"
+    assert capfd.readouterr().err == f"aio-elastic help: {problem}\n"
+
+
+def test_an_installed_package_has_them_inside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = tmp_path / "elastic_aio/docs/guides/failures.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("# Title\n")
+    monkeypatch.setattr(guides, "__file__", str(tmp_path / "elastic_aio/cli/guides.py"))
+    assert find_pages() == {"failures": str(page)}
+    built = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = built["targets"]["wheel"]["force-include"]
+    assert included == {part: f"elastic_aio/{part}" for part in PARTS}
