@@ -9,7 +9,8 @@ the newest placement, else the one that arrived first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
 from elastic_aio.node_events import NodeJoined
 from elastic_aio.rendezvous.base import StopRound
@@ -22,11 +23,16 @@ _DIFFERENCES_MAX = 100
 """Different settings that are published at most."""
 
 
-def admit(state: CoordinatorState, joined: Iterable[MemberRecord]) -> None:
+def admit(state: CoordinatorState) -> None:
     """Publish new members, and reject those that can never take part."""
+    joined = [one for one in state.members.values() if not one.is_published]
+    if not joined:
+        return
+    neighbors = Counter(one.status.node.name for one in state.members.values())
+    for record in state.members.values():
+        record.has_neighbor |= neighbors[record.status.node.name] > 1
     for record in joined:
-        if state.members.get(record.member) is not record:
-            continue
+        record.is_published = True
         node = record.status.node
         state.outbox.publish(
             NodeJoined(
@@ -102,7 +108,7 @@ def find_rank_holders(state: CoordinatorState) -> None:
                 record.rank_holder, record.refused_because = None, ""
         else:
             if record.rank_holder is None:
-                record.rank_held_since = state.deadlines.now
+                record.rank_held_since = state.now
             record.rank_holder = holder
 
 
@@ -118,7 +124,7 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         why = f"node rank {status.preferred_rank} is held by {node.name} (pid {node.pid})"
         if record.refused_because != why:
             state.refuse(record, why)
-        if not state.deadlines.arm(record.rank_held_since + state.settings.join_timeout):
+        if not state.arm(record.rank_held_since + state.settings.join_timeout):
             waited = f"waited {state.settings.join_timeout:g} s (join_timeout)"
             _reject(state, record, f"{why}; {waited}")
         elif status.is_in_round:

@@ -66,6 +66,11 @@ class Placement(Struct, frozen=True):
     host_name: str = ""
 
     @property
+    def round_id(self) -> tuple[int, str]:
+        """What distinguishes its round from every other one."""
+        return self.round, self.formed_by
+
+    @property
     def store(self) -> str:
         """The id of the store at which it was formed."""
         return self.formed_by.rpartition("@")[2]

@@ -74,7 +74,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
 from elastic_aio.rendezvous.messages import RoundRecord, WaitForNodes
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, RoundState
 from elastic_aio.text import counted
 
 _UPDATE_S = 1.0
@@ -90,48 +90,40 @@ def recover_round(state: CoordinatorState) -> None:
     reported = {one.member: one.status.placement for one in state.eligible()}
     held = {member: one for member, one in reported.items() if one is not None}
     due = state.timer.since + state.settings.recovery_timeout
+    former = state.former
     if not held:
-        former = state.former
-        is_open = former is not None and former.is_open
-        if not (is_open and state.deadlines.arm(due)):
+        if former is None or not former.is_open:
             state.wait_for_nodes()
-            _continue_from(state, former)
+        elif not state.arm(due):
+            state.wait_for_nodes()
+            # The budget continues that of the former coordinators.
+            state.former = replace(former, is_open=False)
+            state.fence(state.settings.fence - (state.now - state.created_at))
+            state.add_change_reason(f"no node of round {former.round} came back")
+            is_delayed_by_loss(state)
         return
-    newest = max((one.round, one.formed_by) for one in held.values())
-    held = {member: one for member, one in held.items() if (one.round, one.formed_by) == newest}
+    newest = max(one.round_id for one in held.values())
+    held = {member: one for member, one in held.items() if one.round_id == newest}
     size = next(iter(held.values())).span.group_world_size
     statuses = [state.members[member].status for member in held]
     outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
     members_done = max(one.members_done for one in statuses)
     is_whole = len(held) + members_done >= size
-    if not is_whole and outcome is None and state.deadlines.arm(due):
+    if not is_whole and outcome is None and state.arm(due):
         return
     first = statuses[0]
     state.settings = replace(state.settings, minimum=first.minimum, maximum=first.maximum)
-    state.begin_round(held)
+    state.round, state.phase = RoundState(held), CoordinatorPhase.RUNNING
     state.round.members_done = members_done
-    state.resume_restarts(max(one.restarts for one in held.values()))
+    state.budget.resume(max(one.restarts for one in held.values()))
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
-        state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
+        state.fence(state.settings.fence - (state.now - state.created_at))
         state.round.has_lost_member = state.round.is_excused = True
         state.add_change_reason(f"{_missing([*held.values()], members_done)} did not come back")
     elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
-
-
-def _continue_from(state: CoordinatorState, former: RoundRecord | None) -> None:
-    """Continue with the budget of a round whose nodes are all gone, and count their loss once."""
-    if former is None:
-        return
-    if former.history is not None:
-        state.budget.follow(former.history, state.created_at - state.former_age)
-    if former.is_open:
-        state.former = replace(former, is_open=False)
-        state.fence(state.settings.fence - (state.deadlines.now - state.created_at))
-        state.add_change_reason(f"no node of round {former.round} came back")
-        is_delayed_by_loss(state)
 
 
 def _missing(held: Sequence[Placement], members_done: int) -> str:
@@ -156,21 +148,21 @@ def form_when_possible(state: CoordinatorState) -> None:
     settings, timer = state.settings, state.timer
     if state.round.number < 0 and any(one.status.placement is not None for one in candidates):
         state.phase = CoordinatorPhase.RECOVERING
-        timer.since = state.deadlines.now
+        timer.since = state.now
         return
     if len(candidates) < settings.minimum:
         timer.enough_since = None
         until = timer.since + settings.join_timeout
-        if state.deadlines.arm(until):
+        if state.arm(until):
             _wait(state, candidates, until)
         else:
             _give_up(state)
         return
     if timer.enough_since is None:
-        timer.enough_since = state.deadlines.now
+        timer.enough_since = state.now
     until = timer.enough_since + settings.last_call_timeout
     is_first = state.round.number < 0
-    if len(candidates) < settings.maximum and is_first and state.deadlines.arm(until):
+    if len(candidates) < settings.maximum and is_first and state.arm(until):
         _wait(state, candidates, until)
         return
     form_round(state, candidates)
@@ -200,7 +192,7 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
         running = [one for one in state.admitted() if not state.is_stopped(one)]
         if running:
             _stop_previous(state, running, why)
-        if running or state.deadlines.arm(max(state.fenced_until, _arrivals_until(state))):
+        if running or state.arm(max(state.fenced_until, _arrivals_until(state))):
             return
     chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
     order = _by_group_rank(state, chosen)
@@ -209,22 +201,16 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     is_lead_again = previous is not None and not previous.span.group_rank
     if is_lead_again and state.placement_pending(lead):
         return
-    state.catch_up()
     cause = state.next_cause(why)
-    if cause is not None:
-        if cause.root is not None:
-            state.count_restart(cause.restarts)
-        attempt = state.round.attempt + 1
-        cause = replace(cause, attempt=attempt, restarts=state.budget.restarts)
     placements = _placements(state, order, cause)
-    is_running = state.round.number >= 0
-    joiners = [one for one in order if one.member not in state.round.placements]
-    state.begin_round(placements)
-    for record in joiners if is_running else []:
-        record.admitted_at = state.deadlines.now
-    for record in order:
-        state.outbox.send(record, StartRound(placements[record.member], cause))
     first = placements[lead.member]
+    if cause is not None:
+        cause = replace(cause, attempt=first.attempt, restarts=first.restarts)
+    for record in order:
+        if state.round.number >= 0 and record.member not in state.round.placements:
+            record.admitted_at = state.now
+        state.outbox.send(record, StartRound(placements[record.member], cause))
+    state.round, state.phase = RoundState(placements), CoordinatorPhase.RUNNING
     if cause is not None:
         state.outbox.publish(cause_event(cause, first))
     state.outbox.publish(round_formed_event(first, group_rank=-1))
@@ -236,8 +222,9 @@ def _arrivals_until(state: CoordinatorState) -> float:
     for record in state.members.values():
         placement = record.status.placement
         if placement is not None and state.is_elsewhere(placement):
-            name = placement.round, placement.formed_by
-            rounds.setdefault(name, (placement, {}))[1][placement.span.group_rank] = record
+            rounds.setdefault(placement.round_id, (placement, {}))[1][placement.span.group_rank] = (
+                record
+            )
     until = -math.inf
     for placement, arrived in rounds.values():
         missing = set(range(placement.span.group_world_size)) - arrived.keys()
@@ -254,18 +241,17 @@ def _arrivals_until(state: CoordinatorState) -> float:
 def is_delayed_by_loss(state: CoordinatorState) -> bool:
     """Charge the loss of a node once; return whether a back-off or the end follows."""
     state.round.has_lost_member = False
-    decision = state.budget.lose_node(state.deadlines.now)
+    decision = state.budget.lose_node(state.now)
     if not decision.restart:
-        reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
-        state.fail_job(f"{reasons}: {decision.why} (restart.node_losses)")
+        state.fail_job(f"{state.round.change_text}: {decision.why} (restart.node_losses)")
         return True
     if decision.why:
         state.add_change_reason(f"{decision.why} (restart.node_losses)")
     if not decision.delay:
         return False
-    state.restart.cause = state.next_cause()
-    state.restart.stop_reason = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
-    state.restart.restart_at = state.deadlines.now + decision.delay
+    state.round.cause = state.next_cause()
+    state.round.stop_reason = state.round.change_text
+    state.round.wait_until = state.now + decision.delay
     stop_active(state)
     state.phase = CoordinatorPhase.BACKING_OFF
     return True
@@ -275,12 +261,12 @@ def stop_active(state: CoordinatorState) -> None:
     """Order all active members to stop their workers, of whichever round they are."""
     for record in state.active():
         number = max(state.round.number, record.status.round)
-        state.outbox.send(record, StopRound(number, state.restart.stop_reason))
+        state.outbox.send(record, StopRound(number, state.round.stop_reason))
 
 
 def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:
     """Stop the workers that would live beside those of the next round."""
-    cause = state.restart.cause = state.next_cause(why)
+    cause = state.round.cause = state.next_cause(why)
     reason = "another round is to begin" if cause is None else cause.why
     for record in running:
         if record.is_probing and not record.status.is_busy:
@@ -349,12 +335,24 @@ def _placements(
     hosts = ((rank, one.name) for rank, one in enumerate(order) if one.status.is_host)
     host_rank, host_name = next(hosts, (-1, ""))
     number = state.next_round
-    changes = state.round.changes + _is_change(cause)
+    # Numbers continue from the highest that there were.
+    seen = [one.status.placement for one in state.members.values() if one.status.placement]
+    former = [] if state.former is None else [state.former]
+    rounds: list[RoundState | Placement | RoundRecord] = [state.round, *seen, *former]
+    attempt = max(one.attempt for one in rounds) + 1
+    changes = max(one.changes for one in rounds)
+    state.budget.resume(max((one.restarts for one in seen), default=0))
+    if cause is not None and cause.root is not None:
+        state.budget.resume(cause.restarts - 1)
+        if state.budget.restarts < cause.restarts:
+            state.budget.record(state.now)
+    elif cause is not None and not cause.is_requested:
+        changes += 1
     return {
         record.member: Placement(
             round=number,
             formed_by=f"{state.outbox.term}.{state.name}",
-            attempt=state.round.attempt + 1,
+            attempt=attempt,
             restarts=state.budget.restarts,
             changes=changes,
             span=span,
@@ -367,11 +365,6 @@ def _placements(
     }
 
 
-def _is_change(cause: RestartCause | None) -> bool:
-    """Whether an attempt follows because the membership has changed."""
-    return cause is not None and cause.root is None and not cause.is_requested
-
-
 # ------------------------------------------------------------------ waiting
 
 
@@ -380,18 +373,18 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
     for record in candidates:
         if record.status.is_in_round:
             is_placed = record.member in state.round.placements
-            why = state.restart.stop_reason if is_placed else "the nodes wait for others"
+            why = state.round.stop_reason if is_placed else "the nodes wait for others"
             state.outbox.send(record, StopRound(record.status.round, why))
-    timer, deadlines = state.timer, state.deadlines
+    timer = state.timer
     forming = _round_forming(state, candidates)
     pause = min(_REPEAT_S, max(_UPDATE_S, _UPDATE_PER_NODE_S * len(candidates)))
     if forming == timer.published:
         pause = _REPEAT_S
-    if deadlines.arm(timer.published_at + pause):
+    if state.arm(timer.published_at + pause):
         return
-    timer.published, timer.published_at = forming, deadlines.now
-    deadlines.arm(deadlines.now + _REPEAT_S)
-    event = replace(forming, time_left=round(until - deadlines.now, 1))
+    timer.published, timer.published_at = forming, state.now
+    state.arm(state.now + _REPEAT_S)
+    event = replace(forming, time_left=round(until - state.now, 1))
     for record in candidates:
         if not record.status.is_in_round:
             state.outbox.send(record, WaitForNodes(event))
@@ -400,8 +393,7 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
 
 def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> RoundForming:
     settings = state.settings
-    names = state.round.names.items()
-    missing = [name for member, name in names if member not in state.members]
+    missing = [record.name for record in state.round.gone.values()]
     if settings.fixed_ranks:
         taken = {one.status.preferred_rank for one in candidates}
         missing = [f"rank {rank}" for rank in range(settings.maximum) if rank not in taken]

@@ -138,8 +138,9 @@ class Member:
             return []
         self._acked = position
         is_repeated, self._order = order.body == self._order, order.body
-        if is_repeated and not isinstance(order.body, (ProbePeers, WaitForNodes)):
+        if not isinstance(order.body, WaitForNodes):
             self._update()  # acknowledges the order
+        if is_repeated and not isinstance(order.body, (ProbePeers, WaitForNodes)):
             return []
         match order.body:
             case StartRound():
@@ -147,12 +148,10 @@ class Member:
             case StopRound(round, why):
                 return self._stop(round, why)
             case ProbePeers(round, address, port):
-                self._update()
                 return [Probe(round, address, port)]
             case WaitForNodes(forming):
                 return [forming]
             case StandBy(round, maximum, why):
-                self._update()
                 if self._is_standing_by:
                     return []
                 self._is_standing_by = True
@@ -237,9 +236,8 @@ class Member:
         master = placement.master_addr, placement.master_port
         is_stale = placement.span.group_rank == 0 and master != (status.address, status.port)
         if placement.round <= status.round or is_stale:
-            # The coordinator did not have the latest status of this member.  A new one
-            # acknowledges the order, so the coordinator sees that it was dropped.
-            self._update()
+            # The coordinator did not have the latest status of this member.  It sees by the
+            # acknowledgement that the order was dropped.
             return []
         self._stopping = -1
         self._update(
@@ -265,11 +263,9 @@ class Member:
 
     def _stop(self, round: int, why: str) -> list[MemberEffect]:
         if round < self.status.round:
-            self._update()
             return []
         self._stopping = max(round, self._stopping)
         if self.status.is_busy or self.has_succeeded:
-            self._update()
             return [StopRound(self.status.round, why)]
         self._update(stopped_round=max(round, self.status.stopped_round))
         return []

@@ -1,4 +1,4 @@
-"""The coordinator's members: settings, records, and the effects of its decisions."""
+"""The settings of a job's rounds, and the records of its members."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from math import inf
 
 from msgspec import Struct
 
-from elastic_aio.events import Event
-from elastic_aio.outcome import Failure
-from elastic_aio.rendezvous.messages import MemberStatus, Order, OrderBody, ProbePeers
+from elastic_aio.rendezvous.base import EndJob, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.messages import MembersDone, MemberStatus, OrderBody, ProbePeers
 from elastic_aio.spec.checks import checked_integer
 from elastic_aio.spec.job import NodeRange
 
@@ -71,32 +70,6 @@ class RoundSettings(Struct, frozen=True):
         return str(NodeRange(self.minimum, self.maximum))
 
 
-# ------------------------------------------------------------------ effects
-
-
-class SendOrder(Struct, frozen=True):
-    """Write an order for a member."""
-
-    member: str
-    order: Order
-
-
-class PublishEvent(Struct, frozen=True):
-    """Append an event to the job's event stream."""
-
-    event: Event
-
-
-class RequestDecision(Struct, frozen=True):
-    """Call the user's callback with the root cause; reply with `on_decision`."""
-
-    attempt: int
-    failure: Failure
-
-
-CoordinatorEffect = SendOrder | PublishEvent | RequestDecision
-
-
 # ------------------------------------------------------------------ members
 
 
@@ -108,8 +81,10 @@ class MemberRecord:
     status: MemberStatus
     joined_at: float
     """When its first status arrived, in monotonic seconds."""
-    name: str
-    """How messages name it: by its host, with its pid if another member is there too."""
+    has_neighbor: bool = False
+    """Whether another member is, or was, on its host."""
+    is_published: bool = False
+    """Whether its arrival was published."""
     sent: OrderBody | None = None
     """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)
@@ -134,7 +109,6 @@ class MemberRecord:
     rank_held_since: float = 0.0
     is_rejected: bool = False
     """Whether it can never take part."""
-    has_end_order: bool = False
     offset: float = inf
     """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
     offset_at: float = 0.0
@@ -154,6 +128,12 @@ class MemberRecord:
         return self.offset + _DRIFT * (now - self.offset_at)
 
     @property
+    def name(self) -> str:
+        """How messages name it: by its host, with its pid if another member is there too."""
+        node = self.status.node
+        return f"{node.name} (pid {node.pid})" if self.has_neighbor else node.name
+
+    @property
     def has_acked(self) -> bool:
         """Whether it has seen the last order."""
         return self.status.acked >= self.sent_as
@@ -162,6 +142,22 @@ class MemberRecord:
     def is_synchronized(self) -> bool:
         """Whether its status follows an order to this record: earlier ones have no effect now."""
         return self.first_sent is not None and self.status.acked >= self.first_sent
+
+    @property
+    def has_obeyed(self) -> bool:
+        """Whether nothing more is expected of it than that it follows its last order."""
+        status = self.status
+        match self.sent:
+            case StopRound(round):
+                return self.has_acked and not status.is_busy and status.stopped_round >= round
+            case ProbePeers(round):
+                return status.probed_round == round
+            case EndJob():
+                # Of another coordinator: a member for which the job is over reads no order.
+                return self.has_acked or status.outcome is not None
+            case StartRound() | RestartPending() | MembersDone():
+                return self.has_acked
+        return True
 
     @property
     def is_probing(self) -> bool:

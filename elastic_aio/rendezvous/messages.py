@@ -266,7 +266,7 @@ class RoundRecord(Struct, frozen=True):
     changes: _Number
     is_open: bool
     history: RestartHistory | None
-    written_at: float
+    written_at: float = 0.0
 
     @classmethod
     def decode(cls, text: bytes) -> RoundRecord | None:

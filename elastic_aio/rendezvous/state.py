@@ -1,19 +1,24 @@
-"""The state of a coordinator: its members, the current round, and a pending restart."""
+"""The state of a coordinator: its members, the last round, and what was published."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from elastic_aio.events import JobFinished
-from elastic_aio.node_events import NodeRefused, RoundForming, RoundWaiting
+from elastic_aio.node_events import NodeLeft, NodeLost, NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
-from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound
+from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound, StopRound
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings
-from elastic_aio.rendezvous.messages import MemberPhase, RoundRecord, truncate_failures
-from elastic_aio.rendezvous.outbox import Outbox, Waiting
+from elastic_aio.rendezvous.messages import (
+    MemberPhase,
+    MemberStatus,
+    RoundRecord,
+    truncate_failures,
+)
+from elastic_aio.rendezvous.outbox import Outbox
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget
 
 _NOTICE_S = 5.0
@@ -39,27 +44,10 @@ class CoordinatorPhase(Enum):
     ENDING = "ending"
 
 
-class Deadlines:
-    """The time of the last call, and the time at which the next call is due."""
-
-    def __init__(self, now: float) -> None:
-        """Begin at `now`, monotonic seconds."""
-        self.now = now
-        self.earliest: float | None = None
-
-    def arm(self, when: float) -> bool:
-        """Request a call at `when` and return True; return False if `when` has passed."""
-        if self.now >= when:
-            return False
-        self.earliest = when if self.earliest is None else min(when, self.earliest)
-        return True
-
-
 class FormationTimer:
     """Since when the coordinator waits for nodes, and what it published last about it."""
 
     def __init__(self, now: float) -> None:
-        """Begin at `now`."""
         self.since = now
         self.enough_since: float | None = None
         self.published: RoundForming | None = None
@@ -67,19 +55,17 @@ class FormationTimer:
 
 
 class RoundState:
-    """The last round; number and attempt are -1 before the first one."""
+    """The last round and its end; number and attempt are -1 before the first one."""
 
-    def __init__(self, placements: Mapping[str, Placement], names: Mapping[str, str]) -> None:
-        """Begin a round; without placements, the state before the first one."""
+    def __init__(self, placements: Mapping[str, Placement]) -> None:
         first = next(iter(placements.values()), None)
-        self.number = -1 if first is None else first.round
-        self.formed_by = "" if first is None else first.formed_by
+        self.id = (-1, "") if first is None else first.round_id
+        self.number = self.id[0]
         self.attempt = -1 if first is None else first.attempt
         self.changes = 0 if first is None else first.changes
         self.placements = dict(placements)
-        self.names = dict(names)
-        """Host name of each member, kept after the member has gone."""
-        self.succeeded_and_left: set[str] = set()
+        self.gone: dict[str, MemberRecord] = {}
+        """The last records of members that are gone."""
         self.members_done = 0
         """Members that left after their success before this coordinator was elected."""
         self.has_lost_member = False
@@ -88,37 +74,31 @@ class RoundState:
         """Whether the failures of the round may be a consequence of a member that is gone."""
         self.change_reasons: dict[str, None] = {}
         """Why another round is needed; ordered, without repetition."""
-        self.is_restart_requested = False
-        """Whether another round is needed only because a member has requested one."""
         self.ready_since: float | None = None
         """Since when a joiner could be taken in; None while none could."""
+        self.cause: RestartCause | None = None
+        """Why another attempt follows, once that is decided."""
+        self.stop_reason = ""
+        """Sent to members that must stop."""
+        self.stopped_at: float | None = None
+        """When all workers of the failed round had stopped."""
+        self.failures: tuple[Failure, ...] = ()
+        """The root cause first."""
+        self.decision: RestartAction | str | None = None
+        """The callback's answer; text is the error that it raised."""
+        self.wait_until = 0.0
+        """When the callback is given up, or the delay is over."""
 
-
-@dataclass(slots=True)
-class RestartState:
-    """The end of the last round and what follows it."""
-
-    cause: RestartCause | None = None
-    """Why another attempt follows, once that is decided."""
-    failures: tuple[Failure, ...] = ()
-    """Those of the last round, the root cause first."""
-    stop_reason: str = ""
-    """Sent to members that must stop."""
-    decision: RestartAction | str | None = None
-    """The callback's answer; text is the error that it raised."""
-    stopped_at: float | None = None
-    """When all workers of the failed round had stopped."""
-    restart_at: float = 0.0
-    """When the delay is over."""
-    decide_since: float = 0.0
-    """When the callback was called."""
+    @property
+    def change_text(self) -> str:
+        """Why another round is needed, for a message."""
+        return "; ".join(list(self.change_reasons)[:NAMES_MAX])
 
 
 class Visits:
     """Short stays of joiners, by the name of their host: how long the next one waits."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._short: dict[str, tuple[int, float]] = {}
         """How many short stays there were, and when the last one ended."""
 
@@ -140,41 +120,112 @@ class Visits:
 
 
 class CoordinatorState:
-    """The state that all phases of a coordinator read and change."""
+    """The state that all phases of a coordinator read and change.
+
+    Pass all that is known to `on_status` and `on_gone`, then call `decide` of
+    `elastic_aio.rendezvous.coordinator`, again at `deadline` at the latest.
+    """
 
     def __init__(
         self,
         settings: RoundSettings,
         budget: RestartBudget,
+        *,
         name: str,
         term: int,
         now: float,
-        former: RoundRecord | None,
-        former_age: float,
+        former: RoundRecord | None = None,
     ) -> None:
-        """Begin without members; for the arguments see `Coordinator`."""
+        """Begin without members.
+
+        `name` names the member that coordinates and the store, `term` is higher than that
+        of every former coordinator at this store, and `now` is in monotonic seconds.  `former`
+        is the last round at this store, as it was recorded; the budget has followed it.
+        """
         self.phase = CoordinatorPhase.RECOVERING
         self.settings = settings
         self.budget = budget
         self.name = name
-        self.created_at = now
-        self.deadlines = Deadlines(now)
+        self.created_at = self.now = now
+        self.deadline: float | None = None
+        """When the next decision is due even if nothing happens."""
         self.outbox = Outbox(term, settings.order_timeout)
         self.members: dict[str, MemberRecord] = {}
         """The present members, in the order of their arrival."""
-        self.round = RoundState({}, {})
+        self.round = RoundState({})
         self.former = former
         """The last round of former coordinators; open until its loss is counted."""
-        self.former_age = former_age
-        self.restart = RestartState()
+        self._recorded = (-1, False)
+        """Number of the round in the last record, and whether it was open."""
         self.timer = FormationTimer(now)
         self.fenced_until = -math.inf
         """Until when workers may live on nodes that are gone."""
         self.outcome: JobOutcome | None = None
+        """How the job has ended, if it has."""
         self.differences: set[str] = set()
         """Settings that differ between nodes, as published."""
         self.visits = Visits()
         self._waiting_published_at = -math.inf
+
+    def __repr__(self) -> str:
+        return (
+            f"<Coordinator {self.name} of term {self.outbox.term}: {self.phase.value},"
+            f" round {self.round.number}, {len(self.members)} members>"
+        )
+
+    # ------------------------------------------------------------------- inputs
+
+    def on_status(self, member: str, status: MemberStatus, now: float) -> None:
+        """Take the present status of a member; an older one, or of another node, is dropped.
+
+        `now` is when it arrived, in monotonic seconds.
+        """
+        record = self.members.get(member)
+        if record is None:
+            if status.is_leaving:
+                return
+            record = self.members[member] = MemberRecord(member, status, now)
+            self.round.gone.pop(member, None)
+        elif status.serial <= record.status.serial or status.node != record.status.node:
+            return
+        record.observe(status, now)
+        self.outbox.observe(record)
+        if status.is_leaving:
+            self.on_gone(member, now, is_lost=False)
+
+    def on_gone(
+        self, member: str, now: float, *, is_lost: bool, why: str = "its lease has ended"
+    ) -> None:
+        """Take the end of a member at `now`: it has left, or is lost because of `why`."""
+        record = self.members.pop(member, None)
+        if record is None:
+            return
+        self.now = now
+        self.outbox.discard(member)
+        if not (record.status.is_leaving or self.is_stopped(record)):
+            # One that has gone to another store keeps its workers on its way.
+            self.fence(self.settings.fence if is_lost else self.settings.heartbeat_timeout)
+        self.visits.observe_departure(record, now)
+        if member in self.round.placements:
+            self.round.gone[member] = record
+            if not self.has_succeeded(record):
+                self.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
+                self.round.has_lost_member = self.round.has_lost_member or is_lost
+                # A member that has seen the order to stop was alive after the failure.
+                saw_failure = isinstance(record.sent, StopRound) and record.has_acked
+                if not (is_lost and saw_failure):
+                    self.round.is_excused = True
+        if self.phase is CoordinatorPhase.ENDING:
+            return  # JobFinished is the last event
+        if is_lost:
+            self.outbox.publish(NodeLost(name=record.name, member=member, why=why))
+        else:
+            why = "it has left by itself"
+            self.outbox.publish(NodeLeft(name=record.name, member=member, why=why))
+
+    def on_decision(self, decision: RestartAction | str) -> None:
+        """Take the answer of the user's callback; text is the error that it raised."""
+        self.round.decision = decision
 
     # ------------------------------------------------------------------ members
 
@@ -216,10 +267,7 @@ class CoordinatorState:
     def has_placement(self, record: MemberRecord) -> bool:
         """Whether a member has taken its placement in the round."""
         placement = record.status.placement
-        return placement is not None and (placement.round, placement.formed_by) == (
-            self.round.number,
-            self.round.formed_by,
-        )
+        return placement is not None and placement.round_id == self.round.id
 
     def has_diverged(self, record: MemberRecord) -> bool:
         """Whether a member will never take its placement in the round.
@@ -261,84 +309,70 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ waiting
 
+    def arm(self, when: float) -> bool:
+        """Request a decision at `when` and return True; return False if `when` has passed."""
+        if self.now >= when:
+            return False
+        self.deadline = when if self.deadline is None else min(when, self.deadline)
+        return True
+
     def publish_waiting(self) -> None:
         """Publish what the coordinator has been waiting for, once that takes long."""
-        deadlines, outbox = self.deadlines, self.outbox
-        waiting, outbox.waiting = outbox.waiting, None
+        if (check_at := self.outbox.next_check) is not None:
+            self.arm(check_at)
+        waiting = self.outbox.longest_wait()
         due = self._waiting_published_at + _REPEAT_S
         if self.phase is CoordinatorPhase.DECIDING:
-            since = self.restart.decide_since
-            waiting = Waiting("restart.decide has not returned", since, since + DECIDE_TIMEOUT)
+            since = self.round.wait_until - DECIDE_TIMEOUT
+            waiting = ("restart.decide has not returned", since, self.round.wait_until)
             due = max(since + _NOTICE_S, due)
-        if outbox.next_check < math.inf:
-            deadlines.arm(outbox.next_check)
-        if waiting is None or self.phase is CoordinatorPhase.ENDING or deadlines.arm(due):
+        if waiting is None or self.phase is CoordinatorPhase.ENDING or self.arm(due):
             return
-        self._waiting_published_at = deadlines.now
-        deadlines.arm(deadlines.now + _REPEAT_S)
-        waited, left = deadlines.now - waiting.since, waiting.until - deadlines.now
-        outbox.publish(
-            RoundWaiting(
-                phase=self.phase.value,
-                what=waiting.what,
-                waited=round(waited, 1),
-                time_left=round(left, 1),
-            )
-        )
+        self._waiting_published_at = self.now
+        self.arm(self.now + _REPEAT_S)
+        what, since, until = waiting
+        waited, left = round(self.now - since, 1), round(until - self.now, 1)
+        phase = self.phase.value
+        self.outbox.publish(RoundWaiting(phase=phase, what=what, waited=waited, time_left=left))
 
-    # ------------------------------------------------------------------ numbers
+    # ------------------------------------------------------------------ changes
 
     @property
     def next_round(self) -> int:
         """A number above that of every round of this store, or that a member has seen."""
-        seen = (max(one.status.round, one.status.stopped_round) for one in self.members.values())
+        seen = [max(one.status.round, one.status.stopped_round) for one in self.members.values()]
         former = -1 if self.former is None else self.former.round
-        return max(self.round.number, former, *seen, -1) + 1
+        return max(self.round.number, former, *seen) + 1
 
-    def catch_up(self) -> None:
-        """Raise attempt, changes and restarts to the highest that there were."""
-        if self.former is not None:
-            self.round.attempt = max(self.former.attempt, self.round.attempt)
-            self.round.changes = max(self.former.changes, self.round.changes)
-        for record in self.members.values():
-            if (placement := record.status.placement) is not None:
-                self.round.attempt = max(placement.attempt, self.round.attempt)
-                self.round.changes = max(placement.changes, self.round.changes)
-                self.resume_restarts(placement.restarts)
-
-    def resume_restarts(self, restarts: int) -> None:
-        """Count at least that many restarts."""
-        if restarts > self.budget.restarts:
-            self.budget.resume(restarts)
-
-    def count_restart(self, number: int) -> None:
-        """Count a restart that begins now, the `number`-th of the job, from 1."""
-        self.resume_restarts(number - 1)
-        if self.budget.restarts < number:
-            self.budget.record(self.deadlines.now)
-
-    # ------------------------------------------------------------------ changes
+    def record_round(self) -> None:
+        """Record the last round when another one has begun, or its workers have stopped."""
+        stopped = CoordinatorPhase.FORMING, CoordinatorPhase.BACKING_OFF, CoordinatorPhase.ENDING
+        is_open = self.round.number >= 0 and self.phase not in stopped
+        if self._recorded != (self.round.number, is_open):
+            self._recorded = self.round.number, is_open
+            self.outbox.publish(
+                RoundRecord(
+                    term=self.outbox.term,
+                    round=self.round.number,
+                    attempt=self.round.attempt,
+                    changes=self.round.changes,
+                    is_open=is_open,
+                    history=self.budget.history(self.now),
+                )
+            )
 
     def fence(self, seconds: float) -> None:
         """Start no round for some seconds, in which nodes that are gone stop their workers."""
-        self.fenced_until = max(self.deadlines.now + seconds, self.fenced_until)
-
-    def begin_round(self, placements: Mapping[str, Placement]) -> None:
-        """Make `placements` the current round."""
-        self.round = RoundState(placements, {one: self.members[one].name for one in placements})
-        self.restart.cause = None
-        self.restart.failures = ()
-        self.restart.stopped_at = None
-        self.phase = CoordinatorPhase.RUNNING
+        self.fenced_until = max(self.now + seconds, self.fenced_until)
 
     def wait_for_nodes(self) -> None:
         """Form another round as soon as there are enough nodes."""
         self.phase = CoordinatorPhase.FORMING
-        self.timer = FormationTimer(self.deadlines.now)
+        self.timer = FormationTimer(self.now)
 
     def refuse(self, record: MemberRecord, why: str) -> None:
         """Refuse a member, temporarily or permanently."""
-        record.refused_because, record.refused_at = why, self.deadlines.now
+        record.refused_because, record.refused_at = why, self.now
         self.outbox.publish(NodeRefused(name=record.name, member=record.member, why=why))
 
     def add_change_reason(self, why: str) -> None:
@@ -348,20 +382,14 @@ class CoordinatorState:
     def next_cause(self, why: str = "") -> RestartCause | None:
         """Return why another attempt follows; None before the first one."""
         is_first = self.round.number < 0 and not self.round.change_reasons
-        if self.restart.cause is not None or is_first:
-            return self.restart.cause
-        reasons = [*self.round.change_reasons, *([why] if why else [])]
-        text = "; ".join(reasons[:NAMES_MAX]) or "other nodes take part"
-        is_requested = self.round.is_restart_requested and not why
-        return RestartCause(
-            self.round.attempt + 1, text, self.budget.restarts, is_requested=is_requested
-        )
-
-    # ------------------------------------------------------------------ the end
+        if self.round.cause is not None or is_first:
+            return self.round.cause
+        text = why or self.round.change_text
+        return RestartCause(self.round.attempt + 1, text, self.budget.restarts)
 
     def fail_job(self, why: str, exit_code: int | None = None) -> None:
         """End the job by a failure; by default with the exit code of its root cause."""
-        failures = self.restart.failures
+        failures = self.round.failures
         if exit_code is None:
             exit_code = (failures[0].status.shell_code if failures else None) or 1
         self.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))
@@ -369,19 +397,17 @@ class CoordinatorState:
     def end_job(self, outcome: JobOutcome) -> None:
         """End the job for all present members."""
         failures = truncate_failures(outcome.failures)
-        outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
+        self.outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
         self.phase = CoordinatorPhase.ENDING
-        self.outcome = outcome
         for record in self.admitted():
-            record.has_end_order = True
-            self.outbox.send(record, EndJob(outcome))
+            self.outbox.send(record, EndJob(self.outcome))
         self.outbox.publish(
             JobFinished(
                 attempt=max(0, self.round.attempt),
                 state=outcome.state,
                 why=outcome.why,
                 exit_code=outcome.exit_code,
-                duration=self.deadlines.now - self.created_at,
-                restarts=outcome.restarts,
+                duration=self.now - self.created_at,
+                restarts=self.budget.restarts,
             )
         )

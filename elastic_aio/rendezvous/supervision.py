@@ -12,9 +12,9 @@ from elastic_aio.rendezvous.messages import (
     MembersDone,
     ProbePeers,
     StandBy,
-    sanitize,
     truncate_failure,
 )
+from elastic_aio.rendezvous.outbox import RequestDecision
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.text import counted
@@ -35,7 +35,7 @@ def supervise(state: CoordinatorState) -> None:
     active = state.active()
     failed = next(filter(state.has_failed, active), None)
     if failed is not None:
-        state.restart.stop_reason = f"a worker on {failed.name} has failed"
+        state.round.stop_reason = f"a worker on {failed.name} has failed"
         state.phase = CoordinatorPhase.STOPPING
         return
     for record in active:
@@ -45,29 +45,28 @@ def supervise(state: CoordinatorState) -> None:
             state.add_change_reason(f"{record.name} did not take its place")
     current = state.round
     _take_requests(state, active)
-    left = current.succeeded_and_left
-    succeeded = {one.member for one in active if state.has_succeeded(one)} | left
-    done = current.members_done + sum(member not in state.members for member in left)
+    succeeded = list(filter(state.has_succeeded, active))
+    done = current.members_done + sum(map(state.has_succeeded, current.gone.values()))
     for record in filter(state.has_placement, active):
         if record.status.members_done != done:
             state.outbox.send(record, MembersDone(current.number, done))
-    if current.change_reasons:
+    if current.change_reasons or current.cause is not None:
         _reform(state, active)
-    elif len(succeeded) == len(current.placements):
+    elif succeeded == active:
         state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
     else:
-        _scale_up(state, active, is_closing=bool(succeeded or current.members_done))
+        _scale_up(state, active, is_closing=bool(succeeded or done))
 
 
 def _take_requests(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Note the restarts that members request; a change of the membership comes first."""
-    if state.round.change_reasons:
-        return
-    for record in filter(state.has_placement, active):
-        if record.status.restart_reason:
-            reason = sanitize(record.status.restart_reason)
-            state.add_change_reason(f"{reason} (on {record.name})")
-            state.round.is_restart_requested = True
+    asking = [one for one in active if one.status.restart_reason and state.has_placement(one)]
+    if asking and not state.round.change_reasons:
+        why = "; ".join(
+            f"{one.status.restart_reason} (on {one.name})" for one in asking[:NAMES_MAX]
+        )
+        attempt, restarts = state.round.attempt + 1, state.budget.restarts
+        state.round.cause = RestartCause(attempt, why, restarts, is_requested=True)
 
 
 def _restore(state: CoordinatorState) -> None:
@@ -78,7 +77,6 @@ def _restore(state: CoordinatorState) -> None:
         if current.members_done and placement is not None and state.has_placement(record):
             current.members_done -= 1
             current.placements[record.member] = placement
-            current.names[record.member] = record.name
 
 
 def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
@@ -91,10 +89,9 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     if len(active) + len(waiting) >= state.settings.minimum:
         form_round(state, [*active, *waiting])
         return
-    state.restart.cause = state.next_cause()
-    left = counted(len(active), "node")
-    reasons = "; ".join(list(state.round.change_reasons)[:NAMES_MAX])
-    state.restart.stop_reason = f"{reasons}: only {left} of {state.settings.nnodes} left"
+    state.round.cause = state.next_cause()
+    left = f"only {counted(len(active), 'node')} of {state.settings.nnodes} left"
+    state.round.stop_reason = f"{state.round.change_text}: {left}"
     stop_active(state)
     state.wait_for_nodes()
 
@@ -110,8 +107,8 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
         state.round.ready_since = None
         return
     if state.round.ready_since is None:
-        state.round.ready_since = state.deadlines.now
-    if len(ready) < free and state.deadlines.arm(state.round.ready_since + _BURST_S):
+        state.round.ready_since = state.now
+    if len(ready) < free and state.arm(state.round.ready_since + _BURST_S):
         return
     names = ", ".join(record.name for record in ready[:NAMES_MAX])
     form_round(state, [*active, *ready], f"{names} joined")
@@ -150,10 +147,10 @@ def _probe_joiners(
 def _is_too_early(state: CoordinatorState, record: MemberRecord) -> bool:
     """Refuse a joiner for a while whose host has left soon after it had joined before."""
     count, when = state.visits.admission(record.status.node.name)
-    if not state.deadlines.arm(when):
+    if not state.arm(when):
         return False
     if not record.refused_because:
-        delay = when - state.deadlines.now
+        delay = when - state.now
         visits = f"{record.status.node.name} has left {count} times soon after it had joined"
         state.refuse(record, f"{visits}, it is taken in after {delay:.3g} s")
     return True
@@ -163,10 +160,10 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
     """Refuse a joiner that does not reach the other nodes, and repeat its probe later."""
     if not record.refused_because:
         state.refuse(record, f"it does not reach the others: {record.status.probe_error}")
-    if not state.deadlines.arm(record.refused_at + _RETRY_S):
-        record.refused_at = state.deadlines.now
-        state.deadlines.arm(record.refused_at + _RETRY_S)
-        state.outbox.resend(record, probe)
+    if not state.arm(record.refused_at + _RETRY_S):
+        record.refused_at = state.now
+        state.arm(record.refused_at + _RETRY_S)
+        state.outbox.send(record, probe, again=True)
 
 
 # ----------------------------------------------------------------- failures
@@ -178,14 +175,13 @@ def decide_restart(state: CoordinatorState) -> None:
     active = state.active()
     if not all(map(state.is_stopped, active)):
         return
-    restart = state.restart
+    current = state.round
     members = [one for one in active if state.has_placement(one)]
     if _may_be_leaving(state, members):
         return
-    restart.failures = _root_cause_first(state, members)
-    failures, attempt = restart.failures, state.round.attempt
+    failures = current.failures = _root_cause_first(state, members)
     if failures:
-        event = AttemptFailed(attempt=attempt, root=failures[0], failures=failures)
+        event = AttemptFailed(attempt=current.attempt, root=failures[0], failures=failures)
         state.outbox.publish(event)
     permanent = next((one.status for one in members if one.status.is_permanent), None)
     inherited = next(filter(None, map(state.inherited_restart, members)), None)
@@ -194,22 +190,22 @@ def decide_restart(state: CoordinatorState) -> None:
         state.fail_job(permanent.permanent_reason, permanent.exit_code)
     elif inherited is not None:
         _restart(state, inherited)
-    elif forbidden is not None and state.round.is_excused:
+    elif forbidden is not None and current.is_excused:
         code = forbidden.status.shell_code
         state.fail_job(f"exit code {code} is in the never-on list", code)
-    elif state.round.is_excused or not failures:
+    elif current.is_excused or not failures:
         # The connections of a lost node's workers end before its lease does, so the
         # failures that they cause arrive first.
-        if not state.round.change_reasons:
+        if not current.change_reasons:
             state.add_change_reason("a node has failed and is gone")
-        if state.round.has_lost_member and is_delayed_by_loss(state):
+        if current.has_lost_member and is_delayed_by_loss(state):
             return
-        restart.cause = state.next_cause()
+        current.cause = state.next_cause()
         state.wait_for_nodes()
     elif state.settings.has_decide and not state.budget.is_exhausted:
-        restart.decision, restart.decide_since = None, state.deadlines.now
+        current.wait_until = state.now + DECIDE_TIMEOUT
         state.phase = CoordinatorPhase.DECIDING
-        state.outbox.request_decision(attempt, failures[0])
+        state.outbox.publish(RequestDecision(failures[0]))
     else:
         _consult_policy(state, RestartAction.DEFAULT)
 
@@ -219,7 +215,7 @@ def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> t
 
     The clocks of two hosts may be hours apart, and a status may be long on its way.
     """
-    offsets = clock_offsets(state.members.values(), state.deadlines.now)
+    offsets = clock_offsets(state.members.values(), state.now)
     found = [(offsets[one.member], failure) for one in members for failure in one.status.failures]
     found.sort(key=lambda item: (item[1].is_victim, item[0] + item[1].time, item[1].order))
     return tuple(failure for _, failure in found)
@@ -231,36 +227,36 @@ def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> boo
     A service manager sends the signal to all processes of a node.  The agent acts on it
     some milliseconds after the worker.
     """
-    restart = state.restart
-    if restart.stopped_at is None:
-        restart.stopped_at = state.deadlines.now
+    current = state.round
+    if current.stopped_at is None:
+        current.stopped_at = state.now
     codes = {failure.status.shell_code for one in members for failure in one.status.failures}
-    is_ended = _SIGTERM_CODE in codes and not state.round.is_excused
-    return is_ended and state.deadlines.arm(restart.stopped_at + LEAVING_S)
+    is_ended = _SIGTERM_CODE in codes and not current.is_excused
+    return is_ended and state.arm(current.stopped_at + LEAVING_S)
 
 
 def apply_decision(state: CoordinatorState) -> None:
     """Apply the answer of the user's callback once it is there."""
-    match state.restart.decision:
+    match state.round.decision:
         case RestartAction() as action:
             _consult_policy(state, action)
         case str() as error:
             state.fail_job(error)
-        case None if not state.deadlines.arm(state.restart.decide_since + DECIDE_TIMEOUT):
+        case None if not state.arm(state.round.wait_until):
             state.fail_job(f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
 
 
 def back_off(state: CoordinatorState) -> None:
     """Form another round once the delay is over."""
-    if not state.deadlines.arm(state.restart.restart_at):
+    if not state.arm(state.round.wait_until):
         state.wait_for_nodes()
 
 
 def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
     members = [one.status for one in state.active() if state.has_placement(one)]
     runtime = max((status.runtime for status in members), default=0.0)
-    root = state.restart.failures[0]
-    decision = state.budget.decide(root, action, runtime, state.deadlines.now)
+    root = state.round.failures[0]
+    decision = state.budget.decide(root, action, runtime, state.now)
     if not decision.restart:
         state.fail_job(decision.why)
         return
@@ -276,8 +272,8 @@ def _restart(state: CoordinatorState, cause: RestartCause) -> None:
     The restart is counted when the round begins: one that no member has seen can be
     decided again.
     """
-    state.restart.cause = cause
-    state.restart.restart_at = state.deadlines.now + cause.delay
+    state.round.cause = cause
+    state.round.wait_until = state.now + cause.delay
     state.phase = CoordinatorPhase.BACKING_OFF
     for record in state.eligible():
         state.outbox.send(record, RestartPending(cause))

@@ -45,7 +45,7 @@ def lose_in_turn(harness: CoordinatorHarness, pause: float, until: float) -> int
 
 def start_again(harness: CoordinatorHarness, pause: float = 0.0) -> None:
     """Lose all nodes at once, the coordinator's too, and start one node in their place."""
-    name = f"a{harness.coordinator.term}"
+    name = f"a{harness.coordinator.outbox.term}"
     harness.lose_all(name)
     harness.settle(harness.now + pause)
     harness.join(name)
@@ -82,7 +82,7 @@ def test_lost_rounds_of_long_ago_are_no_loop() -> None:
         harness.settle(harness.now + 10)
         start_again(harness)
     assert harness.coordinator.outcome is None
-    assert harness.coordinator.round == 20
+    assert harness.coordinator.round.number == 20
 
 
 def test_the_loss_of_nodes_without_workers_is_none() -> None:
@@ -92,7 +92,7 @@ def test_the_loss_of_nodes_without_workers_is_none() -> None:
         (name,) = harness.members
         harness.lose(name, is_lost=False)
         start_again(harness)
-        assert harness.coordinator.round == turn
+        assert harness.coordinator.round.number == turn
     assert harness.coordinator.outcome is None
     assert not harness.events(MembershipChanged)
 
@@ -135,7 +135,7 @@ def test_nodes_that_are_lost_together_count_once() -> None:
     harness.stop_slowly("a")
     for name in "bde":
         harness.members.pop(name)
-        harness.coordinator.on_gone(name, is_lost=True)
+        harness.coordinator.on_gone(name, harness.now, is_lost=True)
     harness.settle()
     harness.members["a"].report(RoundStopped(0))
     harness.settle()

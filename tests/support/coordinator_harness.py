@@ -20,14 +20,9 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.rendezvous.coordinator import Coordinator
+from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
-from elastic_aio.rendezvous.members import (
-    PublishEvent,
-    RequestDecision,
-    RoundSettings,
-    SendOrder,
-)
+from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
@@ -38,7 +33,8 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
-from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.outbox import RequestDecision, SendOrder
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
 
 
@@ -78,7 +74,9 @@ class CoordinatorHarness:
         """The effects of each member, in order."""
         self.sent: list[tuple[str, OrderBody]] = []
         self.published: list[Event] = []
-        self.decision_requests: list[RequestDecision] = []
+        self.decision_requests: list[Failure] = []
+        self.recorded: RoundRecord | None = None
+        """The last round, as it was recorded."""
         self._budget: Callable[[], RestartBudget] = lambda: RestartBudget(
             max_restarts, restart or RestartPolicy(), lambda: 1.0
         )
@@ -101,7 +99,7 @@ class CoordinatorHarness:
 
     def elect(
         self, name: str, *, store: bytes | None = None, former: RoundRecord | None = None
-    ) -> Coordinator:
+    ) -> CoordinatorState:
         """Replace the coordinator by a new one.
 
         `store` is another one to move to, and `former` the last round as it was recorded then.
@@ -112,22 +110,24 @@ class CoordinatorHarness:
                 member.attend(store)
         term = next(self._terms)
         self._written.clear()
-        self.coordinator = Coordinator(
+        budget = self.budgets.setdefault(name, self._budget())
+        if former is not None and former.history is not None:
+            budget.follow(former.history, former.written_at)
+        self.coordinator = CoordinatorState(
             self.settings,
-            self.budgets.setdefault(name, self._budget()),
+            budget,
             name=f"{name}@{self._store.decode()}",
             term=term,
             now=self.now,
             former=former,
-            former_age=0.0 if former is None else self.now - former.written_at,
         )
         return self.coordinator
 
     def lose_all(self, name: str) -> None:
         """Lose the coordinator and all members, and elect a new one."""
-        former = self.coordinator.round_record(self.now)
+        assert self.recorded is not None
         self.members.clear()
-        self.elect(name, former=RoundRecord.decode(encode(former)))
+        self.elect(name, former=RoundRecord.decode(encode(self.recorded)))
 
     def join(self, *names: str, **fields: object) -> None:
         """Add members, then let the coordinator decide."""
@@ -142,7 +142,7 @@ class CoordinatorHarness:
         self.now = self.now if now is None else now
         for _ in range(100):
             self._write_statuses()
-            effects = self.coordinator.decide(self.now)
+            effects = decide(self.coordinator, self.now)
             if not effects:
                 return
             for effect in effects:
@@ -172,10 +172,12 @@ class CoordinatorHarness:
                         budget = self.budgets.setdefault(member, self._budget())
                         budget.follow(order.history, self.now)
                     self.perform(member, self.members[member].on_order(order))
-            case PublishEvent(event):
-                self.published.append(event)
-            case RequestDecision():
-                self.decision_requests.append(effect)
+            case RequestDecision(failure):
+                self.decision_requests.append(failure)
+            case RoundRecord():
+                self.recorded = replace(effect, written_at=self.now)
+            case Event():
+                self.published.append(effect)
 
     def perform(self, name: str, actions: Iterable[MemberEffect]) -> None:
         """Perform the effects of a member; workers start and stop at once."""
@@ -229,12 +231,12 @@ class CoordinatorHarness:
         """Remove members: lost, or left by themselves."""
         for name in names:
             self.members.pop(name)
-            self.coordinator.on_gone(name, is_lost=is_lost)
+            self.coordinator.on_gone(name, self.now, is_lost=is_lost)
         self.settle()
 
     def answer(self, answer: RestartAction) -> None:
         """Let the user's callback answer the last question."""
-        self.coordinator.on_decision(self.decision_requests[-1].attempt, answer)
+        self.coordinator.on_decision(answer)
         self.settle()
 
     # ------------------------------------------------------------- what is seen

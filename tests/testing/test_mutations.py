@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_aio.outcome import JobOutcome, JobState
-from elastic_aio.rendezvous import dynamic
+from elastic_aio.rendezvous import coordinator, dynamic
 from elastic_aio.rendezvous.base import EndJob, StopRound
-from elastic_aio.rendezvous.coordinator import Coordinator
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.member import Member, MemberEffect
@@ -111,13 +110,13 @@ def test_rounds_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_orders_of_departed_members_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_changes = CoordinatorRunner._take_changes
+    decide = CoordinatorRunner._decide
 
-    async def forgetful(self: CoordinatorRunner, *args: Any) -> None:
-        await take_changes(self, *args)
+    async def forgetful(self: CoordinatorRunner, *args: Any) -> list[str]:
         self._departed.clear()
+        return await decide(self, *args)
 
-    monkeypatch.setattr(CoordinatorRunner, "_take_changes", forgetful)
+    monkeypatch.setattr(CoordinatorRunner, "_decide", forgetful)
     assert "the condition does not hold within" in violation(100)
 
 
@@ -127,14 +126,14 @@ def test_an_end_before_all_have_succeeded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_round_for_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    supervise = Coordinator._STEPS[CoordinatorPhase.RUNNING]
+    supervise = coordinator._STEPS[CoordinatorPhase.RUNNING]
 
     def restless(state: CoordinatorState) -> None:
         if all(map(state.has_placement, state.active())):
             state.add_change_reason("a status has changed")
         supervise(state)
 
-    monkeypatch.setitem(Coordinator._STEPS, CoordinatorPhase.RUNNING, restless)
+    monkeypatch.setitem(coordinator._STEPS, CoordinatorPhase.RUNNING, restless)
     assert "rounds after" in violation(100)
 
 
