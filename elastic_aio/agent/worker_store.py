@@ -21,7 +21,7 @@ from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.store.sockets import bind_listeners, port_owner
+from elastic_aio.store.sockets import BACKLOG, bind_listeners, port_owner
 
 if TYPE_CHECKING:
     from elastic_aio.store.limits import Dropped
@@ -87,7 +87,7 @@ class WorkerStore:
     def _listen(self) -> None:
         try:
             for listener in self._sockets:
-                listener.listen(socket.SOMAXCONN)
+                listener.listen(BACKLOG)
         except OSError as error:  # another process bound the port too, and listened first
             for listener in self._sockets:
                 listener.close()
