@@ -220,7 +220,7 @@ class RemoteStore(Store):
                 if op not in _READS:
                     raise StoreLost(f"{error}; the change may have been made or not") from None
                 instance = link.instance
-                if not link.is_over:
+                if self._link is link:
                     # A plain server refused the additional connection that a wait uses.
                     await asyncio.sleep(_RETRY.delay(attempt, random.random))
 
