@@ -240,7 +240,7 @@ class EngineStore(Store):
         self._leases[lease] = None
         self._wake.set()
 
-    def _end_lease(self, lease: Lease) -> None:
+    def _on_lease_ended(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
         lease._end()
 
@@ -274,7 +274,7 @@ class EngineStore(Store):
 
     def _on_link_ended(self, error: StoreError) -> None:
         for lease in list(self._leases):
-            self._end_lease(lease)
+            self._on_lease_ended(lease)
         self._end_watches(error)
 
     @abc.abstractmethod

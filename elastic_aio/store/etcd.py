@@ -231,7 +231,7 @@ class EtcdStore(EngineStore):
     async def _renew_lease(self, lease: Lease) -> None:
         reply: LeaseReply = await self._ask(KEEP_ALIVE, {"ID": lease.lease_id.decode()})
         if reply.TTL <= 0:
-            self._end_lease(lease)
+            self._on_lease_ended(lease)
 
     async def _is_home_alive(self, deadline: float | None = None) -> bool:
         body = {"ID": str(self._operations.lease)}

@@ -224,7 +224,7 @@ class RedisStore(EngineStore):
         is_due = bool(self._retention) and now >= self._retain_at
         leases = {lease.lease_id: lease for lease in self._leases}
         for lease_id in await self._run("touch", b"%d" % is_due, *leases):
-            self._end_lease(leases[lease_id])
+            self._on_lease_ended(leases[lease_id])
         if is_due and self._retention:
             self._retain_at = now + self._retention / RENEWALS
         if now >= self._pinged_at + _IDLE / 2:
