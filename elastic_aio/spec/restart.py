@@ -142,6 +142,7 @@ class RestartPolicy:
     """Exit codes that end the job at once."""
     decide: Decide | None = None
     """Called with the root cause of each failed attempt while `max_restarts` allows another.
+
     Returns within 10 minutes a `RestartAction`, or an awaitable of one, that overrides the
     exit-code rules.  A plain function runs in a thread; a coroutine function must not block.
     """
