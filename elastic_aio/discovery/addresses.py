@@ -70,17 +70,6 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def is_local(address: Address) -> bool:
-    """Return whether a socket of this host can be bound to the address, on any port."""
-    family, name = address
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.bind((name[0], 0, *name[2:]))
-    except OSError:
-        return False
-    return True
-
-
 def outbound_address(towards: Iterable[Address] = _REMOTE) -> str | None:
     """Return the source address of this host for packets to other hosts; None if none.
 

@@ -51,7 +51,7 @@ from elastic_aio.discovery.addresses import (
     resolve,
 )
 from elastic_aio.discovery.choice import EndpointState, ServeStore, UseStore, WaitUntil
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, claim_store
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
 from elastic_aio.discovery.monitor import (
     Dialer,
     Endpoint,
@@ -61,7 +61,7 @@ from elastic_aio.discovery.monitor import (
 )
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
-from elastic_aio.errors import ElasticAioError, StoreError
+from elastic_aio.errors import ElasticAioError
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer
 from elastic_aio.store.engine import EngineStore
@@ -115,22 +115,21 @@ class StoreLocator:
         run_id: str,
         network: StoreNetwork | None = None,
         *,
-        is_exclusive: bool = False,
         on_wait: Callable[[str, float], None] = lambda why, time_left: None,
         on_drop: Callable[[Dropped], None] | None = None,
     ) -> None:
         """Parse the endpoints; nothing is connected yet.  None: the network of this host.
 
         `on_wait` is called in a search that takes long, with the reason for each endpoint and
-        the seconds until it ends; `on_drop` is that of the `StoreServer`.  With `is_exclusive`
-        the store must belong to this run alone, and the first node must serve it or find one
-        that no node serves.
+        the seconds until it ends; `on_drop` is that of the `StoreServer`.
 
         Raises:
             SpecError: one of them is not HOST:PORT, or a certificate cannot be used.
         """
         self._spec = spec
         self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
+        # The workers use it too; so the first node must serve it, or find one that none serves.
+        is_exclusive = spec.backend == "static"
         self._dialer = Dialer(spec, run_id, network or StoreNetwork(), is_exclusive=is_exclusive)
         if spec.tls is not None:
             _check_node(spec, [endpoint.host for endpoint in self._endpoints])
@@ -191,9 +190,6 @@ class StoreLocator:
             match search.choice():
                 case UseStore(index):
                     handshake = await search.monitors[index].take()
-                    self._store = handshake.store  # closed if the claim is cancelled or fails
-                    if self._dialer.is_exclusive:
-                        await self._claim(search.monitors[index], handshake.store)
                     return self._located(search.monitors[index], handshake)
                 case _ if search.is_over:
                     raise DiscoveryError(
@@ -260,19 +256,6 @@ class StoreLocator:
             search.defer(index, f"listening there, this node does not reach itself: {error}")
             return None
         return self._located(monitor, handshake)
-
-    async def _claim(self, monitor: EndpointMonitor, store: RemoteStore) -> None:
-        """Make a store that no node serves the run's own.
-
-        Raises:
-            DiscoveryError: it belongs to another run.
-        """
-        try:
-            owner = await claim_store(store, self._dialer.run_id)
-        except StoreError:
-            return  # the loss of the store is noticed by its user
-        if why := self._dialer.objection(owner):
-            raise DiscoveryError(f"cannot use the store at {monitor.endpoint.text}: {why}")
 
     async def _dial_own(
         self, server: StoreServer, monitor: EndpointMonitor, *, is_wildcard: bool

@@ -15,7 +15,7 @@ from msgspec import Struct
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.addresses import resolve
 from elastic_aio.discovery.choice import FENCE, RECONNECT_FOR, EndpointState
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner, read_end, read_run, run_store
+from elastic_aio.discovery.keys import claim_store, read_end, read_run, run_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.spec.checks import parse_host_port
@@ -108,8 +108,8 @@ class StoreNotFound(Exception):
 class Dialer:
     """Connects a node of a run to stores.
 
-    With `is_exclusive` a store that belongs to another run is refused; by the first node, also
-    one that another node serves.
+    With `is_exclusive` each store is made the run's own.  One that belongs to another run is
+    refused; by the first node, also one that another node serves.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Dialer:
         """Prepare; `network` makes the sockets."""
         self.run_id = run_id
         self.network = network
-        self.is_exclusive = is_exclusive
+        self._is_exclusive = is_exclusive
         self._spec = spec
         self._has_choice = len(spec.endpoints) > 1
 
@@ -131,16 +131,6 @@ class Dialer:
     def reply_timeout(self) -> float:
         """Seconds without an answer after which a connection is given up."""
         return self._spec.heartbeat_timeout - RECONNECT_FOR - FENCE
-
-    def objection(self, owner: StoreOwner) -> str:
-        """Return why a store with this owner must not be used; empty if it may."""
-        if not self.is_exclusive:
-            return ""
-        if owner.run_id != self.run_id:
-            return f"it belongs to the run {owner.run_id!r}"
-        if self._spec.is_host and owner.is_node:
-            return f"another node of rank 0 serves the run {owner.run_id!r} there"
-        return ""
 
     async def dial(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
         """Return the first store that answers at one of the `addresses` of `host`.
@@ -194,9 +184,8 @@ class Dialer:
                     why = "it is a plain TCPStore, which has no leases"
                     raise StoreNotFound(why, was_accepted=True)
                 has_run = self._has_choice and await _has_active_run(store, self.run_id)
-                owner = await store.peek(OWNER_KEY) if self.is_exclusive else None
-                if owner and (why := self.objection(StoreOwner.decode(owner))):
-                    raise StoreNotFound(why, was_accepted=True)
+                if self._is_exclusive:
+                    await self._claim(store)
         except BaseException as error:  # a cancellation too: no connection stays open
             await store.aclose()
             if isinstance(error, TimeoutError):
@@ -206,6 +195,15 @@ class Dialer:
                 raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
             raise
         return StoreHandshake(store, local_address, has_run)
+
+    async def _claim(self, store: RemoteStore) -> None:
+        owner = await claim_store(store, self.run_id)
+        if owner.run_id != self.run_id:
+            why = f"it belongs to the run {owner.run_id!r}"
+            raise StoreNotFound(why, was_accepted=True)
+        if self._spec.is_host and owner.is_node:
+            why = f"another node of rank 0 serves the run {owner.run_id!r} there"
+            raise StoreNotFound(why, was_accepted=True)
 
 
 async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> StoreHandshake:

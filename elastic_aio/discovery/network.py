@@ -9,7 +9,6 @@ import socket
 from collections.abc import Sequence
 
 from elastic_aio.aio import run_in_thread
-from elastic_aio.discovery.addresses import is_local
 from elastic_aio.store.sockets import Address, bind_addresses, port_owner
 
 
@@ -18,7 +17,13 @@ class StoreNetwork:
 
     def is_local(self, address: Address) -> bool:
         """Return whether a socket of this host can be bound to the address, on any port."""
-        return is_local(address)
+        family, name = address
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                sock.bind((name[0], 0, *name[2:]))
+        except OSError:
+            return False
+        return True
 
     async def dial(self, address: Address) -> socket.socket:
         """Return a socket that is connected to `address`; the caller bounds it in time.

@@ -47,9 +47,9 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
-from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
+from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus
+from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePeers
 from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
@@ -91,15 +91,14 @@ class DynamicRendezvous(Rendezvous):
         `network` is None for that of this host.
         """
         settings = spec.rendezvous
-        is_static = settings.backend == "static"
-        if is_static:
+        if settings.backend == "static":
             rank = settings.node_rank or 0
             settings = dataclasses.replace(settings, node_rank=rank, is_host=rank == 0)
         self._settings = settings
         self._node = node
         self._agent = agent
         self._run_id = run_id
-        self._locator = self._make_locator(network, is_exclusive=is_static)
+        self._locator = self._make_locator(network)
         self._round_settings = _round_settings(spec)
         self._member = Member(
             # The name of the host makes it readable.
@@ -134,22 +133,13 @@ class DynamicRendezvous(Rendezvous):
     def __repr__(self) -> str:
         return f"<DynamicRendezvous {self._member!r}, {self._session or 'no store'}>"
 
-    def _make_locator(
-        self, network: StoreNetwork | None, *, is_exclusive: bool
-    ) -> StoreLocator | EngineLocator:
+    def _make_locator(self, network: StoreNetwork | None) -> StoreLocator | EngineLocator:
         settings, run_id, on_wait = self._settings, self._run_id, self._on_store_awaited
         if settings.is_on_engine:
             from elastic_aio.discovery.engine import EngineLocator
 
             return EngineLocator(settings, run_id, on_wait=on_wait)
-        return StoreLocator(
-            settings,
-            run_id,
-            network,
-            is_exclusive=is_exclusive,
-            on_wait=on_wait,
-            on_drop=self._on_drop,
-        )
+        return StoreLocator(settings, run_id, network, on_wait=on_wait, on_drop=self._on_drop)
 
     # ---------------------------------------------------------------- the agent
 
@@ -284,7 +274,7 @@ class DynamicRendezvous(Rendezvous):
                     self._agent.on_event(self._other_runs.complete(effect, looks=looks))
                 case Event():
                     self._agent.on_event(effect)
-                case Probe():
+                case ProbePeers():
                     if self._probing is not None:
                         self._probing.cancel()  # its result must not replace the newer one
                     probing = self._probe(effect)
@@ -322,7 +312,7 @@ class DynamicRendezvous(Rendezvous):
             return False
         return True
 
-    async def _probe(self, probe: Probe) -> None:
+    async def _probe(self, probe: ProbePeers) -> None:
         """Connect to the address at which the workers would meet."""
         problem = ""
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
@@ -43,16 +42,8 @@ from elastic_aio.rendezvous.messages import (
     truncate_failures,
 )
 
-
-class Probe(Struct, frozen=True):
-    """Connect to `address` and `port`, then call `probed`."""
-
-    round: int
-    address: str
-    port: int
-
-
-MemberEffect = Instruction | Event | Probe
+MemberEffect = Instruction | Event | ProbePeers
+"""A `ProbePeers` is answered by `probed`."""
 
 
 class Member:
@@ -147,8 +138,8 @@ class Member:
                 return self._start(order.body)
             case StopRound(round, why):
                 return self._stop(round, why)
-            case ProbePeers(round, address, port):
-                return [Probe(round, address, port)]
+            case ProbePeers():
+                return [order.body]
             case WaitForNodes(forming):
                 return [forming]
             case StandBy(round, maximum, why):
@@ -224,7 +215,7 @@ class Member:
                 self._update(restart_reason=sanitize(why))
 
     def probed(self, round: int, error: str) -> None:
-        """Take the result of a `Probe`; `error` is empty if it succeeded."""
+        """Take the result of a probe; `error` is empty if it succeeded."""
         self._update(probed_round=round, probe_error=sanitize(error))
 
     # ------------------------------------------------------------------ changes

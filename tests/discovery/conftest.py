@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.discovery.locator import StoreLocator
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from tests.support.children import DEADLINE_S
 from tests.support.cli import environment
@@ -103,8 +104,6 @@ def only_local(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Patch `is_local` so that only one address belongs to this host."""
 
     def patch(address: str) -> None:
-        monkeypatch.setattr(
-            "elastic_aio.discovery.network.is_local", lambda one: one[1][0] == address
-        )
+        monkeypatch.setattr(StoreNetwork, "is_local", lambda _, one: one[1][0] == address)
 
     return patch

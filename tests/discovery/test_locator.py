@@ -420,7 +420,7 @@ async def test_an_own_address_that_leads_elsewhere_is_not_served(
     make_locator: MakeLocator, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    monkeypatch.setattr("elastic_aio.discovery.network.is_local", lambda _: True)
+    monkeypatch.setattr(StoreNetwork, "is_local", lambda *_: True)
     bound: list[object] = []
 
     def bind(addresses: object, *_: object, **__: object) -> list[socket.socket]:

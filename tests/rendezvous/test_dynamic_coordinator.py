@@ -19,7 +19,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous import outbox
 from elastic_aio.rendezvous.base import RoundStopped
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
-from elastic_aio.rendezvous.member import Probe
+from elastic_aio.rendezvous.messages import ProbePeers
 from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import StoreServer, connect
@@ -167,5 +167,5 @@ async def test_an_invalid_probe_address_is_not_reached() -> None:
         await a.wait_formed(1)
         probe = a.rendezvous._probe  # type: ignore[attr-defined]
         for address, port in (("127.0.0.1", 1 << 20), ("x" * 100 + ".example", 1)):
-            await probe(Probe(3, address, port))
+            await probe(ProbePeers(3, address, port))
             assert address in a.rendezvous._member.status.probe_error  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
+from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
@@ -196,7 +196,8 @@ def test_a_stop_after_success_reaches_the_agent() -> None:
 
 def test_a_probe_is_reported_until_the_next_round() -> None:
     ordered = OrderedMember()
-    assert ordered.order(ProbePeers(4, "b", 99)) == [Probe(4, "b", 99)]
+    probe = ProbePeers(4, "b", 99)
+    assert ordered.order(probe) == [probe]
     ordered.member.probed(4, "no route\udc80")
     assert (ordered.member.status.probed_round, ordered.member.status.probe_error) == (
         4,

@@ -21,13 +21,14 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.coordinator import decide
-from elastic_aio.rendezvous.member import Member, MemberEffect, Probe
+from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
     Order,
     OrderBody,
+    ProbePeers,
     RoundRecord,
     decode_order,
     decode_status,
@@ -191,7 +192,7 @@ class CoordinatorHarness:
                     member.status.phase is not MemberPhase.FAILING and name not in self._slow
                 ):
                     member.report(RoundStopped(round))
-                case Probe(round) if name not in self._unprobed:
+                case ProbePeers(round) if name not in self._unprobed:
                     member.probed(round, "")
 
     def drop_orders(self, *names: str) -> None:
