@@ -82,7 +82,6 @@ PURE = {
     "rendezvous.member",
     "rendezvous.admission",
     "rendezvous.members",
-    "rendezvous.outbox",
     "rendezvous.supervision",
     "rendezvous.coordinator",
     "rendezvous.messages",

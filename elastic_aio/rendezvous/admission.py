@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from elastic_aio.node_events import NodeJoined
 from elastic_aio.rendezvous.base import StopRound
 from elastic_aio.rendezvous.members import MemberRecord
-from elastic_aio.rendezvous.messages import PROTOCOL, Reject, StandBy
+from elastic_aio.rendezvous.messages import Reject, StandBy, version_problem
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.job import NodeRange
 
@@ -51,8 +51,8 @@ def admit(state: CoordinatorState) -> None:
 def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
     """Return why a member can never take part; empty if it can."""
     status, settings = record.status, state.settings
-    if status.protocol != PROTOCOL:
-        return f"it speaks version {status.protocol} of the protocol, not {PROTOCOL}"
+    if why := version_problem(status.protocol):
+        return why
     if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):
         nnodes = NodeRange(status.minimum, status.maximum)
         return f"it was started with --nnodes {nnodes}, the job with {settings.nnodes}"
@@ -103,13 +103,10 @@ def find_rank_holders(state: CoordinatorState) -> None:
         key=lambda one: (one.member not in placements, -one.status.round, one.joined_at),
     ):
         holder = holders.setdefault(record.status.preferred_rank, record)
-        if holder is record:
-            if record.rank_holder is not None:
-                record.rank_holder, record.refused_because = None, ""
-        else:
-            if record.rank_holder is None:
-                record.rank_held_since = state.now
+        if holder is not record:
             record.rank_holder = holder
+        elif record.rank_holder is not None:
+            record.rank_holder, record.refused_because = None, ""
 
 
 def wait_for_ranks(state: CoordinatorState) -> None:
@@ -124,7 +121,7 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         why = f"node rank {status.preferred_rank} is held by {node.name} (pid {node.pid})"
         if record.refused_because != why:
             state.refuse(record, why)
-        if not state.arm(record.rank_held_since + state.settings.join_timeout):
+        if not state.arm(record.refused_at + state.settings.join_timeout):
             waited = f"waited {state.settings.join_timeout:g} s (join_timeout)"
             _reject(state, record, f"{why}; {waited}")
         elif status.is_in_round:

@@ -37,7 +37,7 @@ Waiting
 =======
 
 * No phase waits without an end.  Members obey their orders or count as lost, which is a
-  change of the membership (see `outbox`).  RECOVERING ends by the recovery timeout,
+  change of the membership (see `members`).  RECOVERING ends by the recovery timeout,
   FORMING by the join timeout or the last call, and BACKING_OFF by its delay.  A callback
   that does not return within `DECIDE_TIMEOUT` ends the job.
 * What is waited for is published: the nodes that are missing as `RoundForming`, the
@@ -46,8 +46,7 @@ Waiting
 Another coordinator
 ===================
 
-* It recovers the newest round that a member reports (see `formation`).  If all members
-  of it return, the round runs on; otherwise they form another one after a while.
+* It recovers the newest round that a member reports (see `formation`).
 * A predecessor's `StartRound` order may still be in flight.  A member that acts on it
   diverges from the new coordinator's state; the new coordinator then forms another
   round.
@@ -92,7 +91,7 @@ from collections.abc import Callable
 
 from elastic_aio.rendezvous.admission import admit, find_rank_holders, wait_for_ranks
 from elastic_aio.rendezvous.formation import form_when_possible, recover_round
-from elastic_aio.rendezvous.outbox import CoordinatorEffect
+from elastic_aio.rendezvous.members import CoordinatorEffect
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.rendezvous.supervision import apply_decision, back_off, decide_restart, supervise
 

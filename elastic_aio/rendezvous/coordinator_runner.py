@@ -17,7 +17,7 @@ from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.event_stream import EventStreamWriter, delete_events
-from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.members import RequestDecision, RoundSettings, SendOrder
 from elastic_aio.rendezvous.messages import (
     PROTOCOL,
     MessageError,
@@ -27,7 +27,6 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
-from elastic_aio.rendezvous.outbox import RequestDecision, SendOrder
 from elastic_aio.rendezvous.state import CoordinatorState
 from elastic_aio.spec.restart import RestartAction, RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
@@ -107,7 +106,9 @@ class CoordinatorRunner:
         async with store.watch("t/", is_prefix=True) as statuses:
             for key, text in statuses.present.items():
                 await self._on_status(coordinator, lease, key, text)
-            collecting = create_task(self._collect(coordinator, lease, statuses))
+            collecting = create_task(
+                self._collect(coordinator, lease, statuses), name="member statuses"
+            )
             collecting.add_done_callback(lambda _: self._wakeup.set())
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
@@ -134,7 +135,7 @@ class CoordinatorRunner:
             else:
                 # After a gap in the watch the reason is unknown: assume the worse.
                 is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync
-                member = _member_of(change.key)
+                member = change.key.removeprefix("t/")
                 coordinator.on_gone(member, monotonic_clock(), is_lost=is_lost)
                 self._departed.append(member)
             self._wakeup.set()
@@ -142,7 +143,7 @@ class CoordinatorRunner:
     async def _on_status(
         self, coordinator: CoordinatorState, lease: Lease, key: str, text: bytes
     ) -> None:
-        member = _member_of(key)
+        member = key.removeprefix("t/")
         try:
             status = decode_status(text)
         except MessageError as error:
@@ -172,9 +173,9 @@ class CoordinatorRunner:
                     self._publish(effect)
         starts = [one.body.placement for one in orders.values() if isinstance(one.body, StartRound)]
         begun = max((placement.round_id for placement in starts), default=self._cleared)
-        if self._root is not None and begun != self._cleared:
+        if begun != self._cleared:
             # Once a round: an order may be sent again.
-            await _delete_worker_keys(self._root)
+            await self._delete_worker_keys()
             self._cleared = begun
         # All at once: the connection pipelines them.  A round is recorded before it is
         # ordered.  A member that has left may be back, so its last order is deleted first.
@@ -208,8 +209,15 @@ class CoordinatorRunner:
         """
         await self._unwritten.join()
         await asyncio.gather(delete_events(store), store.delete(_ROUND))
+        await self._delete_worker_keys()
+
+    async def _delete_worker_keys(self) -> None:
+        """Delete all keys but those of the rendezvous, if the workers use the same store."""
         if self._root is not None:
-            await _delete_worker_keys(self._root)
+            keys = [
+                key for key in await self._root.list_keys() if not key.startswith("elastic_aio/")
+            ]
+            await asyncio.gather(*(self._root.delete(key) for key in keys))
 
     async def _call_decide(self, coordinator: CoordinatorState, failure: Failure) -> None:
         decision: RestartAction | str
@@ -242,13 +250,3 @@ class CoordinatorRunner:
             finally:
                 for _ in events:
                     self._unwritten.task_done()
-
-
-async def _delete_worker_keys(root: Store) -> None:
-    """Delete all keys but those of the rendezvous."""
-    keys = [key for key in await root.list_keys() if not key.startswith("elastic_aio/")]
-    await asyncio.gather(*(root.delete(key) for key in keys))
-
-
-def _member_of(key: str) -> str:
-    return key.partition("/")[2]

@@ -55,9 +55,8 @@ placement only after the coordinator has begun to form the first round leads bac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.node_events import RoundForming
@@ -179,7 +178,7 @@ def _candidates(state: CoordinatorState) -> list[MemberRecord]:
     return eligible if is_first or len(reachable) < state.settings.minimum else reachable
 
 
-def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why: str = "") -> None:
+def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str = "") -> None:
     """Begin a round with at most `maximum` candidates; members of the last round first.
 
     All workers of the previous round are stopped first, and this is called again when every
@@ -187,17 +186,19 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     starts others.  Does nothing while the next port of group rank 0 is unknown: the status
     with the port is in flight, and its arrival calls this again.
     """
-    candidates = list(candidates)
     if state.settings.shared_store or not state.settings.overlap:
         running = [one for one in state.admitted() if not state.is_stopped(one)]
         if running:
             _stop_previous(state, running, why)
         if running or state.arm(max(state.fenced_until, _arrivals_until(state))):
             return
-    chosen = sorted(candidates, key=lambda one: _precedence(state, one))[: state.settings.maximum]
-    order = _by_group_rank(state, chosen)
+    former = state.round.placements
+    candidates.sort(
+        key=lambda one: (one.member not in former, not one.status.is_host, one.joined_at)
+    )
+    order = _by_group_rank(state, candidates[: state.settings.maximum])
     lead = order[0]
-    previous = state.round.placements.get(lead.member)
+    previous = former.get(lead.member)
     is_lead_again = previous is not None and not previous.span.group_rank
     if is_lead_again and state.placement_pending(lead):
         return
@@ -207,7 +208,7 @@ def form_round(state: CoordinatorState, candidates: Iterable[MemberRecord], why:
     if cause is not None:
         cause = replace(cause, attempt=first.attempt, restarts=first.restarts)
     for record in order:
-        if state.round.number >= 0 and record.member not in state.round.placements:
+        if former and record.member not in former:
             record.admitted_at = state.now
         state.outbox.send(record, StartRound(placements[record.member], cause))
     state.round, state.phase = RoundState(placements), CoordinatorPhase.RUNNING
@@ -280,25 +281,20 @@ def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: st
 # -------------------------------------------------------------------- ranks
 
 
-class Joiner(Struct, frozen=True):
-    """A member without a placement, and the group rank that it prefers."""
-
-    member: str
-    preferred_rank: int | None = None
-
-
-def assign_group_ranks(ranks: Mapping[str, int], joiners: Sequence[Joiner]) -> tuple[str, ...]:
+def assign_group_ranks(
+    ranks: Mapping[str, int], preferred: Mapping[str, int | None]
+) -> tuple[str, ...]:
     """Return the members of a round in the order of their group ranks.
 
-    A member of the last round keeps its rank unless there are too few nodes for it.
-    Next come the preferences of `joiners`, in the order of their arrival.  Members that
-    could not keep their rank, then the other joiners, take the lowest free ranks.
+    A member of the last round, which has one of `ranks`, keeps it unless there are too few
+    nodes for it.  Next come the ranks that joiners prefer, in the order of their arrival.
+    Members that could not keep their rank, then the other joiners, take the lowest free ranks.
     """
-    size = len(ranks) + len(joiners)
+    size = len(ranks) + len(preferred)
     by_rank: list[str | None] = [None] * size
     unplaced = []
     staying = sorted(ranks.items(), key=lambda item: item[1])
-    for member, rank in [*staying, *((one.member, one.preferred_rank) for one in joiners)]:
+    for member, rank in [*staying, *preferred.items()]:
         if rank is not None and 0 <= rank < size and by_rank[rank] is None:
             by_rank[rank] = member
         else:
@@ -307,23 +303,18 @@ def assign_group_ranks(ranks: Mapping[str, int], joiners: Sequence[Joiner]) -> t
     return tuple(next(rest) if member is None else member for member in by_rank)
 
 
-def _precedence(state: CoordinatorState, record: MemberRecord) -> tuple[bool, bool, float]:
-    is_joiner = record.member not in state.round.placements
-    return (is_joiner, not record.status.is_host, record.joined_at)
-
-
 def _by_group_rank(state: CoordinatorState, chosen: list[MemberRecord]) -> list[MemberRecord]:
-    placements = state.round.placements
-    names = [one.member for one in chosen if one.member in placements]
-    ranks = {member: placements[member].span.group_rank for member in names}
-    joiners = []
+    ranks: dict[str, int] = {}
+    preferred: dict[str, int | None] = {}
     for record in chosen:
-        if record.member not in ranks:
-            wanted, placement = record.status.preferred_rank, record.status.placement
-            if wanted is None and placement is not None:
-                wanted = placement.span.group_rank  # the rank that it had before
-            joiners.append(Joiner(record.member, wanted))
-    return [state.members[member] for member in assign_group_ranks(ranks, joiners)]
+        member, status = record.member, record.status
+        if (current := state.round.placements.get(member)) is not None:
+            ranks[member] = current.span.group_rank
+        elif status.preferred_rank is None and status.placement is not None:
+            preferred[member] = status.placement.span.group_rank  # the rank that it had before
+        else:
+            preferred[member] = status.preferred_rank
+    return [state.members[member] for member in assign_group_ranks(ranks, preferred)]
 
 
 def _placements(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace as with_fields
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -232,7 +232,17 @@ class DetectorPort(Struct, frozen=True):
     lease_id: str
 
 
-class LeaderRecord(Struct, frozen=True, omit_defaults=True):
+class _Record(Struct, frozen=True, omit_defaults=True):
+    @classmethod
+    def decode(cls, text: bytes | None) -> Self | None:
+        """Return the record; None if there is none or it cannot be read."""
+        try:
+            return _decode(text or b"", cls)
+        except MessageError:
+            return None
+
+
+class LeaderRecord(_Record, frozen=True):
     """The value of the key `coordinator`: the elected member, its host's name, its term.
 
     The term is 0 until the member has taken one; `detector` comes with the term.
@@ -243,13 +253,8 @@ class LeaderRecord(Struct, frozen=True, omit_defaults=True):
     name: str
     detector: DetectorPort | None = None
 
-    @classmethod
-    def decode(cls, text: bytes | None) -> LeaderRecord | None:
-        """Return the record; None if there is none or it cannot be read."""
-        return _decode_own(text or b"", cls)
 
-
-class RoundRecord(Struct, frozen=True):
+class RoundRecord(_Record, frozen=True):
     """The value of the key `round`: the last round, for a coordinator that meets no member of it.
 
     Attributes:
@@ -268,32 +273,17 @@ class RoundRecord(Struct, frozen=True):
     history: RestartHistory | None
     written_at: float = 0.0
 
-    @classmethod
-    def decode(cls, text: bytes) -> RoundRecord | None:
-        """Return the record; None if there is none or it cannot be read."""
-        return _decode_own(text, cls)
-
-
-_encoder = msgspec.json.Encoder()
-_statuses = msgspec.json.Decoder(MemberStatus)
-_orders = msgspec.json.Decoder(Order)
-# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
-_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
 
 class _Version(Struct):
     protocol: int = PROTOCOL
 
 
-def _decode_own(text: bytes, kind: type[_T]) -> _T | None:
-    """Return what a coordinator has written; None for anything else."""
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except _DECODE_ERRORS:
-        return None
+_encoder = msgspec.json.Encoder()
+# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def encode(value: MemberStatus | Order | LeaderRecord | RoundRecord) -> bytes:
+def encode(value: MemberStatus | Order | _Record) -> bytes:
     """Return the JSON of a value that is written into the store."""
     return _encoder.encode(value)
 
@@ -306,9 +296,11 @@ def decode_status(text: bytes) -> MemberStatus:
             values.
     """
     try:
-        status: MemberStatus = _decode(_statuses, text)
-    except MessageError as error:
-        raise MessageError(_version_problem(text) or str(error)) from None
+        status = _decode(text, MemberStatus)
+    except MessageError:
+        if problem := version_problem(_decode(text, _Version).protocol):
+            raise MessageError(problem) from None
+        raise
     if problem := _problem(status):
         raise MessageError(problem)
     return status
@@ -320,30 +312,25 @@ def decode_order(text: bytes) -> Order:
     Raises:
         MessageError: it is not valid JSON of an order, or is too large.
     """
-    order: Order = _decode(_orders, text)
-    return order
+    return _decode(text, Order)
 
 
-def _decode(
-    decoder: msgspec.json.Decoder[MemberStatus] | msgspec.json.Decoder[Order], text: bytes
-) -> Any:
+def _decode(text: bytes, kind: type[_T]) -> _T:
     if len(text) > _SIZE_MAX:
         raise MessageError(f"{len(text)} bytes are more than {_SIZE_MAX}")
     try:
-        return decoder.decode(text)
+        return msgspec.json.decode(text, type=kind)
     except _DECODE_ERRORS as error:
         raise MessageError(str(error)) from None
 
 
-def _version_problem(text: bytes) -> str:
-    """Return that another version of this package has written a status, if it has."""
-    try:
-        version = msgspec.json.decode(text[:_SIZE_MAX], type=_Version).protocol
-    except _DECODE_ERRORS:
-        return ""
-    if version == PROTOCOL:
-        return ""
-    return f"it speaks version {version} of the protocol, not {PROTOCOL}"
+def version_problem(protocol: int) -> str:
+    """Return that a member speaks another version of the protocol; empty if it does not."""
+    return (
+        ""
+        if protocol == PROTOCOL
+        else f"it speaks version {protocol} of the protocol, not {PROTOCOL}"
+    )
 
 
 def _problem(status: MemberStatus) -> str:
@@ -378,29 +365,27 @@ def truncate_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     The root cause, which is the first, keeps the most text.
     """
     return tuple(
-        _within(_OTHER_MAX if index else _ROOT_MAX, failure)
+        truncate_failure(failure, _OTHER_MAX if index else _ROOT_MAX)
         for index, failure in enumerate(failures[:_FAILURES_MAX])
     )
 
 
-def truncate_failure(failure: Failure) -> Failure:
-    """Return a failure with little text, for a message that goes to every node."""
-    return _within(_OTHER_MAX, failure)
+def truncate_failure(failure: Failure, room: int = _OTHER_MAX) -> Failure:
+    """Return a failure with as much text as `room` bytes of JSON can hold.
 
-
-def sanitize(text: str) -> str:
-    """Return the end of a text, without lone surrogates, which JSON cannot carry."""
-    return _end_of(text, _TEXTS_MAX[3])
-
-
-def _within(room: int, failure: Failure) -> Failure:
-    """Return a failure with as much text as `room` bytes of JSON can hold."""
+    The default is for a message that goes to every node.
+    """
     short = failure
     for limit in _TEXTS_MAX:
         short = _truncate(failure, limit)
         if len(_encoder.encode(short)) <= room:
             break
     return short
+
+
+def sanitize(text: str) -> str:
+    """Return the end of a text, without lone surrogates, which JSON cannot carry."""
+    return _end_of(text, _TEXTS_MAX[3])
 
 
 def _truncate(failure: Failure, limit: int) -> Failure:

@@ -11,14 +11,13 @@ from elastic_aio.events import JobFinished
 from elastic_aio.node_events import NodeLeft, NodeLost, NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound, StopRound
-from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RoundSettings
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, Outbox, RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
     RoundRecord,
     truncate_failures,
 )
-from elastic_aio.rendezvous.outbox import Outbox
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget
 
 _NOTICE_S = 5.0
@@ -279,7 +278,7 @@ class CoordinatorState:
             return False
         if record.status.round >= self.round.number:
             return True
-        return record.begun is not None and record.status.acked >= record.begun
+        return isinstance(record.sent, StartRound) and record.has_acked
 
     def placement_pending(self, record: MemberRecord) -> bool:
         """Whether a member's last order was to start the round, and no reply has come."""
@@ -376,7 +375,6 @@ class CoordinatorState:
         self.outbox.publish(NodeRefused(name=record.name, member=record.member, why=why))
 
     def add_change_reason(self, why: str) -> None:
-        """Note why another round is needed."""
         self.round.change_reasons[why] = None
 
     def next_cause(self, why: str = "") -> RestartCause | None:
@@ -395,7 +393,6 @@ class CoordinatorState:
         self.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))
 
     def end_job(self, outcome: JobOutcome) -> None:
-        """End the job for all present members."""
         failures = truncate_failures(outcome.failures)
         self.outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
         self.phase = CoordinatorPhase.ENDING

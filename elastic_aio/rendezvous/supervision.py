@@ -6,7 +6,7 @@ from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
 from elastic_aio.rendezvous.formation import form_round, is_delayed_by_loss, stop_active
-from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, clock_offsets
+from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RequestDecision, clock_offsets
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MembersDone,
@@ -14,7 +14,6 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     truncate_failure,
 )
-from elastic_aio.rendezvous.outbox import RequestDecision
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.text import counted
@@ -121,6 +120,8 @@ def _probe_joiners(
     placements = state.round.placements
     lead = next((one for one in active if not placements[one.member].span.group_rank), None)
     number = state.next_round
+    address = None if lead is None else (lead.status.address, lead.status.port)
+    probe = None if address is None else ProbePeers(number, *address)
     ready: list[MemberRecord] = []
     probing = 0
     for record in state.unplaced():
@@ -129,17 +130,15 @@ def _probe_joiners(
             # A success in a round that the others have replaced is none: they repeat it.
             why = "the others have formed another round meanwhile"
             state.outbox.send(record, StopRound(status.round, why))
-        elif lead is None or len(ready) + probing >= free or _is_too_early(state, record):
+        elif probe is None or len(ready) + probing >= free or _is_too_early(state, record):
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
         elif status.probed_round != number:
             probing += 1
-            probe = ProbePeers(number, lead.status.address, lead.status.port)
             state.outbox.send(record, probe)
         elif not status.probe_error:
             record.refused_because = ""
             ready.append(record)
         else:
-            probe = ProbePeers(number, lead.status.address, lead.status.port)
             _retry_later(state, record, probe)
     return ready
 

@@ -16,6 +16,7 @@ from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
 from elastic_aio.rendezvous.dynamic import order_timeout
+from elastic_aio.rendezvous.members import Outbox
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,
@@ -25,7 +26,6 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     WaitForNodes,
 )
-from elastic_aio.rendezvous.outbox import Outbox
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.testing.network import Listener, Network

@@ -22,7 +22,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.members import RequestDecision, RoundSettings, SendOrder
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
@@ -34,7 +34,6 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
-from elastic_aio.rendezvous.outbox import RequestDecision, SendOrder
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
 
