@@ -85,13 +85,16 @@ class MemoryStore(Store):
         handler = self._keyspace.handlers[op]
         try:
             if handler is not None:
-                return handler(key, argument)
-            client_handler = self._keyspace.client_handlers[op]
-            assert client_handler is not None, op
-            future = asyncio.get_running_loop().create_future()
-            result = client_handler(self._client, future, key, argument)
+                result = handler(key, argument)
+            else:
+                client_handler = self._keyspace.client_handlers[op]
+                assert client_handler is not None, op
+                future = asyncio.get_running_loop().create_future()
+                result = client_handler(self._client, future, key, argument)
         except OperationRefused as error:
             raise StoreRefused(str(error)) from None
+        for _ in self._keyspace.waits.notify_others():
+            pass
         if result is not PENDING:
             return result
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
@@ -286,6 +286,15 @@ class StoreServer:
             dirty, self._dirty = self._dirty, []
             for connection in dirty:
                 connection.flush()
+        if self.keyspace.waits.unnotified:
+            self.loop.call_soon(self._notify, self.keyspace.waits.notify_others())
+
+    def _notify(self, parts: Iterator[None]) -> None:
+        """Notify some of the many waiters for a key that has been written."""
+        for _ in parts:
+            self.loop.call_soon(self._notify, parts)
+            break
+        self._flush()
 
     def _rearm(self) -> None:
         """Set the timer for the next deadline of a lease or of a lingering watch."""

@@ -6,11 +6,13 @@ been written once, even if a key has been deleted since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from elastic_aio.store.limits import KEYS_AT_ONCE, WAIT, OperationRefused, Usage
+from elastic_aio.store.limits import KEYS_AT_ONCE, WAIT, OperationRefused, Usage, in_parts
 
 # Modes of a waiter: what it is sent when it is done.
 WOKEN, VALUES, ITEM = range(3)
@@ -86,6 +88,8 @@ class WaitTable:
         """By missing key: the waiters for it."""
         self.count = 0
         """The number of pairs of a pending wait and a missing key."""
+        self.unnotified: list[tuple[bytes, Iterator[list[Waiter]]]] = []
+        """Further waiters for keys that have been written, in parts, for `notify_others`."""
 
     def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
         """Wait for the `missing` keys; replaces a wait of the client with the same tag.
@@ -132,14 +136,22 @@ class WaitTable:
         return bool(client.waits)
 
     def on_written(self, key: bytes) -> None:
-        """Notify the waiters for `key`, which has been written, oldest first."""
-        for waiter in list(self.by_key[key]):
-            if waiter.mode == ITEM:
-                continue
-            self._remove(key, waiter)
-            waiter.missing -= 1
-            if not waiter.missing:
-                self._complete(waiter)
+        """Notify the waiters for `key`, which has been written, oldest first.
+
+        If it has many, the others are left to `notify_others`.
+        """
+        waiters = list(self.by_key[key])
+        parts = in_parts(waiters)
+        self._notify(key, next(parts))
+        if len(waiters) > KEYS_AT_ONCE:
+            self.unnotified.append((key, parts))
+
+    def notify_others(self) -> Iterator[None]:
+        """Notify the waiters that are `unnotified` now, in parts; iterate to the end."""
+        unnotified, self.unnotified = self.unnotified, []
+        return chain.from_iterable(
+            map(partial(self._notify, key), parts) for key, parts in unnotified
+        )
 
     def on_pushed(self, key: bytes, take: Callable[[bytes], bytes]) -> None:
         """Notify the waiters for the queue `key`, which has got an item, oldest first.
@@ -170,13 +182,23 @@ class WaitTable:
         for key in keys:
             self.by_key.setdefault(key, {})[waiter] = None
 
-    def _remove(self, key: bytes, waiter: Waiter) -> None:
-        """Remove `waiter` from the waiters for `key`; idempotent."""
+    def _remove(self, key: bytes, waiter: Waiter) -> bool:
+        """Remove `waiter` from the waiters for `key`; return whether it was one."""
         waiters = self.by_key.get(key)
-        if waiters is not None and waiters.pop(waiter, self) is None:
-            self.count -= 1
-            if not waiters:
-                del self.by_key[key]
+        if waiters is None or waiters.pop(waiter, self) is not None:
+            return False
+        self.count -= 1
+        if not waiters:
+            del self.by_key[key]
+        return True
+
+    def _notify(self, key: bytes, waiters: list[Waiter]) -> None:
+        for waiter in waiters:
+            # Its wait may have ended since the key was written.
+            if waiter.mode != ITEM and self._remove(key, waiter):
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
 
     def _complete(self, waiter: Waiter) -> None:
         if waiter.mode == WOKEN:

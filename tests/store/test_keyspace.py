@@ -360,6 +360,32 @@ def test_a_client_that_is_gone_takes_no_item() -> None:
     assert keyspace.waits.count == 0
 
 
+def test_many_waiters_for_a_key_are_notified_in_parts() -> None:
+    """Oldest first; a wait that has ended or begun since the key was written is left out."""
+    keyspace, waits, values = Keyspace(), RecordingClient(), RecordingClient()
+    for tag in range(5_000):
+        client = values if tag % 2 else waits
+        handler = keyspace.get_when_set if tag % 2 else keyspace.wait
+        assert handler(client, tag, b"", (b"k",)) is PENDING
+    keyspace.set(b"k", b"1")
+    assert keyspace.waits.count == 5_000 - 2048
+    keyspace.delete(b"k")
+    assert keyspace.cancel(waits, 3_000)
+    assert keyspace.wait(waits, "new", b"", (b"k",)) is PENDING
+    parts = keyspace.waits.notify_others()
+    next(parts)
+    assert len(waits.notified) == 2047
+    assert [next(parts, "end"), next(parts, "end")] == [None, "end"]
+    assert waits.take() == [(tag, "woken") for tag in range(0, 5_000, 2) if tag != 3_000]
+    # Those whose turn came after the end of the key wait for it again.
+    assert values.take() == [(tag, [b"1"]) for tag in range(1, 2048, 2)]
+    keyspace.set(b"k", b"2")
+    assert list(keyspace.waits.notify_others()) == []
+    assert waits.take() == [("new", "woken")]
+    assert values.take() == [(tag, [b"2"]) for tag in range(2049, 5_000, 2)]
+    assert keyspace.waits.count == 0
+
+
 def test_replies_are_limited() -> None:
     """Those with several keys or values, before they are built."""
     keyspace, client = Keyspace(KeyspaceLimits(reply=1000)), RecordingClient()

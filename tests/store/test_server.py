@@ -594,6 +594,22 @@ async def test_the_changes_of_a_continued_watch_are_sent_in_parts(
     assert numbers == list(range(1, 5_002))
 
 
+async def test_many_waiters_for_a_key_are_notified_in_parts(server: StoreServer) -> None:
+    """Other clients are served between."""
+    async with connect(server.endpoint) as store:
+        waiting = [asyncio.create_task(store.wait(["k"])) for _ in range(5_000)]
+        async with asyncio.timeout(30):
+            while server.keyspace.waits.count < 5_000:
+                await store.ping()
+        setting = asyncio.create_task(store.set("k", ""))
+        left = [5_000]
+        while left[-1]:
+            await asyncio.sleep(0)
+            left.append(server.keyspace.waits.count)
+        await asyncio.gather(setting, *waiting)
+    assert max(a - b for a, b in itertools.pairwise(left)) <= 2048
+
+
 async def test_the_waits_of_a_lost_client_end_in_parts(server: StoreServer) -> None:
     counts = []
     async with connect(server.endpoint) as store:
