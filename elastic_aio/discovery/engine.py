@@ -73,8 +73,7 @@ class EngineLocator:
         self,
         spec: RendezvousSpec,
         run_id: str,
-        *,
-        on_wait: Callable[[str, float | None], None] = lambda why, time_left: None,
+        on_wait: Callable[[str, float | None], None],
     ) -> None:
         """Check the settings; nothing is connected yet.
 

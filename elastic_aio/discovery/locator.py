@@ -35,9 +35,10 @@ the run is active there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from msgspec import Struct
@@ -63,6 +64,7 @@ from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointSearch
 from elastic_aio.errors import ElasticAioError
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer
 from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import wire_key
@@ -132,7 +134,7 @@ class StoreLocator:
         is_exclusive = spec.backend == "static"
         self._dialer = Dialer(spec, run_id, network or StoreNetwork(), is_exclusive=is_exclusive)
         if spec.tls is not None:
-            _check_node(spec, [endpoint.host for endpoint in self._endpoints])
+            self._check_certificates(spec.tls)
         self._on_wait, self._on_drop = on_wait, on_drop
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
@@ -181,6 +183,14 @@ class StoreLocator:
         """
         await run_shielded(self._close)
 
+    def _check_certificates(self, tls: TlsSpec) -> None:
+        from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only
+
+        is_host = self._spec.is_host
+        # Other nodes need not serve.
+        names = [endpoint.host for endpoint in self._endpoints] if is_host else []
+        check_tls(tls, may_serve=is_host is not False, may_connect=True, names=names)
+
     # ----------------------------------------------------------------- locating
 
     async def _search(self, search: EndpointSearch) -> LocatedStore:
@@ -189,15 +199,15 @@ class StoreLocator:
                 self._on_wait(await search.explain(), search.time_left)
             match search.choice():
                 case UseStore(index):
-                    handshake = await search.monitors[index].take()
-                    return self._located(search.monitors[index], handshake)
+                    monitor = search.monitors[index]
+                    return self._located(monitor, await monitor.take())
                 case _ if search.is_over:
                     raise DiscoveryError(
                         f"no store could be reached within {self._spec.read_timeout:g} s: "
                         f"{await search.explain()}"
                     )
                 case ServeStore(index):
-                    located = await self._serve(search, index)
+                    located = await self._serve(search, search.monitors[index])
                     if located is not None:
                         return located
                 case WaitUntil(until):
@@ -221,10 +231,9 @@ class StoreLocator:
             wait_superseded=functools.partial(self._wait_superseded, endpoint.index),
         )
 
-    async def _serve(self, search: EndpointSearch, index: int) -> LocatedStore | None:
+    async def _serve(self, search: EndpointSearch, monitor: EndpointMonitor) -> LocatedStore | None:
         """Serve the store; None if that is impossible now."""
-        monitor = search.monitors[index]
-        addresses = search.addresses_to_bind(index)
+        addresses = search.addresses_to_bind(monitor)
         try:
             sockets = self._dialer.network.listen(addresses, _KEEPALIVE_TIMEOUT)
         except OSError as error:
@@ -232,7 +241,7 @@ class StoreLocator:
                 handshake = await self._dial_port_owner(monitor)
                 if handshake is not None:
                     return self._located(monitor, handshake)
-            search.defer(index, f"cannot listen there: {error.strerror}")
+            search.defer(monitor, f"cannot listen there: {error.strerror}")
             return None
         self._was_suspended.clear()
         owner = StoreOwner(self._dialer.run_id, is_node=True)
@@ -253,7 +262,7 @@ class StoreLocator:
             # another process bound it first, or the certificate is for another host.
             self._server = None
             await server.aclose()
-            search.defer(index, f"listening there, this node does not reach itself: {error}")
+            search.defer(monitor, f"listening there, this node does not reach itself: {error}")
             return None
         return self._located(monitor, handshake)
 
@@ -312,7 +321,12 @@ class StoreLocator:
         have moved there.
         """
         while True:
-            was_suspended = await self._wait_next_look(index > 0)
+            with contextlib.suppress(TimeoutError):
+                # There is no notification of a server that begins to listen: poll.
+                async with asyncio.timeout(self._spec.heartbeat_timeout if index else None):
+                    await self._was_suspended.wait()
+            was_suspended = self._was_suspended.is_set()
+            self._was_suspended.clear()
             others = [
                 one
                 for one in self._endpoints
@@ -329,17 +343,6 @@ class StoreLocator:
         # The suspension is known only roughly; the others give up after an exact time.
         if seconds + PAUSE_RESOLUTION >= self._dialer.reply_timeout:
             self._was_suspended.set()
-
-    async def _wait_next_look(self, is_later: bool) -> bool:
-        """Wait until other endpoints must be tried; return whether we were suspended."""
-        try:
-            # There is no notification of a server that begins to listen: poll.
-            async with asyncio.timeout(self._spec.heartbeat_timeout if is_later else None):
-                await self._was_suspended.wait()
-        except TimeoutError:
-            return False
-        self._was_suspended.clear()
-        return True
 
     async def _has_active_run(self, endpoint: Endpoint) -> bool:
         """Return whether the run is active at an endpoint, in a store of another process."""
@@ -360,16 +363,6 @@ class StoreLocator:
         if self._server is not None:
             await self._server.aclose()
         self._store = self._server = None
-
-
-def _check_node(spec: RendezvousSpec, hosts: Sequence[str]) -> None:
-    """Raise `SpecError` if the certificates of a node cannot be used."""
-    from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only
-
-    assert spec.tls is not None
-    may_serve = spec.is_host is not False
-    names = hosts if spec.is_host else ()  # other nodes need not serve
-    check_tls(spec.tls, may_serve=may_serve, may_connect=True, names=names)
 
 
 def _public_address(monitor: EndpointMonitor, local_address: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -257,6 +258,10 @@ class EndpointMonitor:
         """Why there is no store."""
         self.is_refused = False
         """Whether that is a refusal, which trying again soon does not change."""
+        self.turn = math.inf
+        """Seconds of a search after which this node may serve it."""
+        self.bind_error = ""
+        """Why this node could not serve it when it tried last."""
         self._handshake: StoreHandshake | None = None
         self._dialer = dialer
         self._on_change = on_change

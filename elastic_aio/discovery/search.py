@@ -48,24 +48,16 @@ class EndpointSearch:
         self._timeout = timeout = spec.read_timeout
         self._network = dialer.network
         self._grace = search_grace(is_first=is_first, timeout=timeout)
-        self._turns = [
-            endpoint_turn(index, is_first=is_first, timeout=timeout)
-            for index in range(len(endpoints))
-        ]
-        self._refusals: dict[int, str] = {}
         self._deferrals = 0
         self._noticed: set[bool] = set()
         self.monitors = [EndpointMonitor(one, dialer, self._changed.set) for one in endpoints]
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the search began."""
-        return self._loop.time() - self._began
+        for index, monitor in enumerate(self.monitors):
+            monitor.turn = endpoint_turn(index, is_first=is_first, timeout=timeout)
 
     @property
     def time_left(self) -> float:
         """Seconds until the timeout."""
-        return self._timeout - self.elapsed
+        return self._timeout - self._elapsed
 
     @property
     def is_over(self) -> bool:
@@ -77,51 +69,50 @@ class EndpointSearch:
         for monitor in self.monitors:
             monitor.check()
         states = [monitor.state for monitor in self.monitors]
-        turns = [
-            turn if self.addresses_to_bind(index) else math.inf
-            for index, turn in enumerate(self._turns)
-        ]
-        return choose_endpoint(states, turns, self.elapsed, self._grace)
+        turns = [one.turn if self.addresses_to_bind(one) else math.inf for one in self.monitors]
+        return choose_endpoint(states, turns, self._elapsed, self._grace)
 
     async def wait_changed(self, until: float) -> None:
         """Wait until a state changes, or the search has taken `until` seconds."""
-        left = min(until, self._timeout, self._notice_at) - self.elapsed
+        left = min(until, self._timeout, self._notice_at) - self._elapsed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left)):
                 await self._changed.wait()
         self._changed.clear()
 
-    def addresses_to_bind(self, index: int) -> Sequence[Address]:
+    def addresses_to_bind(self, monitor: EndpointMonitor) -> Sequence[Address]:
         """Return where this node would listen to serve an endpoint; empty: nowhere."""
         if self._is_host is False:
             return ()
-        monitor = self.monitors[index]
         if monitor.own_addresses:
             return _reachable_addresses(monitor.endpoint, monitor.own_addresses)
         has_none = not any(one.own_addresses for one in self.monitors)
-        is_behind_nat = self._is_host and index == 0 and has_none
+        is_behind_nat = self._is_host and monitor is self.monitors[0] and has_none
         return wildcard_addresses(monitor.endpoint.port) if is_behind_nat else ()
 
-    def defer(self, index: int, why: str) -> None:
+    def defer(self, monitor: EndpointMonitor, why: str) -> None:
         """Let some time pass before this node tries again to serve an endpoint."""
-        self._refusals[index] = why
+        monitor.bind_error = why
         # The kernel does not notify us when a port becomes free.
-        is_refused = self.monitors[index].is_refused
-        retry = _RETRY_REFUSED if is_refused else _RETRY_BIND
-        self._turns[index] = self.elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
+        retry = _RETRY_REFUSED if monitor.is_refused else _RETRY_BIND
+        monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
-        if not is_refused:
-            self.monitors[index].retry_now()
+        if not monitor.is_refused:
+            monitor.retry_now()
 
     def is_notice_due(self) -> bool:
         """Return whether the search has taken so long that it must be reported.
 
         That is once, and once more for a refusal that comes later.
         """
-        is_due = self.elapsed >= self._notice_at
+        is_due = self._elapsed >= self._notice_at
         if is_due:
             self._noticed |= {False, self._is_refused}
         return is_due
+
+    @property
+    def _elapsed(self) -> float:
+        return self._loop.time() - self._began
 
     @property
     def _notice_at(self) -> float:
@@ -140,8 +131,8 @@ class EndpointSearch:
     async def _explain(self, monitor: EndpointMonitor) -> str:
         endpoint = monitor.endpoint
         parts = [monitor.reason]
-        if endpoint.index in self._refusals:
-            parts.append(self._refusals[endpoint.index])
+        if monitor.bind_error:
+            parts.append(monitor.bind_error)
         if monitor.own_addresses and endpoint.port:
             owner = await self._network.port_owner(endpoint.port)
             if owner is not None:

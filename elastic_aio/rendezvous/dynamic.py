@@ -119,6 +119,7 @@ class DynamicRendezvous(Rendezvous):
         self._shares_store = self._round_settings.shared_store
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
+        self._detector = FailureDetector()
         self._changed = Notifier()
         """Of the member's status, and of the session."""
         self._session: StoreSession | None = None
@@ -138,7 +139,7 @@ class DynamicRendezvous(Rendezvous):
         if settings.is_on_engine:
             from elastic_aio.discovery.engine import EngineLocator
 
-            return EngineLocator(settings, run_id, on_wait=on_wait)
+            return EngineLocator(settings, run_id, on_wait)
         return StoreLocator(settings, run_id, network, on_wait=on_wait, on_drop=self._on_drop)
 
     # ---------------------------------------------------------------- the agent
@@ -186,9 +187,8 @@ class DynamicRendezvous(Rendezvous):
 
     async def _attend(self) -> None:
         """Take part; a defect of this package ends the job instead of hanging it."""
-        detector = FailureDetector()
         try:
-            await self._attend_stores(detector)
+            await self._attend_stores()
         except Exception as error:  # noqa: BLE001  # a defect: it is reported and ends the job
             message = "a rendezvous has a defect"
             asyncio.get_running_loop().call_exception_handler(
@@ -196,9 +196,9 @@ class DynamicRendezvous(Rendezvous):
             )
             self._perform(self._member.fail(f"internal error: {error!r}"))
         finally:
-            await detector.aclose()
+            await self._detector.aclose()
 
-    async def _attend_stores(self, detector: FailureDetector) -> None:
+    async def _attend_stores(self) -> None:
         """Take part at one store after the other until the job is over."""
         is_first, refusals = True, 0
         while True:
@@ -212,7 +212,7 @@ class DynamicRendezvous(Rendezvous):
                 self._agent.on_event(RendezvousStoreRecovered(endpoint=endpoint, is_host=is_host))
             is_first = False
             try:
-                session = self._begin_session(located, detector)
+                session = self._begin_session(located)
                 if session is None:
                     return
                 why = await session.run()
@@ -232,9 +232,7 @@ class DynamicRendezvous(Rendezvous):
             elif (refusals := refusals + 1) > 1:
                 await asyncio.sleep(_REJOIN.delay(refusals - 2, random.random))
 
-    def _begin_session(
-        self, located: LocatedStore, detector: FailureDetector
-    ) -> StoreSession | None:
+    def _begin_session(self, located: LocatedStore) -> StoreSession | None:
         """Return the session; None if there is no port for the workers."""
         settings, run_id, member = self._settings, self._run_id, self._member
         host, port = parse_host_port("endpoint", located.endpoint)
@@ -253,7 +251,7 @@ class DynamicRendezvous(Rendezvous):
             root=located.store if self._shares_store else None,
         )
         driver = self._perform, self._changed
-        election = Election(located, run_id, member, runner, detector, *driver)
+        election = Election(located, run_id, member, runner, self._detector, *driver)
         self._session = StoreSession(located, settings, run_id, member, runner, election, *driver)
         self._changed.notify_all()
         return self._session
