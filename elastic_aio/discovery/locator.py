@@ -52,16 +52,15 @@ from elastic_aio.discovery.addresses import (
     resolve,
 )
 from elastic_aio.discovery.choice import EndpointState, ServeStore, UseStore, WaitUntil
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
-from elastic_aio.discovery.monitor import (
+from elastic_aio.discovery.dialer import (
     Dialer,
     Endpoint,
-    EndpointMonitor,
     StoreHandshake,
     StoreNotFound,
 )
+from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.discovery.search import EndpointSearch
+from elastic_aio.discovery.search import EndpointMonitor, EndpointSearch
 from elastic_aio.errors import ElasticAioError
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec

@@ -4,26 +4,170 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from elastic_aio.aio import run_shielded
-from elastic_aio.discovery.addresses import is_loopback, is_loopback_name, wildcard_addresses
-from elastic_aio.discovery.choice import Choice, choose_endpoint, endpoint_turn, search_grace
-from elastic_aio.discovery.monitor import Dialer, Endpoint, EndpointMonitor
+from elastic_aio.aio import create_task, run_shielded
+from elastic_aio.discovery.addresses import (
+    is_loopback,
+    is_loopback_name,
+    resolve,
+    wildcard_addresses,
+)
+from elastic_aio.discovery.choice import (
+    Choice,
+    EndpointState,
+    choose_endpoint,
+    endpoint_turn,
+    search_grace,
+)
+from elastic_aio.discovery.dialer import SILENT, Dialer, Endpoint, StoreHandshake, StoreNotFound
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store.sockets import Address
 
+_SILENT_AFTER: Final = 2.0
+"""Seconds of an attempt after which an endpoint counts as one without a store."""
+
+_RESOLVE_TIMEOUT: Final = 1.0
+"""Seconds for the addresses of a host."""
+
+_ADDRESS_AGE_MAX: Final = 1.0
+"""Seconds for which resolved addresses are used again."""
+
+_RETRY: Final = Backoff(initial=0.05, factor=1.3, cap=1.0)
+"""Before an endpoint is dialled again."""
+
+_RETRY_REFUSED: Final = Backoff(initial=1.0, factor=1.5, cap=5.0)
+"""The same for a store that refuses this node: another job's, or one with another token."""
+
 _RETRY_BIND: Final = Backoff(initial=0.2, factor=1.3, cap=1.0, jitter=False)
-_RETRY_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
+_RETRY_BIND_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
 """Before another attempt to listen at a port: for any program, and for a store that refuses us."""
 
 _NOTICE: Final = 5.0
 _NOTICE_REFUSED: Final = 1.0
 """Seconds of a search after which its node reports it: in general, and if a store refuses it."""
+
+
+class EndpointMonitor:
+    """Dials one endpoint repeatedly until there is a store.
+
+    Must be closed.
+    """
+
+    def __init__(self, endpoint: Endpoint, dialer: Dialer, on_change: Callable[[], None]) -> None:
+        """Begin; `on_change` is called when `state` has changed."""
+        self.endpoint = endpoint
+        self.addresses: tuple[Address, ...] = ()
+        self.own_addresses: tuple[Address, ...] = ()
+        """Those of `addresses` that belong to this host."""
+        self.state = EndpointState.UNKNOWN
+        self.reason = "does not answer"
+        """Why there is no store."""
+        self.is_refused = False
+        """Whether that is a refusal, which trying again soon does not change."""
+        self.turn = math.inf
+        """Seconds of a search after which this node may serve it."""
+        self.bind_error = ""
+        """Why this node could not serve it when it tried last."""
+        self._handshake: StoreHandshake | None = None
+        self._dialer = dialer
+        self._on_change = on_change
+        self._retry = asyncio.Event()
+        self._resolved_at = 0.0
+        self._task = create_task(self._run(), f"monitor of {endpoint.text}")
+        self._task.add_done_callback(lambda _: on_change())
+
+    def __repr__(self) -> str:
+        return f"<EndpointMonitor {self.endpoint.text}: {self.state.name}, {self.reason}>"
+
+    def check(self) -> None:
+        """Raise the error of the monitor's task, which only a defect of this package causes."""
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    def retry_now(self) -> None:
+        """Dial now instead of after the back-off."""
+        self._retry.set()
+
+    async def take(self) -> StoreHandshake:
+        """Stop, and hand over the store; the caller closes it."""
+        await self._stop()
+        handshake, self._handshake = self._handshake, None
+        assert handshake is not None, self
+        return handshake
+
+    async def aclose(self) -> None:
+        """Stop, and close the store that was not taken.
+
+        Idempotent; safe to call again after cancellation.
+        """
+        await self._stop()
+        if self._handshake is not None:
+            await self._handshake.store.aclose()
+
+    async def _stop(self) -> None:
+        self._task.cancel()
+        if not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        for attempt in itertools.count():
+            self._retry.clear()
+            await self._resolve()
+            if self.endpoint.port == 0:
+                self._set_no_store("port 0 is known only to the node that serves it")
+                return
+            if self.addresses:
+                await self._dial()
+            # There is no notification of a server that begins to listen.
+            with contextlib.suppress(TimeoutError):
+                retry = _RETRY_REFUSED if self.is_refused else _RETRY
+                async with asyncio.timeout(retry.delay(attempt, random.random)):
+                    await self._retry.wait()
+
+    async def _dial(self) -> None:
+        # The attempt goes on: its answer may be on the way.
+        silent = asyncio.get_running_loop().call_later(_SILENT_AFTER, self._set_no_store, SILENT)
+        try:
+            self._handshake = await self._dialer.dial(self.endpoint.host, self.addresses)
+        except StoreNotFound as error:
+            self._set_no_store(str(error), is_refused=error.is_refusal)
+            return
+        finally:
+            silent.cancel()
+        has_run = self._handshake.has_run
+        self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
+        self._on_change()
+        why = await self._handshake.store.wait_lost()
+        self._handshake = None
+        self._set_no_store(why)
+
+    def _set_no_store(self, why: str, *, is_refused: bool = False) -> None:
+        self.state, self.reason = EndpointState.NO_STORE, why
+        self.is_refused = is_refused
+        self._on_change()
+
+    async def _resolve(self) -> None:
+        """Resolve the host's name, unless that was done just now."""
+        loop = asyncio.get_running_loop()
+        if self.addresses and loop.time() - self._resolved_at < _ADDRESS_AGE_MAX:
+            return
+        why = "its name is still being resolved"
+        late = loop.call_later(_RESOLVE_TIMEOUT, self._set_no_store, why)
+        try:
+            self.addresses = await resolve(self.endpoint.host, self.endpoint.port)
+        except OSError as error:
+            # The previous addresses may still be valid.
+            self._set_no_store(f"its name is unknown: {error.strerror or error}")
+        finally:
+            late.cancel()
+        self.own_addresses = tuple(filter(self._dialer.network.is_local, self.addresses))
+        self._resolved_at = loop.time()
 
 
 class EndpointSearch:
@@ -94,7 +238,7 @@ class EndpointSearch:
         """Let some time pass before this node tries again to serve an endpoint."""
         monitor.bind_error = why
         # The kernel does not notify us when a port becomes free.
-        retry = _RETRY_REFUSED if monitor.is_refused else _RETRY_BIND
+        retry = _RETRY_BIND_REFUSED if monitor.is_refused else _RETRY_BIND
         monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
         if not monitor.is_refused:

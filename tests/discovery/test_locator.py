@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_aio.aio import wait_forever
-from elastic_aio.discovery import monitor, search
+from elastic_aio.discovery import dialer, search
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
@@ -517,9 +517,9 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
-        dialer = monitor.Dialer(RendezvousSpec(), RUN, StoreNetwork())
-        with pytest.raises(monitor.StoreNotFound, match="refused"):
-            await dialer.dial("127.0.0.1", [(socket.AF_INET, ("127.0.0.1", port))])
+        connector = dialer.Dialer(RendezvousSpec(), RUN, StoreNetwork())
+        with pytest.raises(dialer.StoreNotFound, match="refused"):
+            await connector.dial("127.0.0.1", [(socket.AF_INET, ("127.0.0.1", port))])
 
 
 @pytest.mark.slow
@@ -532,7 +532,7 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
         return await dial(self, address)
 
     monkeypatch.setattr(StoreNetwork, "dial", dial_late)
-    monkeypatch.setattr(monitor, "_CONNECT_TIMEOUT", 30.0)
+    monkeypatch.setattr(dialer, "_CONNECT_TIMEOUT", 30.0)
     endpoint = f"127.0.0.1:{free_port()}"
     locator = StoreLocator(RendezvousSpec(endpoint=endpoint, read_timeout=30.0), "run")
     try:
@@ -547,15 +547,15 @@ async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another attempt would cost it the same work again."""
-    monkeypatch.setattr(monitor, "_SILENT_AFTER", 0.1)
+    monkeypatch.setattr(search, "_SILENT_AFTER", 0.1)
     states: list[tuple[EndpointState, str]] = []
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
         proxy.delay = 0.2
         changed = asyncio.Event()
         spec = RendezvousSpec(endpoint=proxy.endpoint, heartbeat_timeout=30.0)
-        dialer = monitor.Dialer(spec, RUN, StoreNetwork())
-        watched = monitor.EndpointMonitor(
-            monitor.Endpoint.parse(0, proxy.endpoint), dialer, changed.set
+        connector = dialer.Dialer(spec, RUN, StoreNetwork())
+        watched = search.EndpointMonitor(
+            dialer.Endpoint.parse(0, proxy.endpoint), connector, changed.set
         )
         try:
             while not states or states[-1][0] is not EndpointState.STORE:
