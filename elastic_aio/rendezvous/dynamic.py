@@ -116,7 +116,6 @@ class DynamicRendezvous(Rendezvous):
             ),
         )
         self._hosts_worker_store = spec.host_store
-        self._shares_store = self._round_settings.shared_store
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
         self._detector = FailureDetector()
@@ -133,6 +132,10 @@ class DynamicRendezvous(Rendezvous):
 
     def __repr__(self) -> str:
         return f"<DynamicRendezvous {self._member!r}, {self._session or 'no store'}>"
+
+    @property
+    def _shares_store(self) -> bool:
+        return self._round_settings.shared_store
 
     def _make_locator(self, network: StoreNetwork | None) -> StoreLocator | EngineLocator:
         settings, run_id, on_wait = self._settings, self._run_id, self._on_store_awaited
