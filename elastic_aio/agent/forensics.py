@@ -194,7 +194,7 @@ def _spy(pids: Sequence[int], deadline: float) -> dict[int, tuple[tuple[ThreadSt
     pythons = [pid for pid in pids if _is_python(pid)]
     program = shutil.which("py-spy")
     if program is None:
-        note = "the worker offers none, and py-spy is not installed (pip install py-spy)"
+        note = "the worker offers none, and py-spy is not installed (see `aio-elastic help hangs`)"
         return dict.fromkeys(pythons, ((), note))
     found: dict[int, tuple[tuple[ThreadStack, ...], str]] = {}
     for begin in range(0, len(pythons), _PY_SPIES_MAX):

@@ -112,7 +112,7 @@ async def test_scripts(
     if source:
         assert "stuck" in functions(dump)
     else:
-        remedy = "py-spy is not installed (pip install py-spy)"
+        remedy = "py-spy is not installed (see `aio-elastic help hangs`)"
         assert worker.note == f"the worker offers none, and {remedy}"
 
 
