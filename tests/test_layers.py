@@ -90,7 +90,7 @@ PURE = {
     "http.openmetrics",
     "http.responses",
     "status",
-    "testing.settings",
+    "testing.trace",
     "testing.virtual_time",
     "store.etcd_operations",
     "store.etcd_wire",

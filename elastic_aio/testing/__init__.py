@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING
 from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from elastic_aio.testing.invariants import InvariantViolated as InvariantViolated
+    from elastic_aio.testing.agent import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
-    from elastic_aio.testing.settings import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.simulation import Simulation as Simulation
+    from elastic_aio.testing.trace import InvariantViolated as InvariantViolated
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio.testing.settings": "WorkerBehavior",
-            "elastic_aio.testing.invariants": "InvariantViolated",
+            "elastic_aio.testing.agent": "WorkerBehavior",
             "elastic_aio.testing.node": "SimNode",
             "elastic_aio.testing.scenarios": "run_random_scenario",
             "elastic_aio.testing.simulation": "Simulation",
+            "elastic_aio.testing.trace": "InvariantViolated",
         },
     )

@@ -219,8 +219,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.is_dead:
-            error = context.get("exception")
-            self._on_error(f"{self.host.name}: {context.get('message')}: {error!r}")
+            error = f"{context.get('message')}: {context.get('exception')!r}"
+            self._on_error(f"{self.host.name}: an error was not handled: {error}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Do nothing: a cancelled timer is dropped when it is due."""

@@ -7,14 +7,14 @@ with its workers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
-from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.base import EndJob, RestartPending, StartRound, StopRound
 from elastic_aio.rendezvous.dynamic import order_timeout
 from elastic_aio.rendezvous.members import Outbox
 from elastic_aio.rendezvous.messages import (
@@ -32,6 +32,7 @@ from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.rounds import RoundChecker, brief
 from elastic_aio.testing.store import SimStore
+from elastic_aio.testing.trace import Trace
 from elastic_aio.testing.virtual_time import RATE_MIN
 
 _OBEY_MARGIN_S: Final = 2.0
@@ -45,10 +46,6 @@ _KEYS_OF_RUN: Final = 8
 _EVENTS_KEPT: Final = 1_000
 _ITEMS_PER_MEMBER: Final = 2
 _ITEMS_OF_COORDINATOR: Final = 16
-
-
-class InvariantViolated(AssertionError):
-    """An invariant of the job does not hold; the message ends with the trace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,68 +66,36 @@ class _Obligation:
 
 
 class InvariantChecker:
-    """Records the trace of a simulation, and checks each step.
+    """Checks each step of a simulation.
 
     Attributes:
-        trace: what has happened, one line each.
-        failure: the first violation.
         stores: all stores that there were, by instance; ordered.
         rounds: the checks of rounds.
         outcomes: how the job has ended, by the name of each node on which it has.
         obey_s: seconds without a fault within which an order is obeyed.
-        faults: how many faults there were; new nodes and failing workers count.
         event_hook: called with each event of each node.
         order_hook: called with the store, the member and the body of each order.
     """
 
     def __init__(
-        self,
-        network: Network,
-        spec: LaunchSpec,
-        seed: int,
-        nodes: Callable[[], Iterable[SimNode]],
+        self, network: Network, spec: LaunchSpec, trace: Trace, nodes: Mapping[str, SimNode]
     ) -> None:
-        """Begin with an empty trace; `nodes` returns the live nodes."""
-        self._nodes = nodes
-        self.trace: list[str] = []
-        self.failure: InvariantViolated | None = None
+        """Begin without stores; `nodes` has the newest process of each host."""
         self.stores: dict[bytes, SimStore] = {}
-        self.rounds = RoundChecker(spec, self.stores, self.fail)
+        self.rounds = RoundChecker(spec, self.stores, trace)
         self.outcomes: dict[str, JobOutcome] = {}
-        self.faults = 0
-        self.was_partitioned = False
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
         self._network = network
         self._time = network.time
-        self._seed = seed
-        self._calm_since = 0.0
+        self._trace = trace
+        self._nodes = nodes
         self._terms: dict[tuple[bytes, int], str] = {}
         self._obligations: dict[tuple[bytes, str], _Obligation] = {}
         self._has_ended: set[bytes] = set()
         """The stores in which a coordinator has ordered the end of the job."""
         network.on_accepted = self._on_accepted
-
-    def note(self, name: str, text: str) -> None:
-        """Add a line to the trace."""
-        self.trace.append(f"{self._time.now:9.3f} {name}: {text}")
-
-    def on_fault(self, name: str, text: str) -> None:
-        """Add a line to the trace, and count a fault, or its end."""
-        self.note(name, text)
-        self.faults += 1
-        self._calm_since = self._time.now
-
-    def fail(self, text: str) -> None:
-        """Report a violation, which the simulation raises; the first one counts."""
-        if self.failure is None:
-            trace = "\n".join(self.trace)
-            self.failure = InvariantViolated(f"seed {self._seed}: {text}\n{trace}")
-
-    def on_error(self, text: str) -> None:
-        """Report an error that no code handles."""
-        self.fail(f"an error was not handled: {text}")
 
     # ------------------------------------------------------------- the stores
 
@@ -147,12 +112,13 @@ class InvariantChecker:
         for store in self.open_stores:
             members = len(store.statuses)
             keys_max = _KEYS_PER_MEMBER * members + _KEYS_OF_RUN + _EVENTS_KEPT
-            if len(store.orders) > members or store.server.keyspace.num_keys() > keys_max:
+            if len(store.orders) > members or store.keyspace.num_keys() > keys_max:
                 return False
-            for node in filter(store.is_led_by, self._nodes()):
-                size = _largest_container(node.coordinator, set())
-                if size > _ITEMS_PER_MEMBER * members + _ITEMS_OF_COORDINATOR:
-                    return False
+            for node in self._nodes.values():
+                if node.is_live and node.number == store.leader_number:
+                    size = _largest_container(node.coordinator, set())
+                    if size > _ITEMS_PER_MEMBER * members + _ITEMS_OF_COORDINATOR:
+                        return False
         return True
 
     def _on_accepted(self, listener: Listener, protocol: object) -> None:
@@ -161,17 +127,15 @@ class InvariantChecker:
             if server.instance not in self.stores:
                 self.stores[server.instance] = SimStore(listener, server, self._on_change)
 
-    def _on_change(self, store: SimStore, key: str, value: object) -> None:
-        match value:
-            case LeaderRecord(term, member, name) if term:
-                self.note(store.host.name, f"{name} leads in term {term}")
-                former = self._terms.setdefault((store.instance, term), member)
-                if former is not member:
-                    self.fail(f"term {term} of one store was given to {former} and {member}")
-            case Order():
-                member = key.partition("/")[2]
-                self._oblige(store, member, value)
-                self._on_order(store, member, value.body)
+    def _on_change(self, store: SimStore, member: str, value: LeaderRecord | Order) -> None:
+        if isinstance(value, Order):
+            self._oblige(store, member, value)
+            self._on_order(store, member, value.body)
+        elif term := value.term:
+            self._trace.note(store.host.name, f"{value.name} leads in term {term}")
+            former = self._terms.setdefault((store.instance, term), member)
+            if former != member:
+                self._trace.fail(f"term {term} of one store was given to {former} and {member}")
 
     def _on_order(self, store: SimStore, member: str, body: OrderBody) -> None:
         name = store.statuses[member].node.name if member in store.statuses else member
@@ -181,12 +145,12 @@ class InvariantChecker:
                 text = f"start {brief(placement)} as {placement.span.group_rank}"
                 self.rounds.on_written(store, member, placement, self._time.now)
                 rounds = len(self.rounds.rounds)
-                if rounds > _ROUNDS_PER_FAULT * (self.faults + 1):
-                    self.fail(f"{rounds} rounds after {self.faults} faults")
+                if rounds > _ROUNDS_PER_FAULT * (self._trace.faults + 1):
+                    self._trace.fail(f"{rounds} rounds after {self._trace.faults} faults")
             case EndJob():
                 self._has_ended.add(store.instance)
         if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
-            self.note(store.host.name, f"order for {name}: {text}")
+            self._trace.note(store.host.name, f"order for {name}: {text}")
         if self.order_hook is not None:
             self.order_hook(store, member, body)
 
@@ -208,19 +172,14 @@ class InvariantChecker:
         if obligation.is_obeyed(status):
             return
         now = self._time.now
-        calm_since = max(obligation.since, self._calm_since, self._network.repaired_at)
+        calm_since = max(obligation.since, self._trace.fault_at, self._network.repaired_at)
         due = (calm_since if self._network.is_calm else now) + self.obey_s
         if now < due:
             self._time.at(due, self._check_obeyed, store, member, obligation)
         else:
-            self.fail(f"{member} has not obeyed {obligation} within {self.obey_s:g} s: {status}")
+            self._trace.fail(f"{member} has not obeyed {obligation} within {self.obey_s:g} s: {status}")
 
     # --------------------------------------------------------------- the nodes
-
-    def on_round_ordered(self, node: SimNode, order: StartRound) -> None:
-        """Check a round that a node is sent."""
-        has_split = self.was_partitioned or len(self.stores) > 1
-        self.rounds.on_ordered(node, order, has_split=has_split)
 
     def on_end_ordered(self, node: SimNode, outcome: JobOutcome) -> None:
         """Check an end: it is true, and the node took part in the job, or came too late."""
@@ -228,36 +187,28 @@ class InvariantChecker:
             return
         rounds = self.rounds.rounds.values()
         if outcome.state is JobState.SUCCEEDED and not any(one.is_complete for one in rounds):
-            self.fail(f"{node.name} is sent a success, and no round has succeeded everywhere")
+            self._trace.fail(f"{node.name} is sent a success, and no round has succeeded everywhere")
         # A node that is late reads the recorded end, at a store where the job has ended.
         if node.placement is None and not self._has_ended:
-            self.fail(f"{node.name} is sent the end of a job in which it took no part")
-
-    def on_workers_started(self, node: SimNode, placement: Placement) -> None:
-        """Check a start of workers."""
-        self.note(node.name, f"runs {brief(placement)} as group rank {placement.span.group_rank}")
-        self.rounds.on_started(node, placement)
-
-    def on_succeeded(self, node: SimNode) -> None:
-        """Take that all workers of a node have succeeded."""
-        self.rounds.on_succeeded(node)
+            self._trace.fail(f"{node.name} is sent the end of a job in which it took no part")
 
     def on_event(self, node: SimNode, event: Event) -> None:
         """Record an event, and call the hook."""
         if self.event_hook is not None:
             self.event_hook(node, event)
         if not isinstance(event, RoundForming) and (why := getattr(event, "why", "")):
-            self.note(node.name, f"event {type(event).__name__}: {why}")
+            node.note(f"event {type(event).__name__}: {why}")
 
-    def on_finished(self, node: SimNode, outcome: JobOutcome | None) -> None:
+    def on_finished(self, node: SimNode) -> None:
         """Check the end of the job on a node: nothing is left of it."""
+        outcome = node.outcome
         if outcome is None or outcome.why.startswith("internal error"):
-            self.fail(f"{node.name} ended by a defect: {outcome}")
+            self._trace.fail(f"{node.name} ended by a defect: {outcome}")
             return
-        self.note(node.name, f"ends: {outcome.state}, {outcome.why}")
+        node.note(f"ends: {outcome.state}, {outcome.why}")
         self.outcomes[node.name] = outcome
         if node.process.files or node.running is not None:
-            self.fail(f"{node.name} has left {list(node.process.files)}, {node.running}")
+            self._trace.fail(f"{node.name} has left {list(node.process.files)}, {node.running}")
 
 
 def _obey_s(spec: LaunchSpec) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +12,7 @@ from elastic_aio.rendezvous.base import Placement, StartRound
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.store import SimStore
+from elastic_aio.testing.trace import Trace
 
 _NOTICE_S: Final = 2.5
 """Seconds in which a node, and a coordinator, learns what is in the store."""
@@ -36,20 +38,22 @@ class SimRound:
 
 
 class RoundChecker:
-    """Checks the rounds of a simulation; `fail` is called with the first violation.
+    """Checks the rounds of a simulation.
 
     Attributes:
         rounds: all rounds that were ordered.
+        was_partitioned: whether messages were blocked, so that two rounds may run.
     """
 
     def __init__(
-        self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], fail: Callable[[str], None]
+        self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], trace: Trace
     ) -> None:
         """Begin without rounds."""
-        self._stores = stores
         self.rounds: dict[RoundName, SimRound] = {}
+        self.was_partitioned = False
+        self._stores = stores
         self._spec = spec
-        self._fail = fail
+        self._fail = trace.fail
         self._newest: dict[bytes, int] = {}
         """The last number of a round at each store, by its instance."""
         self._ranks: dict[str, dict[str, int]] = {}
@@ -90,17 +94,15 @@ class RoundChecker:
                 self._fail(f"{one} had group rank {previous} and has {rank}")
         self._ranks[placement.formed_by] = round.members
 
-    def on_ordered(self, node: SimNode, order: StartRound, *, has_split: bool) -> None:
-        """Check what a node is sent: it is newer than what it was sent before.
-
-        The sides of a partition count restarts separately, so with `has_split` they may
-        stay the same.
-        """
+    def on_ordered(self, node: SimNode, order: StartRound) -> None:
+        """Check what a node is sent: it is newer than what it was sent before."""
         placement = order.placement
         last, self._last[node.name] = self._last.get(node.name), placement
         if last is None:
             return
         is_newer = placement.round > last.round and placement.attempt > last.attempt
+        # The sides of a partition count restarts separately.
+        has_split = self.was_partitioned or len(self._stores) > 1
         is_restart = not has_split and order.cause is not None and order.cause.root is not None
         is_counted = placement.restarts >= last.restarts + is_restart
         if not (is_newer and is_counted and placement.changes >= last.changes):
@@ -108,6 +110,7 @@ class RoundChecker:
 
     def on_started(self, node: SimNode, placement: Placement) -> None:
         """Check a start: no other workers have these ranks, or are of an older round."""
+        node.note(f"runs {brief(placement)} as group rank {placement.span.group_rank}")
         if placement is not node.placement:
             self._fail(f"{node.name} starts {placement.round}, and was ordered {node.placement}")
         self._running[node.name] = node
@@ -130,9 +133,9 @@ class RoundChecker:
         """
         if running.round < placement.round and not self._spec.rendezvous.overlap:
             round = self.rounds[_name_of(placement)]
-            joined_at = round.store.joined_at(other) or round.formed_at
+            joined_at = round.store.joined_at.get(other.number, round.formed_at)
             is_known = joined_at < round.formed_at - _NOTICE_S and not any(
-                (one.joined_at(other) or 0.0) > joined_at
+                one.joined_at.get(other.number, 0.0) > joined_at
                 for one in self._stores.values()
                 if one.is_open
             )
@@ -163,9 +166,10 @@ class RoundChecker:
         is_successor = former.store is round.store or not former.members.keys().isdisjoint(
             round.members
         )
+        last_joined_at = max(round.store.joined_at.values(), default=-math.inf)
         others = [one for one in self._stores.values() if one is not round.store]
         return not is_successor or any(
-            one.was_attended(node, left_after=since, closed_after=round.store.last_joined_at)
+            one.was_attended(node.number, left_after=since, closed_after=last_joined_at)
             for one in others
         )
 

@@ -10,8 +10,8 @@ from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.testing.agent import WorkerBehavior
 from elastic_aio.testing.node import SimNode
-from elastic_aio.testing.settings import WorkerBehavior
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import RATE_MIN
@@ -140,12 +140,12 @@ class Scenario:
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome."""
         sim = self.sim
-        left = [node for node in sim.live_nodes if _has_place(node) or node.is_standing_by]
+        left = [node for node in sim.live_nodes if node.has_place or node.is_standing_by]
         sim.finish_workers()
         sim.run_until(lambda: sim.is_over, self._settle_s)
         states = {node.outcome.state for node in left if node.outcome is not None}
         if len(states) > 1:
-            sim.checker.fail(f"the job ended in different ways: {sorted(states)}")
+            sim.fail(f"the job ended in different ways: {sorted(states)}")
 
     # ------------------------------------------------------------------- faults
 
@@ -193,10 +193,8 @@ class Scenario:
         random, sim = self._random, self.sim
         if isinstance(body, WaitForNodes) or random.random() > 0.05:
             return
-        names = [store.node_of(member)]
-        if store.leader is not None:
-            names.append(store.node_of(store.leader.member))
-        victims = [one for one in sim.live_nodes if (one.host.name, one.number) in names]
+        numbers = store.number_of(member), store.leader_number
+        victims = [one for one in sim.live_nodes if one.number in numbers]
         if victims:
             victim = random.choice(victims)
             fault = random.choice([sim.kill, self._suspend, self._isolate])
@@ -272,7 +270,7 @@ class Scenario:
             return True
         if any(node.is_ending for node in live) or not self._is_one_store(live):
             return False
-        placed = [node for node in live if _has_place(node)]
+        placed = [node for node in live if node.has_place]
         rounds = {_round_of(node): node.placement for node in placed}
         if len(rounds) != 1:
             return False
@@ -293,11 +291,7 @@ class Scenario:
         homes = [store for store in self.sim.checker.open_stores if store.leader is not None]
         if len(homes) != 1 or not self.sim.coordinators:
             return False
-        return all(homes[0].has_status(node) for node in live)
-
-
-def _has_place(node: SimNode) -> bool:
-    return node.running is not None or node.has_succeeded
+        return all(node.number in homes[0].joined_at for node in live)
 
 
 def _rank_of(node: SimNode) -> int:

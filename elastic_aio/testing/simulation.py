@@ -16,13 +16,14 @@ from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.testing.agent import SimDriver, WorkerBehavior
 from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.process import SimProcess
-from elastic_aio.testing.settings import WorkerBehavior
 from elastic_aio.testing.store import PORT, serve_store
+from elastic_aio.testing.trace import Trace
 from elastic_aio.testing.virtual_time import SimHost, VirtualTime
 
 
@@ -60,9 +61,10 @@ class Simulation:
         self.random = random.Random(seed)
         self.time = VirtualTime()
         self.network = Network(self.time, self.random, delay)
-        self.checker = InvariantChecker(self.network, spec, seed, lambda: self.live_nodes)
+        self._trace = Trace(self.time, seed)
         self.nodes: dict[str, SimNode] = {}
         """The newest process of each node, by host."""
+        self.checker = InvariantChecker(self.network, spec, self._trace, self.nodes)
         self.processes: list[SimNode] = []
         """All processes of all nodes."""
         self.behavior: Callable[[SimNode, Placement], WorkerBehavior] = lambda node, placement: (
@@ -113,7 +115,7 @@ class Simulation:
     @property
     def trace(self) -> str:
         """What has happened, one line each."""
-        return "\n".join(self.checker.trace)
+        return "\n".join(self._trace.lines)
 
     @property
     def live_nodes(self) -> list[SimNode]:
@@ -133,8 +135,8 @@ class Simulation:
     @property
     def coordinators(self) -> list[SimNode]:
         """The nodes that are coordinators now; several in a partition."""
-        stores = self.checker.open_stores
-        return [node for node in self.live_nodes if any(one.is_led_by(node) for one in stores)]
+        leaders = {store.leader_number for store in self.checker.open_stores}
+        return [node for node in self.live_nodes if node.number in leaders]
 
     def is_settled(self, size: int, nodes: Iterable[SimNode] | None = None) -> bool:
         """Return whether `size` of `nodes` run one round of that size, and no other runs."""
@@ -183,8 +185,9 @@ class Simulation:
         spec = spec.replace(rendezvous=rendezvous, nproc_per_node=nproc)
         number = len(self.processes) + 1
         with self._own_randomness():
-            process = self._new_process(host)
-            node = SimNode(process, self.checker, spec, number, self._behavior_of)
+            node = SimNode(self._new_process(host), number, self._trace)
+            node.add_fault("is started")
+            node.process.run(SimDriver, node, spec, self.checker, self._behavior_of)
         self.nodes[name] = node
         self.processes.append(node)
         return node
@@ -193,7 +196,7 @@ class Simulation:
         return self.behavior(node, placement)
 
     def _new_process(self, host: SimHost) -> SimProcess:
-        on_error = self.checker.on_error
+        on_error = self._trace.fail
         # It lacks the methods of a loop that no process here calls.
         process = SimProcess(self.network, host, on_error)  # type: ignore[abstract]  # as above
         self._processes = [one for one in self._processes if not one.is_disposed]
@@ -202,12 +205,12 @@ class Simulation:
 
     def kill(self, node: SimNode) -> None:
         """Kill a node's process and workers; its host closes the connections."""
-        self.checker.on_fault(node.name, "is killed")
+        node.add_fault("is killed")
         node.kill()
 
     def switch_off(self, node: SimNode) -> None:
         """Cut the power of a node's host; the other hosts notice only its silence."""
-        self.checker.on_fault(node.name, "has no power")
+        node.add_fault("has no power")
         self.network.switch_off(node.host)
         node.kill()
 
@@ -215,7 +218,7 @@ class Simulation:
         """Suspend a host for a while, and with it the store that it serves."""
         host = self._host(name)
         if host.is_up and not host.is_suspended:
-            self.checker.on_fault(name, f"is suspended for {seconds:.3f} s")
+            self._trace.add_fault(name, f"is suspended for {seconds:.3f} s")
             host.is_suspended = True
             self.time.at(self.now + seconds, self.resume, name)
 
@@ -223,7 +226,7 @@ class Simulation:
         """Resume a suspended host."""
         host = self._host(name)
         if host.is_suspended:
-            self.checker.on_fault(name, "is resumed")
+            self._trace.add_fault(name, "is resumed")
             host.is_suspended, host.disturbed_at = False, self.now
             timers_first = self.random.random() < 0.5
             for process in self._processes:
@@ -241,7 +244,7 @@ class Simulation:
 
     def step_clock(self, node: SimNode, seconds: float) -> None:
         """Set the wall clock of a node's host forward; back if `seconds` are negative."""
-        self.checker.on_fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
+        self._trace.add_fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
         node.host.offset += seconds
 
     def leave(self, node: SimNode) -> None:
@@ -262,13 +265,13 @@ class Simulation:
 
     def break_connection(self, node: SimNode) -> None:
         """Break all connections of a node's process."""
-        self.checker.on_fault(node.name, "its connections break")
+        node.add_fault("its connections break")
         for connection in [one for one in self.network.connections if one.loop is node.process]:
             connection.reset()
 
     def slow_down(self, name: str, seconds: float) -> None:
         """Let each message from and to a host take so much longer; 0: no longer."""
-        self.checker.on_fault(name, f"is slow by {seconds:.3f} s")
+        self._trace.add_fault(name, f"is slow by {seconds:.3f} s")
         host = self._host(name)
         host.delay, host.disturbed_at = seconds, self.now
 
@@ -278,27 +281,27 @@ class Simulation:
         """Block messages from `some` hosts to `others`, and back unless `one_way`."""
         some, others = list(some), list(others)
         arrow = "->" if one_way else "<->"
-        self.checker.on_fault("network", f"blocked: {some} {arrow} {others}")
-        self.checker.was_partitioned = True
+        self._trace.add_fault("network", f"blocked: {some} {arrow} {others}")
+        self.checker.rounds.was_partitioned = True
         self.network.block(some, others)
         if not one_way:
             self.network.block(others, some)
 
     def heal(self) -> None:
         """Unblock all messages."""
-        self.checker.on_fault("network", "unblocked")
+        self._trace.add_fault("network", "unblocked")
         self.network.heal()
 
     def start_store(self, name: str) -> None:
         """Serve a store on a host without a node."""
-        self.checker.on_fault(name, "a store is started")
+        self._trace.add_fault(name, "a store is started")
         with self._own_randomness():
             process = self._new_process(self._host(name))
             process.run(lambda: process.create_task(serve_store(process)))
 
     def stop_store(self, name: str) -> None:
         """Stop the store of a host without a node; its content is lost."""
-        self.checker.on_fault(name, "the store is stopped")
+        self._trace.add_fault(name, "the store is stopped")
         for process in self._processes:
             if process.host.name == name:
                 process.kill()
@@ -322,9 +325,16 @@ class Simulation:
         with self._own_randomness():
             while not condition():
                 if not self._step(until) and not condition():
-                    text = f"the condition does not hold within {limit_s:g} s: {self!r}"
-                    self.checker.fail(text)
-                    self._check()
+                    self.fail(f"the condition does not hold within {limit_s:g} s: {self!r}")
+
+    def fail(self, text: str) -> None:
+        """Report that something does not hold.
+
+        Raises:
+            InvariantViolated: always.
+        """
+        self._trace.fail(text)
+        self._check()
 
     def _step(self, until: float) -> bool:
         has_run = self.time.step(until)
@@ -332,8 +342,8 @@ class Simulation:
         return has_run
 
     def _check(self) -> None:
-        if self.checker.failure is not None:
-            raise self.checker.failure
+        if self._trace.violation is not None:
+            raise self._trace.violation
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -439,7 +439,7 @@ def test_a_violation_has_the_trace() -> None:
     sim, a, b, _c = three(seed=77)
     assert a.running is not None
     b.placement = a.running
-    sim.checker.on_workers_started(b, a.running)
+    sim.checker.rounds.on_started(b, a.running)
     with pytest.raises(InvariantViolated, match=r"seed 77: .* have the same rank") as caught:
         sim.run(1)
     assert "is started" in str(caught.value)

@@ -1,0 +1,45 @@
+"""The trace of a simulation: what has happened, and the first violation of an invariant."""
+
+from __future__ import annotations
+
+from elastic_aio.testing.virtual_time import VirtualTime
+
+
+class InvariantViolated(AssertionError):
+    """An invariant of the job does not hold; the message ends with the trace."""
+
+
+class Trace:
+    """Records what happens, one line each.
+
+    Attributes:
+        lines: what has happened.
+        faults: how many faults there were; new nodes and failing workers count.
+        fault_at: when the last one began or ended, in virtual time.
+        violation: the first one; the simulation raises it after the present step.
+    """
+
+    def __init__(self, time: VirtualTime, seed: int) -> None:
+        """Begin without lines."""
+        self.lines: list[str] = []
+        self.faults = 0
+        self.fault_at = 0.0
+        self.violation: InvariantViolated | None = None
+        self._time = time
+        self._seed = seed
+
+    def note(self, name: str, text: str) -> None:
+        """Add a line about a host or a process."""
+        self.lines.append(f"{self._time.now:9.3f} {name}: {text}")
+
+    def add_fault(self, name: str, text: str) -> None:
+        """Add a line about a fault, or its end."""
+        self.note(name, text)
+        self.faults += 1
+        self.fault_at = self._time.now
+
+    def fail(self, text: str) -> None:
+        """Report a violation; the first one counts."""
+        if self.violation is None:
+            lines = "\n".join([f"seed {self._seed}: {text}", *self.lines])
+            self.violation = InvariantViolated(lines)
