@@ -177,7 +177,9 @@ class InvariantChecker:
         if now < due:
             self._time.at(due, self._check_obeyed, store, member, obligation)
         else:
-            self._trace.fail(f"{member} has not obeyed {obligation} within {self.obey_s:g} s: {status}")
+            self._trace.fail(
+                f"{member} has not obeyed {obligation} within {self.obey_s:g} s: {status}"
+            )
 
     # --------------------------------------------------------------- the nodes
 
@@ -187,7 +189,9 @@ class InvariantChecker:
             return
         rounds = self.rounds.rounds.values()
         if outcome.state is JobState.SUCCEEDED and not any(one.is_complete for one in rounds):
-            self._trace.fail(f"{node.name} is sent a success, and no round has succeeded everywhere")
+            self._trace.fail(
+                f"{node.name} is sent a success, and no round has succeeded everywhere"
+            )
         # A node that is late reads the recorded end, at a store where the job has ended.
         if node.placement is None and not self._has_ended:
             self._trace.fail(f"{node.name} is sent the end of a job in which it took no part")

@@ -45,9 +45,7 @@ class RoundChecker:
         was_partitioned: whether messages were blocked, so that two rounds may run.
     """
 
-    def __init__(
-        self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], trace: Trace
-    ) -> None:
+    def __init__(self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], trace: Trace) -> None:
         """Begin without rounds."""
         self.rounds: dict[RoundName, SimRound] = {}
         self.was_partitioned = False
