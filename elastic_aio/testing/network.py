@@ -246,6 +246,7 @@ class SimTransport(asyncio.Transport):
         self._protocol: asyncio.BaseProtocol | None = None
         self._is_reading = True
         self._is_closing = False
+        self._has_ended = False
         self._has_power = True
         self._received: list[Segment] = []
         self._unsent: list[bytes] = []
@@ -365,6 +366,7 @@ class SimTransport(asyncio.Transport):
         self.loop.call_soon(self._on_ended, error)
 
     def _on_ended(self, error: OSError | None) -> None:
+        self._has_ended = True
         self._forget()
         if self._protocol is not None:
             self._protocol.connection_lost(error)
@@ -376,6 +378,8 @@ class SimTransport(asyncio.Transport):
         self._protocol = protocol
         protocol.connection_made(self)
         self._take_received()
+        if self._has_ended:  # while it waited in the listener
+            self.loop.call_soon(protocol.connection_lost, _reset_error())
 
     def _take_received(self) -> None:
         received, self._received = self._received, []

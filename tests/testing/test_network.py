@@ -101,6 +101,17 @@ def test_a_killed_process_closes_its_connections() -> None:
     assert not pair.near.files
 
 
+def test_a_connection_that_is_reset_before_it_is_accepted_ends() -> None:
+    pair = Pair()
+    listener = pair.network.listen(pair.far, 81)
+    line = Line()
+    dialled = pair.do(pair.network.connect(pair.near, pair.far.host.address, 81))
+    dialled.result().reset()
+    pair.run(1)
+    pair.far.run(lambda: listener.accept()[0].attach(line))
+    assert [type(error) for error in line.ended] == [ConnectionResetError]
+
+
 def test_a_host_without_power_says_nothing() -> None:
     pair = Pair()
     pair.network.switch_off(pair.near.host)
