@@ -6,43 +6,33 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self
 
-import msgspec
+from msgspec.structs import replace
 
 from elastic_aio.aio import running_loop
-from elastic_aio.discovery.keys import RunEnd, RunRecord, read_end, read_run, run_prefix, run_store
-from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.discovery.keys import RunEnd, read_end, read_run, run_prefix, run_store
+from elastic_aio.errors import SpecError, StoreClosed, StoreLost
 from elastic_aio.events import Event, EventsMissed, JobFinished
 from elastic_aio.rendezvous.event_stream import (
-    COUNT,
     EVENTS,
     IDENTITY,
     KEPT,
+    count_events,
     decode_event,
     parse_seq,
 )
+from elastic_aio.rendezvous.job_store import check_reader, open_job_store
 from elastic_aio.spec.checks import check_number, checked_integer, checked_text
 from elastic_aio.spec.engine import EngineSpec
-from elastic_aio.spec.rendezvous import (
-    DEFAULT_PORT,
-    ENGINES,
-    RendezvousSpec,
-    engine_port,
-    parse_endpoints,
-)
+from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec, parse_endpoints
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.store import RemoteStore, Store, Watch, connect
-from elastic_aio.store.handshake import client_context
+from elastic_aio.store import Store, Watch
 
 _GAP_PATIENCE: Final = 2.0
 """Seconds after which the writer of a missing event counts as killed."""
-
-_TURN: Final = 2.0
-"""Seconds for which one of several endpoints is tried before the next."""
 
 
 def follow_job(
@@ -78,42 +68,22 @@ def follow_job(
     Raises:
         SpecError: an argument is unusable.
     """
-    is_on_engine = backend in ENGINES
-    endpoints = parse_endpoints(
-        "endpoint", endpoint, engine_port(backend) if is_on_engine else DEFAULT_PORT
-    )
+    parse_endpoints("endpoint", endpoint)  # here its error names the argument
     if not checked_text("run_id", run_id):
         raise SpecError("run_id", run_id, "must not be empty")
     checked_integer("after", after, at_least=-1)
     check_number("timeout", timeout, above=0)
-    client_context(tls)  # only checked: it is loaded again for each connection
-    if is_on_engine:
-        spec = RendezvousSpec(
-            backend=backend,
-            endpoint=endpoint,
-            token=token,
-            tls=tls,
-            engine=engine or EngineSpec(),
-        )
-        spec.check_with(2)
-        from elastic_aio.discovery.engine import open_engine
-
-        @contextlib.asynccontextmanager
-        async def open_store(_: str, turn: float) -> AsyncIterator[Store]:
-            store = open_engine(spec, run_id, is_reader=True)
-            try:
-                await store.open(turn)
-                yield store
-            finally:
-                await store.aclose()
-
-        return JobEvents([",".join(endpoints)], run_id, after, timeout, open_store)
-
-    def connect_to(one: str, turn: float) -> RemoteStore:
-        # No reconnecting: `JobEvents` connects again, perhaps to another endpoint.
-        return connect(one, timeout=turn, reconnect_for=0, token=token, tls=tls)
-
-    return JobEvents(endpoints, run_id, after, timeout, connect_to)
+    is_on_engine = backend in ENGINES
+    spec = RendezvousSpec(
+        backend=backend if is_on_engine else "c10d",
+        endpoint=endpoint,
+        is_host=None if is_on_engine else False,
+        token=token,
+        tls=tls,
+        engine=engine or EngineSpec(),
+    )
+    check_reader(spec)
+    return JobEvents(spec, run_id, after, timeout)
 
 
 class JobEvents:
@@ -128,29 +98,23 @@ class JobEvents:
     Cancellation: of a wait for the next event loses no event.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        run_id: str,
-        after: int,
-        timeout: float,
-        open_store: Callable[[str, float], AbstractAsyncContextManager[Store]],
-    ) -> None:
+    def __init__(self, spec: RendezvousSpec, run_id: str, after: int, timeout: float) -> None:
         """See `follow_job`."""
-        self._endpoints = endpoints
+        self._spec = spec
         self._run_id = run_id
-        self._open_store = open_store  # at an endpoint, within a time in seconds
         self._timeout = timeout
-        self._identity: bytes | None = None
         self._job = ""
+        self._identity: bytes | None = None
         self._has_end = False
         self._order = _ReorderBuffer(run_id, after + 1)
-        self._source: _Subscription | None = None
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
         self._is_open = False
+        self._connection = contextlib.AsyncExitStack()
+        self._watch: Watch | None = None  # of the events, or of the beginning of the run
+        self._store: Store | None = None  # that of the events, once the run has begun
 
     def __repr__(self) -> str:
-        return f"<events of {self._run_id!r} before {self._order.next}, {self._source}>"
+        return f"<events of {self._run_id!r} before {self._order.next}, {self._watch}>"
 
     @property
     def has_begun(self) -> bool:
@@ -166,7 +130,7 @@ class JobEvents:
         """
         running_loop()
         try:
-            await self._begin()
+            await self._advance()
         except BaseException:  # a cancellation too: no connection stays open
             await self.aclose()
             raise
@@ -196,35 +160,47 @@ class JobEvents:
                 raise StopAsyncIteration
             if not self._is_open:
                 raise StoreClosed("the stream is not open: use `async with follow_job(...)`")
-            if self._source is None:
-                await self._begin()
-            else:
-                await self._read(self._source)
+            await self._advance()
         return event
 
     async def aclose(self) -> None:
         """Close the connection, within a second."""
         self._is_open = False
-        source, self._source = self._source, None
-        if source is not None:
-            await source.stack.aclose()
+        self._watch = None
+        await self._connection.aclose()
+
+    async def _advance(self) -> None:
+        """Connect, or wait for a change and take it."""
+        try:
+            if self._watch is None:
+                await self._begin()
+            else:
+                await self._read(self._watch)
+        except StoreLost:
+            self._watch = None  # the next call connects again
 
     async def _begin(self) -> None:
         """Connect to a store and take the events that it has."""
-        source = await _Subscription.open(
-            self._endpoints, self._run_id, self._timeout, self._open_store
-        )
-        self._source = source
-        if source.record is None:
-            return  # the run has not begun
-        if self._job not in ("", source.record.job):
+        self._store = None
+        await self._connection.aclose()
+        root = await open_job_store(self._spec, self._run_id, self._timeout)
+        self._connection.push_async_callback(root.aclose)
+        enter = self._connection.enter_async_context
+        beginning = await enter(root.watch(f"{run_prefix(self._run_id)}/run"))
+        record = await read_run(root, self._run_id)
+        if record is None:
+            self._watch = beginning
+            return
+        store = run_store(root, self._run_id, record)
+        # The end first: events that are deleted between the two are those before it.
+        end = await read_end(store)
+        watch = await enter(store.watch(EVENTS, is_prefix=True))
+        if self._job not in ("", record.job):
             self._order.end()  # another job has followed the one that was read
             return
-        self._job = source.record.job
-        count = await self._count(source)
-        if count is None:
-            return  # lost again: the next call connects again
-        present = source.watch.present
+        self._job = record.job
+        count = await count_events(store)
+        present = watch.present
         identity = present.pop(IDENTITY, None)
         is_other_stream = self._identity is not None and identity != self._identity
         if is_other_stream or self._order.next > count:
@@ -232,113 +208,36 @@ class JobEvents:
         self._identity = identity
         self._order.take(present)
         self._order.skip_dropped(count)
-        self._has_end = source.end is not None
-        if source.end is not None and not count:
-            self._order.end(source.end, source.record.began_at)
+        self._has_end = end is not None
+        if end is not None and not count:
+            self._order.end(end, record.began_at)
+        self._watch, self._store = watch, store
 
-    async def _read(self, source: _Subscription) -> None:
+    async def _read(self, watch: Watch) -> None:
         """Wait for a change of the stream, and take it."""
         try:
             async with asyncio.timeout_at(self._gap_deadline()):
-                change = await anext(source.watch)
+                change = await anext(watch)
         except TimeoutError:
-            if (count := await self._count(source)) is not None:
-                self._order.skip_gap(count)
+            assert self._store is not None, "an event was read before the missing one"
+            self._order.skip_gap(await count_events(self._store))
             return
-        except StoreLost:
-            await self._drop(source)
-            return
-        if source.record is None:
-            await self._drop(source)  # the run begins: read its generation
-            return
-        if change.value is None:
-            return  # an old event was deleted
-        if change.key == IDENTITY:
+        if self._store is None:
+            self._watch = None  # the run begins: read its generation
+        elif change.value is None:
+            pass  # an old event was deleted
+        elif change.key == IDENTITY:
             self._identity = change.value
         else:
             self._order.take({change.key: change.value})
 
     def _gap_deadline(self) -> float | None:
         """Return until when to wait for a missing event; None if none is missing."""
-        if not self._order.has_gap:
+        if self._store is None or not self._order.has_gap:
             self._gap = None
         elif self._gap is None or self._gap[0] != self._order.next:
             self._gap = (self._order.next, asyncio.get_running_loop().time() + _GAP_PATIENCE)
         return None if self._gap is None else self._gap[1]
-
-    async def _count(self, source: _Subscription) -> int | None:
-        """Return how many numbers have been allocated; None if the store is lost."""
-        try:
-            count = await source.store.peek(COUNT)
-        except StoreLost:
-            await self._drop(source)
-            return None
-        return 0 if count is None else parse_seq(count.decode("ascii", "replace"))
-
-    async def _drop(self, source: _Subscription) -> None:
-        self._source = None
-        await source.stack.aclose()
-
-
-class _Subscription(msgspec.Struct):
-    """A connection to the store, and a watch of the stream there."""
-
-    store: Store
-    record: RunRecord | None
-    end: RunEnd | None
-    watch: Watch
-    stack: contextlib.AsyncExitStack
-
-    @classmethod
-    async def open(
-        cls,
-        endpoints: Sequence[str],
-        run_id: str,
-        timeout: float,
-        open_store: Callable[[str, float], AbstractAsyncContextManager[Store]],
-    ) -> _Subscription:
-        """Connect to the first store that accepts the connection.
-
-        Raises:
-            StoreTimeout: no store answers.
-            StoreRefused: every store that answers refuses the connection.
-        """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout
-        reasons: dict[str, str] = {}
-        while True:
-            refusal: StoreRefused | None = None
-            for endpoint in endpoints:
-                left = max(0.0, end - loop.time())
-                turn = left if len(endpoints) == 1 else min(left, _TURN)
-                try:
-                    return await cls._open(open_store(endpoint, turn), run_id)
-                except StoreRefused as error:
-                    refusal = error
-                except (StoreTimeout, StoreLost) as error:
-                    # Try the next.  The last turn is short and may only add "no answer".
-                    reason = str(error).rpartition(": ")[2]
-                    if reason != "no answer" or endpoint not in reasons:
-                        reasons[endpoint] = f"{endpoint}: {reason}"
-            if refusal is not None:
-                raise refusal
-            if loop.time() >= end:
-                text = f"no store at {', '.join(endpoints)} within {timeout:g} s"
-                raise StoreTimeout(f"{text}: {'; '.join(reasons.values())}")
-
-    @classmethod
-    async def _open(cls, opening: AbstractAsyncContextManager[Store], run_id: str) -> _Subscription:
-        async with contextlib.AsyncExitStack() as stack:
-            root = await stack.enter_async_context(opening)
-            beginning = await stack.enter_async_context(root.watch(f"{run_prefix(run_id)}/run"))
-            record = await read_run(root, run_id)
-            if record is None:
-                return cls(root, None, None, beginning, stack.pop_all())
-            store = run_store(root, run_id, record)
-            # The end first: events that are deleted between the two are those before it.
-            end = await read_end(store)
-            watch = await stack.enter_async_context(store.watch(EVENTS, is_prefix=True))
-            return cls(store, record, end, watch, stack.pop_all())
 
 
 class _ReorderBuffer:
@@ -374,17 +273,17 @@ class _ReorderBuffer:
         if end is None:
             self.is_over = True
             return
-        finished = JobFinished(
-            attempt=0,
-            state=end.state,
-            why=end.why,
-            exit_code=end.exit_code,
-            duration=max(0.0, end.ended_at - began_at) if began_at else 0.0,
-            restarts=end.restarts,
-        )
         self._ready.append(
-            msgspec.structs.replace(
-                finished, seq=self.next - 1, time=end.ended_at, run_id=self._run_id
+            JobFinished(
+                seq=self.next - 1,
+                time=end.ended_at,
+                run_id=self._run_id,
+                attempt=0,
+                state=end.state,
+                why=end.why,
+                exit_code=end.exit_code,
+                duration=max(0.0, end.ended_at - began_at) if began_at else 0.0,
+                restarts=end.restarts,
             )
         )
 
@@ -427,7 +326,7 @@ class _ReorderBuffer:
             if event is None:
                 self._miss(1)
             else:
-                self._ready.append(msgspec.structs.replace(event, seq=self.next - 1))
+                self._ready.append(replace(event, seq=self.next - 1))
 
     def _miss(self, count: int) -> None:
         missed = EventsMissed(seq=self.next - 1, time=time.time(), run_id=self._run_id, count=count)

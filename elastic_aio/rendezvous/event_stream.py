@@ -89,9 +89,18 @@ async def delete_events(store: Store) -> None:
     Raises:
         StoreError: the store is lost.
     """
-    count = parse_seq((await store.peek(COUNT) or b"").decode("ascii", "replace"))
+    count = await count_events(store)
     keys = [COUNT, IDENTITY, *map(_key, range(max(0, count - KEPT), count))]
     await asyncio.gather(*map(store.delete, keys))
+
+
+async def count_events(store: Store) -> int:
+    """Return how many numbers of events have been allocated.
+
+    Raises:
+        StoreError: the store is lost.
+    """
+    return max(0, parse_seq((await store.peek(COUNT) or b"").decode("ascii", "replace")))
 
 
 def _key(number: int) -> str:

@@ -32,11 +32,12 @@ from elastic_aio.discovery.keys import (
     run_prefix,
     run_store,
 )
-from elastic_aio.errors import StoreError, StoreLost, StoreTimeout
+from elastic_aio.errors import StoreError
 from elastic_aio.rendezvous.event_stream import COUNT
+from elastic_aio.rendezvous.job_store import check_reader, open_job_store
 from elastic_aio.rendezvous.messages import MessageError, decode_status
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.store import Store, connect
+from elastic_aio.store import Store
 from elastic_aio.store.engine import EngineStore
 
 _AT_ONCE: Final = 16
@@ -96,13 +97,10 @@ class JobList:
         Raises:
             SpecError: a setting cannot be used.
         """
-        spec.check_with(2)
+        check_reader(spec)
         self._spec = spec
         self._timeout = timeout
-        self._stack = contextlib.AsyncExitStack()
         self._store: Store | None = None
-        if spec.is_on_engine:
-            self._open_engine("")  # only checked
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -111,11 +109,7 @@ class JobList:
             StoreTimeout: no store answers.
             StoreRefused: a store refuses this client.
         """
-        try:
-            self._store = await self._connect()
-        except BaseException:
-            await self._stack.aclose()
-            raise
+        self._store = await open_job_store(self._spec, "", self._timeout)
         return self
 
     async def __aexit__(
@@ -124,7 +118,8 @@ class JobList:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._stack.aclose()
+        if self._store is not None:
+            await self._store.aclose()
 
     async def read(self, limit: int | None = None) -> list[ListedJob]:
         """Return all jobs, or some, the latest last.
@@ -166,11 +161,6 @@ class JobList:
         async with self._open_run(run_id) as store:
             return await _read_job(store, run_id, await read_run(store, run_id))
 
-    def _open_engine(self, run_id: str) -> EngineStore:
-        from elastic_aio.discovery.engine import open_engine
-
-        return open_engine(self._spec, run_id, is_reader=True)
-
     @contextlib.asynccontextmanager
     async def _open_run(self, run_id: str) -> AsyncIterator[Store]:
         """Yield the store of a run: on some engines each has its own."""
@@ -178,37 +168,9 @@ class JobList:
         if not (isinstance(self._store, EngineStore) and self._store.is_per_run):
             yield self._store
             return
-        async with self._open_engine(run_id) as store:
+        store = await open_job_store(self._spec, run_id, self._timeout)
+        async with contextlib.aclosing(store):
             yield store
-
-    async def _connect(self) -> Store:
-        if self._spec.is_on_engine:
-            engine = self._open_engine("")
-            self._stack.push_async_callback(engine.aclose)
-            try:
-                await engine.open(self._timeout)
-            except StoreTimeout as error:
-                raise self._not_found(self._spec.backend, str(error)) from None
-            return engine
-        reasons = []
-        turn = self._timeout / len(self._spec.endpoints)
-        for endpoint in self._spec.endpoints:
-            store = connect(
-                endpoint,
-                timeout=turn,
-                reconnect_for=0,
-                token=self._spec.token,
-                tls=self._spec.tls,
-            )
-            try:
-                return await self._stack.enter_async_context(store)
-            except (StoreTimeout, StoreLost) as error:
-                reasons.append(f"{endpoint}: {str(error).rpartition(': ')[2]}")
-        raise self._not_found("store", "; ".join(reasons))
-
-    def _not_found(self, kind: str, why: str) -> StoreTimeout:
-        names = ", ".join(self._spec.endpoints)
-        return StoreTimeout(f"no {kind} at {names} within {self._timeout:g} s: {why}")
 
 
 async def _read_job(store: Store, run_id: str, record: RunRecord | None) -> ListedJob | None:

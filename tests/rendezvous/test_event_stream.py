@@ -16,7 +16,7 @@ from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeou
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
-from elastic_aio.rendezvous import event_reader
+from elastic_aio.rendezvous import event_reader, job_store
 from elastic_aio.rendezvous.event_reader import JobEvents
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
@@ -170,7 +170,7 @@ async def test_a_gap_is_waited_for() -> None:
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_reader, "_GAP_PATIENCE", 0.05)
-    monkeypatch.setattr(event_reader, "_TURN", 0.2)
+    monkeypatch.setattr(job_store, "_TURN", 0.2)
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -268,10 +268,8 @@ async def test_a_broken_connection_loses_no_event() -> None:
         await stream.write(started(0))
         async with follow_job(server.endpoint, "r", timeout=20) as events:
             assert shown(await taken(events, 1)) == [0]
-            source = events._source
-            assert source is not None
-            inner: Any = source.store
-            inner._store._link.fail("broken by the test")
+            store_of_events: Any = events._store
+            store_of_events._store._link.fail("broken by the test")
             await stream.write([*started(1), DONE])
             assert shown(await all_of(events)) == [1, "JobFinished"]
 
