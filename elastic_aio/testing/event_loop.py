@@ -83,6 +83,13 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Call something that has arrived; when the host resumes, if it is suspended."""
         self._enter(_MESSAGE, events.Handle(call, args, self))
 
+    def inject(self, call: Callable[..., object], *args: Any) -> None:
+        """Let something arrive, from outside of the simulation.
+
+        Not now: only the steps of the simulation have its seed in the module `random`.
+        """
+        self._time.at(self._time.now, self.receive, call, *args)
+
     def catch_up(self, *, timers_first: bool) -> None:
         """Call what arrived while the host was suspended."""
         backlog, self._backlog = self._backlog, []

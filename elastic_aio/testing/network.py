@@ -51,8 +51,11 @@ class Network:
         self._delay = delay
         self._blocked: set[tuple[str, str]] = set()
 
-    def add_host(self, name: str) -> SimHost:
-        """Return a new host with an address of its own."""
+    def host(self, name: str) -> SimHost:
+        """Return a host by its name; a new one, with an address of its own, if there is none."""
+        for host in self.hosts.values():
+            if host.name == name:
+                return host
         number = len(self.hosts) + 1
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         host = SimHost(self.time, name, address, boot_time=1e6 * self.random.random())
@@ -360,10 +363,7 @@ class SimTransport(asyncio.Transport):
         if not self._is_closing:
             self._is_closing = True
             self._held.clear()
-            self._end(error or _reset_error())
-
-    def _end(self, error: OSError | None) -> None:
-        self.loop.call_soon(self._on_ended, error)
+            self.loop.call_soon(self._on_ended, error or _reset_error())
 
     def _on_ended(self, error: OSError | None) -> None:
         self._has_ended = True
@@ -428,7 +428,7 @@ class SimTransport(asyncio.Transport):
     def _hang_up(self, segment: OSError | None) -> None:
         self._is_closing = True
         self._send(segment)
-        self._end(None)
+        self.loop.call_soon(self._on_ended, None)
 
     def is_closing(self) -> bool:
         return self._is_closing

@@ -76,10 +76,13 @@ class SimNode:
 
     def leave(self) -> None:
         """Stop the job on this node, as a user does."""
-        assert self.driver is not None
         self.add_fault("is stopped")
-        self.process.receive(self.driver.request_stop, "it was stopped")
+        self.process.inject(self._request_stop)
+
+    def _request_stop(self) -> None:
+        assert self.driver is not None, "it was started before"
+        self.driver.request_stop("it was stopped")
 
     def end_workers(self, exit_code: int) -> None:
         """Let one worker fail with `exit_code`, or all succeed with 0."""
-        self.process.receive(self.end, exit_code)
+        self.process.inject(self.end, exit_code)

@@ -74,10 +74,9 @@ class Simulation:
         self.endpoints = tuple(endpoints)
         self.spec = spec
         self._decide_duration = decide_duration
-        self._hosts: dict[str, SimHost] = {}
         self._random_state = random.Random(seed).getstate()
         for name in endpoints:
-            self._host(name)
+            self.network.host(name)
             if name.startswith("store"):
                 self.start_store(name)
 
@@ -145,12 +144,6 @@ class Simulation:
         count = sum(one is not None for one in running)
         return count == size and len(rounds) == 1 and next(iter(rounds))[2] == size
 
-    def _host(self, name: str) -> SimHost:
-        """Return a host by its name; a new one if there is none."""
-        if name not in self._hosts:
-            self._hosts[name] = self.network.add_host(name)
-        return self._hosts[name]
-
     # -------------------------------------------------------------------- nodes
 
     def add_node(
@@ -176,18 +169,17 @@ class Simulation:
         former = self.nodes.get(name)
         if former is not None and former.is_live:
             raise ValueError(f"node {name!r} is running already")
-        host = self._host(name)
+        host = self.network.host(name)
         host.is_up, host.rate, host.offset = True, rate, offset
         self.endpoints = self.endpoints or (name,)
         spec = _with_virtual_decide(spec or self.spec, self._decide_duration)
-        places = [f"{self._host(one).address}:{PORT}" for one in self.endpoints]
+        places = [f"{self.network.host(one).address}:{PORT}" for one in self.endpoints]
         rendezvous = replace(spec.rendezvous, endpoint=",".join(places), node_rank=node_rank)
         spec = spec.replace(rendezvous=rendezvous, nproc_per_node=nproc)
         number = len(self.processes) + 1
-        with self._own_randomness():
-            node = SimNode(self._new_process(host), number, self._trace)
-            node.add_fault("is started")
-            node.process.run(SimDriver, node, spec, self.checker, self._behavior_of)
+        node = SimNode(self._new_process(host), number, self._trace)
+        node.add_fault("is started")
+        node.process.inject(SimDriver, node, spec, self.checker, self._behavior_of)
         self.nodes[name] = node
         self.processes.append(node)
         return node
@@ -216,7 +208,7 @@ class Simulation:
 
     def suspend(self, name: str, seconds: float) -> None:
         """Suspend a host for a while, and with it the store that it serves."""
-        host = self._host(name)
+        host = self.network.host(name)
         if host.is_up and not host.is_suspended:
             self._trace.add_fault(name, f"is suspended for {seconds:.3f} s")
             host.is_suspended = True
@@ -224,7 +216,7 @@ class Simulation:
 
     def resume(self, name: str) -> None:
         """Resume a suspended host."""
-        host = self._host(name)
+        host = self.network.host(name)
         if host.is_suspended:
             self._trace.add_fault(name, "is resumed")
             host.is_suspended, host.disturbed_at = False, self.now
@@ -235,9 +227,9 @@ class Simulation:
 
     def end_faults(self) -> None:
         """End all faults of hosts and the network; killed nodes and stores stay away."""
-        for name, host in self._hosts.items():
+        for host in self.network.hosts.values():
             host.is_up = True
-            self.resume(name)
+            self.resume(host.name)
             if host.delay:
                 host.delay, host.disturbed_at = 0.0, self.now
         self.heal()
@@ -267,12 +259,12 @@ class Simulation:
         """Break all connections of a node's process."""
         node.add_fault("its connections break")
         for connection in [one for one in self.network.connections if one.loop is node.process]:
-            connection.reset()
+            self.time.at(self.now, connection.reset)
 
     def slow_down(self, name: str, seconds: float) -> None:
         """Let each message from and to a host take so much longer; 0: no longer."""
         self._trace.add_fault(name, f"is slow by {seconds:.3f} s")
-        host = self._host(name)
+        host = self.network.host(name)
         host.delay, host.disturbed_at = seconds, self.now
 
     def partition(
@@ -295,9 +287,8 @@ class Simulation:
     def start_store(self, name: str) -> None:
         """Serve a store on a host without a node."""
         self._trace.add_fault(name, "a store is started")
-        with self._own_randomness():
-            process = self._new_process(self._host(name))
-            process.run(lambda: process.create_task(serve_store(process)))
+        process = self._new_process(self.network.host(name))
+        process.inject(lambda: process.create_task(serve_store(process)))
 
     def stop_store(self, name: str) -> None:
         """Stop the store of a host without a node; its content is lost."""

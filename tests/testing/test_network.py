@@ -44,7 +44,7 @@ class Pair:
         self.do(self.near.create_connection(lambda: self.client, self.far.host.address, 80))
 
     def process(self, name: str) -> SimProcess:
-        host = self.network.add_host(name)
+        host = self.network.host(name)
         return SimProcess(self.network, host, self.errors.append)  # type: ignore[abstract]
 
     def run(self, seconds: float) -> None:
