@@ -32,9 +32,6 @@ _TICK: Final = 1e-6
 
 _DISPOSAL_ROUNDS: Final = 1_000
 
-_MESSAGE: Final = 0
-_TIMER: Final = 1
-
 
 class OpenFile(Protocol):
     """What the kernel closes at the end of a process: a connection or a listener."""
@@ -58,7 +55,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._time = time
         self._on_error = on_error
         self._ready: deque[asyncio.Handle] = deque()
-        self._backlog: list[tuple[int, asyncio.Handle]] = []
+        self._backlog: list[asyncio.Handle] = []
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._tasks_max = 64
         self._latest = 0.0
@@ -68,11 +65,6 @@ class SimLoop(asyncio.AbstractEventLoop):
     def __repr__(self) -> str:
         return f"<SimLoop of {self.host.name}>"
 
-    @property
-    def virtual_now(self) -> float:
-        """The present virtual time."""
-        return self._time.now
-
     # ---------------------------------------------------------------- running
 
     def run(self, call: Callable[..., object], *args: Any) -> None:
@@ -81,7 +73,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def receive(self, call: Callable[..., object], *args: Any) -> None:
         """Call something that has arrived; when the host resumes, if it is suspended."""
-        self._enter(_MESSAGE, events.Handle(call, args, self))
+        self._enter(events.Handle(call, args, self))
 
     def inject(self, call: Callable[..., object], *args: Any) -> None:
         """Let something arrive, from outside of the simulation.
@@ -93,14 +85,14 @@ class SimLoop(asyncio.AbstractEventLoop):
     def catch_up(self, *, timers_first: bool) -> None:
         """Call what arrived while the host was suspended."""
         backlog, self._backlog = self._backlog, []
-        for kind, handle in sorted(backlog, key=lambda one: one[0], reverse=timers_first):
-            self._time.at(self._time.now, self._enter, kind, handle)
+        for handle in sorted(backlog, key=_is_timer, reverse=timers_first):
+            self._time.at(self._time.now, self._enter, handle)
 
-    def _enter(self, kind: int, handle: asyncio.Handle) -> None:
+    def _enter(self, handle: asyncio.Handle) -> None:
         if self.is_dead or handle.cancelled():
             return
         if self.host.is_suspended:
-            self._backlog.append((kind, handle))
+            self._backlog.append(handle)
             return
         if isinstance(handle, asyncio.TimerHandle):
             # As a real clock would: a deadline that has come has passed.
@@ -195,7 +187,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._count += 1
             heapq.heappush(self._disposal, (when, self._count, timer))
         else:
-            self._time.at(self.host.virtual_time(when), self._enter, _TIMER, timer)
+            self._time.at(self.host.virtual_time(when), self._enter, timer)
         return timer
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -231,3 +223,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Do nothing: a cancelled timer is dropped when it is due."""
+
+
+def _is_timer(handle: asyncio.Handle) -> bool:
+    return isinstance(handle, asyncio.TimerHandle)

@@ -82,7 +82,7 @@ class InvariantChecker:
     ) -> None:
         """Begin without stores; `nodes` has the newest process of each host."""
         self.stores: dict[bytes, SimStore] = {}
-        self.rounds = RoundChecker(spec, self.stores, trace)
+        self.rounds = RoundChecker(spec, self.stores, trace, nodes)
         self.outcomes: dict[str, JobOutcome] = {}
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
@@ -93,8 +93,8 @@ class InvariantChecker:
         self._nodes = nodes
         self._terms: dict[tuple[bytes, int], str] = {}
         self._obligations: dict[tuple[bytes, str], _Obligation] = {}
-        self._has_ended: set[bytes] = set()
-        """The stores in which a coordinator has ordered the end of the job."""
+        self._has_ended = False
+        """Whether a coordinator has ordered the end of the job."""
         network.on_accepted = self._on_accepted
 
     # ------------------------------------------------------------- the stores
@@ -125,7 +125,8 @@ class InvariantChecker:
         if isinstance(protocol, Connection):
             server = protocol._server
             if server.instance not in self.stores:
-                self.stores[server.instance] = SimStore(listener, server, self._on_change)
+                store = SimStore(self._time, listener, server, self._on_change)
+                self.stores[server.instance] = store
 
     def _on_change(self, store: SimStore, member: str, value: LeaderRecord | Order) -> None:
         if isinstance(value, Order):
@@ -148,7 +149,7 @@ class InvariantChecker:
                 if rounds > _ROUNDS_PER_FAULT * (self._trace.faults + 1):
                     self._trace.fail(f"{rounds} rounds after {self._trace.faults} faults")
             case EndJob():
-                self._has_ended.add(store.instance)
+                self._has_ended = True
         if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
             self._trace.note(store.host.name, f"order for {name}: {text}")
         if self.order_hook is not None:

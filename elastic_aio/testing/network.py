@@ -218,7 +218,7 @@ class Listener:
     def close(self) -> None:
         """Listen no more.  Idempotent."""
         if self.is_open:
-            self.is_open, self.closed_at = False, self.loop.virtual_now
+            self.is_open, self.closed_at = False, self._network.time.now
             del self.loop.files[self]
             del self._network.listeners[self.name]
             for connection in self.waiting:

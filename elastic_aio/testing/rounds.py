@@ -45,11 +45,18 @@ class RoundChecker:
         was_partitioned: whether messages were blocked, so that two rounds may run.
     """
 
-    def __init__(self, spec: LaunchSpec, stores: Mapping[bytes, SimStore], trace: Trace) -> None:
-        """Begin without rounds."""
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        stores: Mapping[bytes, SimStore],
+        trace: Trace,
+        nodes: Mapping[str, SimNode],
+    ) -> None:
+        """Begin without rounds; `nodes` has the newest process of each host."""
         self.rounds: dict[RoundName, SimRound] = {}
         self.was_partitioned = False
         self._stores = stores
+        self._nodes = nodes
         self._spec = spec
         self._fail = trace.fail
         self._newest: dict[bytes, int] = {}
@@ -57,11 +64,10 @@ class RoundChecker:
         self._ranks: dict[str, dict[str, int]] = {}
         self._attempts: dict[tuple[str, int], int] = {}
         self._last: dict[str, Placement] = {}
-        self._running: dict[str, SimNode] = {}
 
     def on_written(self, store: SimStore, member: str, placement: Placement, now: float) -> None:
         """Check an order in a store: ranks are given once and kept, and numbers only grow."""
-        name, size = _name_of(placement), placement.span.group_world_size
+        name, size = round_name(placement), placement.span.group_world_size
         nnodes = self._spec.nnodes
         if not nnodes.minimum <= size <= nnodes.maximum:
             self._fail(f"a round of {size} nodes, of {nnodes}")
@@ -111,17 +117,14 @@ class RoundChecker:
         node.note(f"runs {brief(placement)} as group rank {placement.span.group_rank}")
         if placement is not node.placement:
             self._fail(f"{node.name} starts {placement.round}, and was ordered {node.placement}")
-        self._running[node.name] = node
-        for name, other in list(self._running.items()):
+        for other in self._nodes.values():
             running = other.running
-            if running is None:
-                del self._running[name]
-            elif other is node:
+            if running is None or other is node:
                 continue
-            elif _name_of(running) != _name_of(placement):
+            if round_name(running) != round_name(placement):
                 self._check_overlap(placement, other, running)
             elif running.span.group_rank == placement.span.group_rank:
-                self._fail(f"{node.name} and {name} have the same rank in {brief(placement)}")
+                self._fail(f"{node.name} and {other.name} have the same rank in {brief(placement)}")
 
     def _check_overlap(self, placement: Placement, other: SimNode, running: Placement) -> None:
         """Check that no workers of an older round run, on whichever node.
@@ -130,7 +133,7 @@ class RoundChecker:
         `elastic_aio.rendezvous.formation`), but for the cases of `_may_run_on`.
         """
         if running.round < placement.round and not self._spec.rendezvous.overlap:
-            round = self.rounds[_name_of(placement)]
+            round = self.rounds[round_name(placement)]
             joined_at = round.store.joined_at.get(other.number, round.formed_at)
             is_known = joined_at < round.formed_at - _NOTICE_S and not any(
                 one.joined_at.get(other.number, 0.0) > joined_at
@@ -160,7 +163,7 @@ class RoundChecker:
             return True
         if host.disturbed_at > since or host.is_suspended or host.delay:
             return True
-        former = self.rounds[_name_of(running)]
+        former = self.rounds[round_name(running)]
         is_successor = former.store is round.store or not former.members.keys().isdisjoint(
             round.members
         )
@@ -174,7 +177,7 @@ class RoundChecker:
     def on_succeeded(self, node: SimNode) -> None:
         """Take that all workers of a node have succeeded."""
         assert node.placement is not None
-        self.rounds[_name_of(node.placement)].succeeded.add(node.placement.span.group_rank)
+        self.rounds[round_name(node.placement)].succeeded.add(node.placement.span.group_rank)
 
 
 def brief(placement: Placement) -> str:
@@ -185,7 +188,8 @@ def brief(placement: Placement) -> str:
     )
 
 
-def _name_of(placement: Placement) -> RoundName:
+def round_name(placement: Placement) -> RoundName:
+    """Return the name of a round."""
     return placement.round, placement.formed_by
 
 

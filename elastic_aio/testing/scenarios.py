@@ -13,6 +13,7 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.testing.agent import WorkerBehavior
 from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.rounds import round_name
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import RATE_MIN
@@ -276,18 +277,16 @@ class Scenario:
         if any(node.is_ending for node in live) or not self._is_one_store(live):
             return False
         placed = [node for node in live if node.has_place]
-        rounds = {_round_of(node): node.placement for node in placed}
-        if len(rounds) != 1:
-            return False
-        placement = next(iter(rounds.values()))
-        assert placement is not None
-        size = placement.span.group_world_size
         if any(not node.is_standing_by for node in live if node not in placed):
             return False
+        placements = [node.placement for node in placed if node.placement is not None]
+        names = {round_name(placement) for placement in placements}
+        if len(names) != 1:
+            return False
+        size = placements[0].span.group_world_size
         # A node may have succeeded in it and been in another round since, in a partition.
-        round = sim.checker.rounds.rounds[placement.round, placement.formed_by]
-        if succeeded := round.succeeded:
-            return len(succeeded | {_rank_of(node) for node in placed}) == size
+        if succeeded := sim.checker.rounds.rounds[names.pop()].succeeded:
+            return len(succeeded | {one.span.group_rank for one in placements}) == size
         nnodes = sim.spec.nnodes
         return nnodes.minimum <= len(placed) == size == min(nnodes.maximum, len(live))
 
@@ -297,12 +296,3 @@ class Scenario:
         if len(homes) != 1 or not self.sim.coordinators:
             return False
         return all(node.number in homes[0].joined_at for node in live)
-
-
-def _rank_of(node: SimNode) -> int:
-    return -1 if node.placement is None else node.placement.span.group_rank
-
-
-def _round_of(node: SimNode) -> tuple[int, str] | None:
-    placement = node.placement
-    return None if placement is None else (placement.round, placement.formed_by)

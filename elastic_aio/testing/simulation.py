@@ -22,6 +22,7 @@ from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.rounds import round_name
 from elastic_aio.testing.store import PORT, serve_store
 from elastic_aio.testing.trace import Trace
 from elastic_aio.testing.virtual_time import SimHost, VirtualTime
@@ -139,10 +140,10 @@ class Simulation:
 
     def is_settled(self, size: int, nodes: Iterable[SimNode] | None = None) -> bool:
         """Return whether `size` of `nodes` run one round of that size, and no other runs."""
-        running = [one.running for one in (self.live_nodes if nodes is None else nodes)]
-        rounds = {(one.round, one.formed_by, one.span.group_world_size) for one in running if one}
-        count = sum(one is not None for one in running)
-        return count == size and len(rounds) == 1 and next(iter(rounds))[2] == size
+        nodes = self.live_nodes if nodes is None else nodes
+        running = [one.running for one in nodes if one.running is not None]
+        is_one_round = len({round_name(one) for one in running}) == 1
+        return is_one_round and len(running) == size == running[0].span.group_world_size
 
     # -------------------------------------------------------------------- nodes
 
@@ -179,13 +180,11 @@ class Simulation:
         number = len(self.processes) + 1
         node = SimNode(self._new_process(host), number, self._trace)
         node.add_fault("is started")
-        node.process.inject(SimDriver, node, spec, self.checker, self._behavior_of)
+        behavior = lambda *of: self.behavior(*of)  # that of the moment
+        node.process.inject(SimDriver, node, spec, self.checker, behavior)
         self.nodes[name] = node
         self.processes.append(node)
         return node
-
-    def _behavior_of(self, node: SimNode, placement: Placement) -> WorkerBehavior:
-        return self.behavior(node, placement)
 
     def _new_process(self, host: SimHost) -> SimProcess:
         on_error = self._trace.fail

@@ -20,6 +20,7 @@ from elastic_aio.store.server import StoreServer
 from elastic_aio.store.server_link import ConnectionServer
 from elastic_aio.testing.network import Listener
 from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.virtual_time import VirtualTime
 
 RUN_ID = "simulated"
 
@@ -43,7 +44,9 @@ class SimStore(Client):
         left_at: when the others were last lost, or have left.
     """
 
-    def __init__(self, listener: Listener, server: ConnectionServer, on_change: OnChange) -> None:
+    def __init__(
+        self, time: VirtualTime, listener: Listener, server: ConnectionServer, on_change: OnChange
+    ) -> None:
         """Watch; `on_change` is called with the member of each new order, or leader."""
         super().__init__()
         self.listener = listener
@@ -55,6 +58,7 @@ class SimStore(Client):
         self.orders: dict[str, Order] = {}
         self.joined_at: dict[int, float] = {}
         self.left_at: dict[int, float] = {}
+        self._time = time
         self._on_change = on_change
         view = self.keyspace.watch(self, None, _PREFIX, -1, is_prefix=True)
         assert not view.pairs, "a store is watched before its first request"
@@ -92,7 +96,7 @@ class SimStore(Client):
         key = change.key[len(_PREFIX) :].decode().partition("/")[2]
         kind, _, member = key.partition("/")
         is_set = change.kind == CHANGE_SET
-        now = self.listener.loop.virtual_now
+        now = self._time.now
         if kind == "coordinator":
             self.leader = LeaderRecord.decode(change.value) if is_set else None
             if self.leader is not None:
