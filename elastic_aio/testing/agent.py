@@ -41,7 +41,7 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.node import SimNode
-from elastic_aio.testing.process import ProcessNetwork, SimProcess
+from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.store import RUN_ID
 
 _SPAWN_S = 5.0
@@ -98,9 +98,8 @@ class SimDriver(MultiNodeDriver):
     def _make_rendezvous(
         self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
     ) -> Rendezvous:
-        network = ProcessNetwork(self.node.process)
         node = replace(node, pid=self.node.number)
-        return DynamicRendezvous(spec, node, run_id, agent, network)
+        return DynamicRendezvous(spec, node, run_id, agent, self.node.process)
 
     def on_instruction(self, instruction: Instruction) -> None:
         node = self.node

@@ -36,8 +36,8 @@ _DISPOSAL_ROUNDS: Final = 1_000
 class OpenFile(Protocol):
     """What the kernel closes at the end of a process: a connection or a listener."""
 
-    def on_killed(self) -> None:
-        """Close it, as the process has ended."""
+    def close(self) -> None:
+        """Close it.  Idempotent."""
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -126,7 +126,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """End the process: its kernel closes what is open, and nothing of it runs any more."""
         self.is_dead = True
         for file in list(self.files):
-            file.on_killed()
+            file.close()
         self._backlog.clear()
         # Not now: a callback of this very process may be the caller.
         self._time.at(self._time.now, self.dispose)

@@ -224,8 +224,6 @@ class Listener:
             for connection in self.waiting:
                 connection.abort()
 
-    on_killed = close
-
     async def aclose(self) -> None:
         """Close it, in place of the store of a round's workers."""
         self.close()
@@ -334,12 +332,6 @@ class SimTransport(asyncio.Transport):
         self._forget()
         if self.peer is not None:
             self.peer._time_out()  # by keepalive probes, if nothing is sent
-
-    def on_killed(self) -> None:
-        """Close the connection, as the process has ended."""
-        if not self._is_closing:
-            self._hang_up(None)
-        self._forget()
 
     def _forget(self) -> None:
         self.loop.files.pop(self, None)

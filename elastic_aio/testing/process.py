@@ -16,7 +16,7 @@ from elastic_aio.testing.virtual_time import SimHost
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
 
-class SimProcess(SimLoop):
+class SimProcess(SimLoop, StoreNetwork):
     """The loop of one process; asyncio's functions and the store's work on it unchanged."""
 
     def __init__(self, network: Network, host: SimHost, on_error: Callable[[str], object]) -> None:
@@ -66,28 +66,19 @@ class SimProcess(SimLoop):
         sock.attach(protocol)
         return sock, protocol
 
-
-class ProcessNetwork(StoreNetwork):
-    """The network as discovery in one process sees it."""
-
-    def __init__(self, process: SimProcess) -> None:
-        """Make the sockets of `process`."""
-        self._process = process
+    # ------------------------------------------------------ as a `StoreNetwork`
 
     def is_local(self, address: Address) -> bool:
-        return bool(address[1][0] == self._process.host.address)
+        return bool(address[1][0] == self.host.address)
 
     async def dial(self, address: Address) -> socket.socket:
         host, port = address[1][:2]
-        transport = await self._process.network.connect(self._process, host, port)
-        return cast("socket.socket", transport)
+        return cast("socket.socket", await self.network.connect(self, host, port))
 
     def listen(self, addresses: Sequence[Address], peer_timeout: float) -> list[socket.socket]:
-        listen = self._process.network.listen
         ports = dict.fromkeys(address[1][1] for address in addresses)
-        files = [listen(self._process, port, peer_timeout) for port in ports]
+        files = [self.network.listen(self, port, peer_timeout) for port in ports]
         return cast("list[socket.socket]", files)
 
     async def port_owner(self, port: int) -> str | None:
-        name = self._process.host.address, port
-        return "a process" if name in self._process.network.listeners else None
+        return "a process" if (self.host.address, port) in self.network.listeners else None
