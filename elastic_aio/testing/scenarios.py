@@ -274,14 +274,14 @@ class Scenario:
         live = sim.live_nodes
         if not live:
             return True
-        if any(node.is_ending for node in live) or not self._is_one_store(live):
+        if any(node.is_ending for node in live):
             return False
         placed = [node for node in live if node.has_place]
         if any(not node.is_standing_by for node in live if node not in placed):
             return False
         placements = [node.placement for node in placed if node.placement is not None]
         names = {round_name(placement) for placement in placements}
-        if len(names) != 1:
+        if len(names) != 1 or not self._is_one_store(live):
             return False
         size = placements[0].span.group_world_size
         # A node may have succeeded in it and been in another round since, in a partition.

@@ -180,8 +180,7 @@ class Simulation:
         number = len(self.processes) + 1
         node = SimNode(self._new_process(host), number, self._trace)
         node.add_fault("is started")
-        behavior = lambda *of: self.behavior(*of)  # that of the moment
-        node.process.inject(SimDriver, node, spec, self.checker, behavior)
+        node.process.inject(SimDriver, node, spec, self.checker, lambda *of: self.behavior(*of))
         self.nodes[name] = node
         self.processes.append(node)
         return node
@@ -302,8 +301,8 @@ class Simulation:
         """Let virtual time pass."""
         until = self.now + seconds
         with self._own_randomness():
-            while self._step(until):
-                pass
+            while self.time.step(until):
+                self._check()
 
     def run_until(self, condition: Callable[[], bool], limit_s: float) -> None:
         """Let virtual time pass until a condition holds.
@@ -314,7 +313,9 @@ class Simulation:
         until = self.now + limit_s
         with self._own_randomness():
             while not condition():
-                if not self._step(until) and not condition():
+                has_run = self.time.step(until)
+                self._check()
+                if not has_run and not condition():
                     self.fail(f"the condition does not hold within {limit_s:g} s: {self!r}")
 
     def fail(self, text: str) -> None:
@@ -325,11 +326,6 @@ class Simulation:
         """
         self._trace.fail(text)
         self._check()
-
-    def _step(self, until: float) -> bool:
-        has_run = self.time.step(until)
-        self._check()
-        return has_run
 
     def _check(self) -> None:
         if self._trace.violation is not None:
