@@ -37,9 +37,7 @@ Waiting
 =======
 
 * No phase waits without an end.  Members obey their orders or count as lost, which is a
-  change of the membership (see `members`).  RECOVERING ends by the recovery timeout,
-  FORMING by the join timeout or the last call, and BACKING_OFF by its delay.  A callback
-  that does not return within `DECIDE_TIMEOUT` ends the job.
+  change of the membership (see `members`); all other waits have a time (see the table).
 * What is waited for is published: the nodes that are missing as `RoundForming`, the
   delay as `Restarting`, everything else, once it takes long, as `RoundWaiting`.
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import write_end
 from elastic_aio.errors import StoreError
-from elastic_aio.events import Event
+from elastic_aio.events import Event, JobFinished
 from elastic_aio.node_events import NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting
 from elastic_aio.outcome import Failure
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
@@ -66,9 +66,8 @@ class CoordinatorRunner:
         self._wakeup = asyncio.Event()
         self._departed: list[str] = []
         self._unwritten: asyncio.Queue[Event] = asyncio.Queue()
-        self._is_end_recorded = False
         self._deciding: asyncio.Task[None] | None = None
-        self._coordinator: CoordinatorState | None = None
+        self._coordinator: CoordinatorState
         self.departure_handled = asyncio.Event()
         """Set once the coordinator has acted on the end of this member's own status."""
         self._cleared = (-1, "")
@@ -105,15 +104,13 @@ class CoordinatorRunner:
         )
         async with store.watch("t/", is_prefix=True) as statuses:
             for key, text in statuses.present.items():
-                await self._on_status(coordinator, lease, key, text)
-            collecting = create_task(
-                self._collect(coordinator, lease, statuses), name="member statuses"
-            )
+                await self._on_status(lease, key, text)
+            collecting = create_task(self._collect(lease, statuses), name="member statuses")
             collecting.add_done_callback(lambda _: self._wakeup.set())
             writing = create_task(self._write_events(EventStreamWriter(store)), name="job events")
             try:
                 while not collecting.done():
-                    if name in await self._decide(coordinator, store, lease):
+                    if name in await self._decide(store, lease):
                         self.departure_handled.set()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(coordinator.deadline):
@@ -127,45 +124,44 @@ class CoordinatorRunner:
 
     # -------------------------------------------------------------- statuses in
 
-    async def _collect(self, coordinator: CoordinatorState, lease: Lease, statuses: Watch) -> Never:
+    async def _collect(self, lease: Lease, statuses: Watch) -> Never:
         while True:
             change = await anext(statuses)
             if change.value is not None:
-                await self._on_status(coordinator, lease, change.key, change.value)
+                await self._on_status(lease, change.key, change.value)
             else:
                 # After a gap in the watch the reason is unknown: assume the worse.
                 is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync
                 member = change.key.removeprefix("t/")
-                coordinator.on_gone(member, monotonic_clock(), is_lost=is_lost)
+                self._coordinator.on_gone(member, monotonic_clock(), is_lost=is_lost)
                 self._departed.append(member)
             self._wakeup.set()
 
-    async def _on_status(
-        self, coordinator: CoordinatorState, lease: Lease, key: str, text: bytes
-    ) -> None:
+    async def _on_status(self, lease: Lease, key: str, text: bytes) -> None:
         member = key.removeprefix("t/")
         try:
             status = decode_status(text)
         except MessageError as error:
             why = f"its status cannot be read by this version ({PROTOCOL}): {error}"
-            order = Order(coordinator.outbox.term, 1, Reject(why))
+            order = Order(self._coordinator.outbox.term, 1, Reject(why))
             await lease.set(f"o/{member}", encode(order))
             return
-        coordinator.on_status(member, status, monotonic_clock())
+        self._coordinator.on_status(member, status, monotonic_clock())
 
     # -------------------------------------------------------------- effects out
 
-    async def _decide(self, coordinator: CoordinatorState, store: Store, lease: Lease) -> list[str]:
+    async def _decide(self, store: Store, lease: Lease) -> list[str]:
         """Perform the coordinator's decisions; return the departed members that it knew of."""
         orders: dict[str, Order] = {}
         records = []
         departed, self._departed = self._departed, []
-        for effect in decide(coordinator, asyncio.get_running_loop().time()):
+        effects = decide(self._coordinator, asyncio.get_running_loop().time())
+        for effect in effects:
             match effect:
                 case SendOrder(member, order):
                     orders[member] = order
                 case RequestDecision(failure):
-                    deciding = self._call_decide(coordinator, failure)
+                    deciding = self._call_decide(self._coordinator, failure)
                     self._deciding = create_task(deciding, name="restart.decide")
                 case RoundRecord():
                     records.append(self._record(store, effect))
@@ -182,10 +178,10 @@ class CoordinatorRunner:
         deletes = [store.delete(f"o/{name}") for name in departed]
         sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
         await asyncio.gather(*records, *deletes, *sets)
-        if coordinator.outcome is not None and not self._is_end_recorded:
+        outcome = self._coordinator.outcome
+        if outcome is not None and any(isinstance(one, JobFinished) for one in effects):
             # The store has accepted the orders, so no other leader has ended the job.
-            self._is_end_recorded = True
-            await write_end(store, coordinator.outcome, wall_clock())
+            await write_end(store, outcome, wall_clock())
         return departed
 
     async def _record(self, store: Store, record: RoundRecord) -> None:

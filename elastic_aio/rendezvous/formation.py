@@ -47,9 +47,6 @@ lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`
   is dead, or has a store of its own.  That node is known for the first move after a placement.
 * A member that has left while its workers run has gone to another store (or the rounds
   may overlap).  It has L to get there.
-
-A new coordinator stays in RECOVERING for one call at least.  A member that reports a
-placement only after the coordinator has begun to form the first round leads back there.
 """
 
 from __future__ import annotations
@@ -97,7 +94,7 @@ def recover_round(state: CoordinatorState) -> None:
             state.wait_for_nodes()
             # The budget continues that of the former coordinators.
             state.former = replace(former, is_open=False)
-            state.fence(state.settings.fence - (state.now - state.created_at))
+            state.fence(state.created_at + state.settings.fence)
             state.add_change_reason(f"no node of round {former.round} came back")
             is_delayed_by_loss(state)
         return
@@ -118,7 +115,7 @@ def recover_round(state: CoordinatorState) -> None:
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
-        state.fence(state.settings.fence - (state.now - state.created_at))
+        state.fence(state.created_at + state.settings.fence)
         state.round.has_lost_member = state.round.is_excused = True
         state.add_change_reason(f"{_missing([*held.values()], members_done)} did not come back")
     elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
@@ -145,26 +142,25 @@ def form_when_possible(state: CoordinatorState) -> None:
     """Form a round once there are enough nodes, and the last call is over or all joined."""
     candidates = _candidates(state)
     settings, timer = state.settings, state.timer
-    if state.round.number < 0 and any(one.status.placement is not None for one in candidates):
+    is_first = state.round.number < 0
+    if is_first and any(one.status.placement is not None for one in candidates):
         state.phase = CoordinatorPhase.RECOVERING
         timer.since = state.now
         return
     if len(candidates) < settings.minimum:
         timer.enough_since = None
         until = timer.since + settings.join_timeout
-        if state.arm(until):
-            _wait(state, candidates, until)
-        else:
+        if not state.arm(until):
             _give_up(state)
-        return
-    if timer.enough_since is None:
-        timer.enough_since = state.now
-    until = timer.enough_since + settings.last_call_timeout
-    is_first = state.round.number < 0
-    if len(candidates) < settings.maximum and is_first and state.arm(until):
-        _wait(state, candidates, until)
-        return
-    form_round(state, candidates)
+            return
+    else:
+        if timer.enough_since is None:
+            timer.enough_since = state.now
+        until = timer.enough_since + settings.last_call_timeout
+        if not (is_first and len(candidates) < settings.maximum and state.arm(until)):
+            form_round(state, candidates)
+            return
+    _wait(state, candidates, until)
 
 
 def _candidates(state: CoordinatorState) -> list[MemberRecord]:
@@ -200,7 +196,7 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
     lead = order[0]
     previous = former.get(lead.member)
     is_lead_again = previous is not None and not previous.span.group_rank
-    if is_lead_again and state.placement_pending(lead):
+    if is_lead_again and isinstance(lead.sent, StartRound) and not lead.has_acked:
         return
     cause = state.next_cause(why)
     placements = _placements(state, order, cause)

@@ -35,7 +35,6 @@ from elastic_aio.rendezvous.messages import (
     ProbePeers,
     RoundRecord,
 )
-from elastic_aio.spec.checks import checked_integer
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.restart import RestartHistory
 
@@ -93,10 +92,6 @@ class RoundSettings(Struct, frozen=True):
     order_timeout: float = 28.0
     policy: dict[str, str] = {}
     has_decide: bool = False
-
-    def __post_init__(self) -> None:
-        checked_integer("minimum", self.minimum, at_least=1)
-        checked_integer("maximum", self.maximum, at_least=self.minimum)
 
     @property
     def nnodes(self) -> str:

@@ -338,6 +338,8 @@ def _problem(status: MemberStatus) -> str:
     node, placement, pending = status.node, status.placement, status.pending_restart
     if node.nproc < 1:
         return f"nproc is {node.nproc}"
+    if not 1 <= status.minimum <= status.maximum:
+        return f"nnodes is {status.minimum}:{status.maximum}"
     if max(map(len, (node.name, node.role, status.address))) > _NAME_MAX:
         return f"a name has more than {_NAME_MAX} characters"
     if len(status.policy) > _POLICY_MAX:

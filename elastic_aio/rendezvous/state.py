@@ -160,7 +160,6 @@ class CoordinatorState:
         self.fenced_until = -math.inf
         """Until when workers may live on nodes that are gone."""
         self.outcome: JobOutcome | None = None
-        """How the job has ended, if it has."""
         self.differences: set[str] = set()
         """Settings that differ between nodes, as published."""
         self.visits = Visits()
@@ -203,7 +202,8 @@ class CoordinatorState:
         self.outbox.discard(member)
         if not (record.status.is_leaving or self.is_stopped(record)):
             # One that has gone to another store keeps its workers on its way.
-            self.fence(self.settings.fence if is_lost else self.settings.heartbeat_timeout)
+            settings = self.settings
+            self.fence(now + (settings.fence if is_lost else settings.heartbeat_timeout))
         self.visits.observe_departure(record, now)
         if member in self.round.placements:
             self.round.gone[member] = record
@@ -280,11 +280,6 @@ class CoordinatorState:
             return True
         return isinstance(record.sent, StartRound) and record.has_acked
 
-    def placement_pending(self, record: MemberRecord) -> bool:
-        """Whether a member's last order was to start the round, and no reply has come."""
-        is_ordered = record.member in self.round.placements and isinstance(record.sent, StartRound)
-        return is_ordered and not self.has_placement(record) and not self.has_diverged(record)
-
     def inherited_restart(self, record: MemberRecord) -> RestartCause | None:
         """Return the restart after this round that a former coordinator has granted."""
         pending = record.status.pending_restart
@@ -360,9 +355,9 @@ class CoordinatorState:
                 )
             )
 
-    def fence(self, seconds: float) -> None:
-        """Start no round for some seconds, in which nodes that are gone stop their workers."""
-        self.fenced_until = max(self.now + seconds, self.fenced_until)
+    def fence(self, until: float) -> None:
+        """Start no round for a while, in which nodes that are gone stop their workers."""
+        self.fenced_until = max(until, self.fenced_until)
 
     def wait_for_nodes(self) -> None:
         """Form another round as soon as there are enough nodes."""

@@ -109,6 +109,7 @@ def test_the_error_names_another_version() -> None:
     ("fields", "why"),
     [
         ({"node": NodeInfo("a", 1, 0, "r")}, "nproc is 0"),
+        ({"minimum": 3, "maximum": 2}, "nnodes is 3:2"),
         ({"node": NodeInfo("a" * 256, 1, 1, "r")}, "more than 255 characters"),
         ({"stopped_round": 1 << 53}, "too large"),
         ({"acked": (0, 1 << 60)}, "too large"),

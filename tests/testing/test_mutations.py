@@ -145,7 +145,7 @@ def test_orders_of_a_former_coordinator_that_are_obeyed_late(
 
 
 def test_a_round_that_waits_for_no_node_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoordinatorState, "fence", lambda self, seconds: None)
+    monkeypatch.setattr(CoordinatorState, "fence", lambda self, until: None)
     with pytest.raises(InvariantViolated, match="still runs on"):
         cut_off(one_way=True)
 
