@@ -17,6 +17,8 @@ own job's, or that of an earlier job, which it follows as the next generation.
 
 A store that a node serves has the key `OWNER_KEY` from its first moment on.  The backend
 "static" gives a store to one run alone, because the workers use it too.
+
+All coroutines here raise `StoreError` when the store is lost.
 """
 
 from __future__ import annotations
@@ -96,29 +98,17 @@ def run_store(store: Store, run_id: str, record: RunRecord) -> Store:
 
 
 async def read_run(store: Store, run_id: str) -> RunRecord | None:
-    """Return the record of a run; None if it has not begun.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Return the record of a run; None if it has not begun."""
     return _decode(await store.peek(f"{run_prefix(run_id)}/run"), RunRecord)
 
 
 async def read_end(store: Store) -> RunEnd | None:
-    """Return the end of the generation that `store` has the prefix of; None before it.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Return the end of the generation that `store` has the prefix of; None before it."""
     return _decode(await store.peek("end"), RunEnd)
 
 
 async def write_end(store: Store, outcome: JobOutcome, ended_at: float) -> None:
-    """Record the end of the generation that `store` has the prefix of.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Record the end of the generation that `store` has the prefix of."""
     end = RunEnd(outcome.state, outcome.why, outcome.exit_code, outcome.restarts, ended_at)
     await store.set("end", _encoder.encode(end))
 
@@ -130,9 +120,6 @@ async def enter_run(
 
     `job` is that of a node which has taken part elsewhere; empty for another node, which
     begins a generation after an end only with `reuse`.
-
-    Raises:
-        StoreError: the store is lost.
     """
     key = f"{run_prefix(run_id)}/run"
     first = run_store(store, run_id, RunRecord(0, ""))
@@ -184,19 +171,11 @@ class StoreOwner(Struct, frozen=True):
 
 
 async def claim_store(store: Store, run_id: str) -> StoreOwner:
-    """Make a store without an owner the run's; return the owner that it has then.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Make a store without an owner the run's; return the owner that it has then."""
     claim = StoreOwner(run_id, is_node=False).encode()
     return StoreOwner.decode(await store.compare_set(OWNER_KEY, b"", claim))
 
 
 async def release_claim(store: Store, run_id: str) -> None:
-    """End the claim of a run, if it has one.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """End the claim of a run, if it has one."""
     await store.compare_set(OWNER_KEY, StoreOwner(run_id, is_node=False).encode(), b"")

@@ -32,7 +32,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Never
 
-from elastic_aio.aio import random_bytes, wait_forever
+from elastic_aio.aio import Notifier, random_bytes, wait_forever
 from elastic_aio.discovery.addresses import resolve, wildcard_addresses
 from elastic_aio.discovery.choice import RECONNECT_FOR
 from elastic_aio.discovery.network import StoreNetwork
@@ -110,10 +110,10 @@ class FailureDetector:
         lost = self._lost
         lost.ended.clear()
         while True:
-            await lost.changed.wait()
-            lost.changed.clear()
+            while not lost.ended:
+                await lost.changed.wait()
             ended, lost.ended = lost.ended, []
-            if ended and await is_leader():
+            if await is_leader():
                 await asyncio.gather(*(engine.end_lease(one.encode()) for one in ended))
 
     async def watch_leader(self, leader: DetectorPort, engine: EngineStore, lease: Lease) -> Never:
@@ -188,9 +188,9 @@ class _LostMembers(Client):
     def __init__(self) -> None:
         super().__init__()
         self.ended: list[str] = []
-        self.changed = asyncio.Event()
+        self.changed = Notifier()
 
     def on_change(self, tag: Any, change: replies.RawChange) -> None:
         if change.kind == replies.CHANGE_EXPIRED:
             self.ended.append(user_key(change.key))
-            self.changed.set()
+            self.changed.notify_all()
