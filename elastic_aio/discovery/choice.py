@@ -101,9 +101,7 @@ def search_grace(*, is_first: bool, timeout: float) -> float:
 def endpoint_turn(index: int, *, is_first: bool, timeout: float) -> float:
     """Return after how many seconds of a search an endpoint may be served.
 
-    At the start the second endpoint's turn comes after 4 s, because hosts do not boot
-    all at once.  After a loss the second one's comes soon; the next ones leave it the time
-    in which a busy host begins to serve and is found.
+    The reasons are in `elastic_aio.discovery.locator`.
     """
     if index == 0:
         return 0.0

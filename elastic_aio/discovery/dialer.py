@@ -52,11 +52,7 @@ class Endpoint(Struct, frozen=True):
 
     @classmethod
     def parse(cls, index: int, text: str) -> Endpoint:
-        """Parse `HOST:PORT` or `[IPV6]:PORT`; a server may use port 0, a client not.
-
-        Raises:
-            SpecError: it is neither.
-        """
+        """Parse `HOST:PORT` or `[IPV6]:PORT`; a server may use port 0, a client not."""
         return cls(index, text, *parse_host_port("endpoint", text, at_least=0))
 
 

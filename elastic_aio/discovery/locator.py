@@ -22,10 +22,11 @@ Why turns
 =========
 
 With several endpoints two nodes could serve one each.  Therefore each endpoint has a
-turn (`search`): the second is served 4 s after the start at the earliest, the third 1 s
-later.  By then the node of the first endpoint has usually begun to listen, and the
-others have connected.  After a loss they come at 0.3 s, 0.9 s, ..., because all nodes start
-searching at once, and their leases last only some seconds.
+turn: the second is served 4 s after the start at the earliest, the third 1 s later, because
+hosts do not boot all at once.  By then the node of the first endpoint has usually begun to
+listen, and the others have connected.  After a loss they come at 0.3 s, 0.9 s, ..., because
+all nodes start searching at once, and their leases last only some seconds.  0.6 s is the time
+in which a busy host begins to serve and is found.
 
 Turns are no guarantee.  If there are two stores nevertheless, the node that serves the
 later one keeps looking at the earlier ones (`wait_superseded`) and abandons its own once
@@ -119,13 +120,13 @@ class StoreLocator:
         on_wait: Callable[[str, float], None] = lambda why, time_left: None,
         on_drop: Callable[[Dropped], None] | None = None,
     ) -> None:
-        """Parse the endpoints; nothing is connected yet.  None: the network of this host.
+        """Prepare; nothing is connected yet.  None: the network of this host.
 
         `on_wait` is called in a search that takes long, with the reason for each endpoint and
         the seconds until it ends; `on_drop` is that of the `StoreServer`.
 
         Raises:
-            SpecError: one of them is not HOST:PORT, or a certificate cannot be used.
+            SpecError: a certificate cannot be used.
         """
         self._spec = spec
         self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
@@ -152,9 +153,7 @@ class StoreLocator:
         Cancellation: leaves nothing open.
 
         Args:
-            is_first: at the start, hosts boot one after the other, so later endpoints
-                leave the earlier ones some seconds.  After a loss there is no time for
-                that.
+            is_first: whether the job starts here; otherwise its store was lost.
 
         Raises:
             DiscoveryError: no endpoint could be used within `read_timeout`; or this
