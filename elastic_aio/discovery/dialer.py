@@ -162,7 +162,10 @@ class Dialer:
                     raise StoreNotFound(why, was_accepted=True)
                 has_run = self._has_choice and await _has_active_run(store, self.run_id)
                 if self._is_exclusive:
-                    await self._claim(store)
+                    is_first_node = bool(self._spec.is_host)
+                    why = await claim_store(store, self.run_id, is_first_node=is_first_node)
+                    if why:
+                        raise StoreNotFound(why, was_accepted=True)
         except BaseException as error:  # a cancellation too: no connection stays open
             await store.aclose()
             if isinstance(error, TimeoutError):
@@ -172,15 +175,6 @@ class Dialer:
                 raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
             raise
         return StoreHandshake(store, local_address, has_run)
-
-    async def _claim(self, store: RemoteStore) -> None:
-        owner = await claim_store(store, self.run_id)
-        if owner.run_id != self.run_id:
-            why = f"it belongs to the run {owner.run_id!r}"
-            raise StoreNotFound(why, was_accepted=True)
-        if self._spec.is_host and owner.is_node:
-            why = f"another node of rank 0 serves the run {owner.run_id!r} there"
-            raise StoreNotFound(why, was_accepted=True)
 
 
 async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> StoreHandshake:

@@ -153,29 +153,26 @@ def _decode(value: bytes | None, kind: type[_T]) -> _T | None:
         return None
 
 
-class StoreOwner(Struct, frozen=True):
-    """The run that a store belongs to; `is_node`: one of its nodes serves the store."""
-
-    run_id: str
-    is_node: bool
-
-    def encode(self) -> bytes:
-        """Return the value of `OWNER_KEY`."""
-        return f"{_NODE if self.is_node else _CLAIM}/{self.run_id}".encode()
-
-    @classmethod
-    def decode(cls, value: bytes) -> StoreOwner:
-        """Return the owner in a value of `OWNER_KEY`."""
-        kind, _, run_id = value.decode("utf-8", "replace").partition("/")
-        return cls(run_id, kind == _NODE)
+def owner_value(run_id: str, *, is_node: bool) -> bytes:
+    """Return the value of `OWNER_KEY`; with `is_node`, a node of the run serves the store."""
+    return f"{_NODE if is_node else _CLAIM}/{run_id}".encode()
 
 
-async def claim_store(store: Store, run_id: str) -> StoreOwner:
-    """Make a store without an owner the run's; return the owner that it has then."""
-    claim = StoreOwner(run_id, is_node=False).encode()
-    return StoreOwner.decode(await store.compare_set(OWNER_KEY, b"", claim))
+async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
+    """Make a store without an owner the run's; return why it must not be used, or nothing.
+
+    The first node may not use one that another node serves.
+    """
+    claim = owner_value(run_id, is_node=False)
+    value = await store.compare_set(OWNER_KEY, b"", claim)
+    kind, _, owner = value.decode("utf-8", "replace").partition("/")
+    if owner != run_id:
+        return f"it belongs to the run {owner!r}"
+    if is_first_node and kind == _NODE:
+        return f"another node of rank 0 serves the run {owner!r} there"
+    return ""
 
 
 async def release_claim(store: Store, run_id: str) -> None:
     """End the claim of a run, if it has one."""
-    await store.compare_set(OWNER_KEY, StoreOwner(run_id, is_node=False).encode(), b"")
+    await store.compare_set(OWNER_KEY, owner_value(run_id, is_node=False), b"")

@@ -59,7 +59,7 @@ from elastic_aio.discovery.dialer import (
     StoreHandshake,
     StoreNotFound,
 )
-from elastic_aio.discovery.keys import OWNER_KEY, StoreOwner
+from elastic_aio.discovery.keys import OWNER_KEY, owner_value
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointMonitor, EndpointSearch
 from elastic_aio.errors import ElasticAioError
@@ -242,7 +242,6 @@ class StoreLocator:
             search.defer(monitor, f"cannot listen there: {error.strerror}")
             return None
         self._was_suspended.clear()
-        owner = StoreOwner(self._dialer.run_id, is_node=True)
         self._server = server = StoreServer(
             listening=sockets,
             token=self._spec.token,
@@ -250,7 +249,8 @@ class StoreLocator:
             on_drop=self._on_drop,
             on_pause=self._on_pause,
         )
-        server.keyspace.set(wire_key(OWNER_KEY, ""), owner.encode())
+        owner = owner_value(self._dialer.run_id, is_node=True)
+        server.keyspace.set(wire_key(OWNER_KEY, ""), owner)
         await server.start()
         is_wildcard = addresses != monitor.own_addresses
         try:

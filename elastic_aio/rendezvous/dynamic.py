@@ -173,12 +173,14 @@ class DynamicRendezvous(Rendezvous):
                 self._agent.on_event(RoundWaiting(phase="barrier", what=what, waited=waited))
                 is_reported = True
             left = self._settled_at - asyncio.get_running_loop().time()
-            if left <= 0 or not await self._changed.wait(left):
-                with contextlib.suppress(StoreError):
-                    await session.wait_alone()
-                    return
-                if session is self._session:
-                    await self._changed.wait()
+            if left > 0:
+                await self._changed.wait(left)
+                continue
+            with contextlib.suppress(StoreError):
+                await session.wait_alone()
+                return
+            if session is self._session:
+                await self._changed.wait()
 
     async def leave(self, why: str) -> None:
         self._leaves += 1
@@ -380,7 +382,6 @@ class DynamicRendezvous(Rendezvous):
                 # which is sent, or when it sees the end of the connection.
                 await self._locator.aclose()
                 await asyncio.wait(pending)
-        self._attending = None
 
     async def _leave_session(self, session: StoreSession) -> None:
         """Write the last status, and stay while other nodes need this one."""
