@@ -10,7 +10,6 @@ the newest placement, else the one that arrived first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from elastic_aio.node_events import NodeJoined
 from elastic_aio.rendezvous.base import StopRound
@@ -41,7 +40,7 @@ def admit(state: CoordinatorState) -> None:
                 address=record.status.address,
                 nproc=node.nproc,
                 role=node.role,
-                differs=tuple(_differences(state, record)),
+                differs=_differences(state, record),
             )
         )
         if why := _mismatch(state, record):
@@ -62,8 +61,8 @@ def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
     return ""
 
 
-def _differences(state: CoordinatorState, record: MemberRecord) -> Iterator[str]:
-    """Yield the settings of a node that other nodes have otherwise; each text once."""
+def _differences(state: CoordinatorState, record: MemberRecord) -> tuple[str, ...]:
+    """Return the settings of a node that other nodes have otherwise; each text once."""
     node, policy = record.status.node, state.settings.policy
     texts = []
     for name in sorted(policy.keys() | record.status.policy.keys()):
@@ -71,16 +70,14 @@ def _differences(state: CoordinatorState, record: MemberRecord) -> Iterator[str]
         expected = policy.get(name, "the default")
         if value != expected:
             texts.append(f"{name} is {value}, but {expected} on the node of the coordinator")
-    for other in state.members.values():
-        if other.status.node.role == node.role:  # the first of them
-            if other.status.node.nproc != node.nproc:
-                expected = f"{other.status.node.nproc} on {other.name}"
-                texts.append(f"nproc_per_node is {node.nproc}, but {expected} (role {node.role})")
-            break
-    for text in texts:
-        if text not in state.differences and len(state.differences) < _DIFFERENCES_MAX:
-            state.differences.add(text)
-            yield text
+    first = next(one for one in state.members.values() if one.status.node.role == node.role)
+    if first.status.node.nproc != node.nproc:
+        expected = f"{first.status.node.nproc} on {first.name}"
+        texts.append(f"nproc_per_node is {node.nproc}, but {expected} (role {node.role})")
+    new = [text for text in texts if text not in state.differences]
+    new = new[: _DIFFERENCES_MAX - len(state.differences)]
+    state.differences.update(new)
+    return tuple(new)
 
 
 def _reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:

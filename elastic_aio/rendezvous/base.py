@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from elastic_aio.events import Event, Restarting
 from elastic_aio.node_events import MembershipChanged, RoundFormed
-from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.outcome import EndCause, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.spec.restart import RestartAction
 
@@ -26,6 +26,11 @@ CUT_OFF_GRACE = 0.1
 """Seconds between the first signal and SIGKILL on a node that is cut off; for the bounds, see
 `elastic_aio.rendezvous.formation`.
 """
+
+
+def rendezvous_failure(why: str, cause: EndCause | None = None) -> JobOutcome:
+    """Return the outcome of a job, or of one node, that does not find the nodes it needs."""
+    return JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True, cause=cause)
 
 
 class NodeInfo(Struct, frozen=True):
@@ -69,11 +74,6 @@ class Placement(Struct, frozen=True):
     def round_id(self) -> tuple[int, str]:
         """What distinguishes its round from every other one."""
         return self.round, self.formed_by
-
-    @property
-    def store(self) -> str:
-        """The id of the store at which it was formed."""
-        return self.formed_by.rpartition("@")[2]
 
 
 class RestartCause(Struct, frozen=True):

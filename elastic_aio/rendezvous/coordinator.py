@@ -111,7 +111,6 @@ def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
     state.now = now
     for record, why in state.outbox.check(now):
         state.on_gone(record.member, now, is_lost=True, why=why)
-        state.outbox.dismiss(record, why)
     find_rank_holders(state)
     before: tuple[CoordinatorPhase, int] | None = None
     while before != (state.phase, state.round.number):

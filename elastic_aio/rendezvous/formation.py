@@ -57,15 +57,15 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from elastic_aio.node_events import RoundForming
-from elastic_aio.outcome import EndCause, JobOutcome, JobState
+from elastic_aio.outcome import EndCause
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
-    RENDEZVOUS_FAILED,
     Placement,
     RestartCause,
     StartRound,
     StopRound,
     cause_event,
+    rendezvous_failure,
     round_formed_event,
 )
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
@@ -406,12 +406,4 @@ def _give_up(state: CoordinatorState) -> None:
     if forming.refused:
         text += f"; refused: {'; '.join(forming.refused)}"
     text += f"; waited {state.settings.join_timeout:g} s (join_timeout)"
-    state.end_job(
-        JobOutcome(
-            JobState.FAILED,
-            text,
-            RENDEZVOUS_FAILED,
-            is_rendezvous=True,
-            cause=EndCause.TOO_FEW_NODES,
-        )
-    )
+    state.end_job(rendezvous_failure(text, EndCause.TOO_FEW_NODES))

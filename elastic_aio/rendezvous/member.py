@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
-from elastic_aio.outcome import EndCause, JobOutcome, JobState
+from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
-    RENDEZVOUS_FAILED,
     EndJob,
     Instruction,
     Report,
@@ -26,6 +25,7 @@ from elastic_aio.rendezvous.base import (
     RoundSucceeded,
     StartRound,
     StopRound,
+    rendezvous_failure,
 )
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
@@ -170,10 +170,7 @@ class Member:
         if self.has_ended:
             return []
         self.has_ended = True
-        outcome = JobOutcome(
-            JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True, cause=cause
-        )
-        return [EndJob(outcome)]
+        return [EndJob(rendezvous_failure(why, cause))]
 
     def isolate(self, why: str) -> list[MemberEffect]:
         """Stop the workers: after this long without the store, this node is replaced."""

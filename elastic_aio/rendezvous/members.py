@@ -263,11 +263,6 @@ class Outbox:
         else:
             self._open[record.member] = record
 
-    def dismiss(self, record: MemberRecord, why: str) -> None:
-        """Revoke the order of a member that counts as lost to start a round."""
-        if isinstance(record.sent, StartRound):
-            self._number(record, StopRound(record.sent.placement.round, why))
-
     def discard(self, member: str) -> None:
         """Watch no order any more for a member that has gone."""
         self._open.pop(member, None)
@@ -295,8 +290,10 @@ class Outbox:
             record.checks += 1
             record.check_at = now + self.interval
             if record.checks >= self._checks_allowed(record):
-                waited = now - record.sent_at
-                lost.append((record, f"it has not {_wanted(record)} within {waited:.0f} s"))
+                why = f"it has not {_wanted(record)} within {now - record.sent_at:.0f} s"
+                lost.append((record, why))
+                if isinstance(record.sent, StartRound):  # it must not follow the order later
+                    self._number(record, StopRound(record.sent.placement.round, why))
             elif record.checks in _RESENT_AT and not record.has_acked and record.sent is not None:
                 self._number(record, record.sent)
         return lost

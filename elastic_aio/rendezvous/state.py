@@ -261,7 +261,7 @@ class CoordinatorState:
 
     def is_elsewhere(self, placement: Placement) -> bool:
         """Whether a round was formed at another store than that of this coordinator."""
-        return placement.store != self.name.rpartition("@")[2]
+        return placement.formed_by.rpartition("@")[2] != self.name.rpartition("@")[2]
 
     def has_placement(self, record: MemberRecord) -> bool:
         """Whether a member has taken its placement in the round."""
