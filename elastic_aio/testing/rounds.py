@@ -17,9 +17,6 @@ from elastic_aio.testing.trace import Trace
 _NOTICE_S: Final = 2.5
 """Seconds in which a node, and a coordinator, learns what is in the store."""
 
-RoundName = tuple[int, str]
-"""Number and coordinator: the sides of a partition use numbers of their own."""
-
 
 @dataclass(slots=True, eq=False)
 class SimRound:
@@ -53,7 +50,7 @@ class RoundChecker:
         nodes: Mapping[str, SimNode],
     ) -> None:
         """Begin without rounds; `nodes` has the newest process of each host."""
-        self.rounds: dict[RoundName, SimRound] = {}
+        self.rounds: dict[tuple[int, str], SimRound] = {}
         self.was_partitioned = False
         self._stores = stores
         self._nodes = nodes
@@ -67,7 +64,7 @@ class RoundChecker:
 
     def on_written(self, store: SimStore, member: str, placement: Placement, now: float) -> None:
         """Check an order in a store: ranks are given once and kept, and numbers only grow."""
-        name, size = round_name(placement), placement.span.group_world_size
+        name, size = placement.round_id, placement.span.group_world_size
         nnodes = self._spec.nnodes
         if not nnodes.minimum <= size <= nnodes.maximum:
             self._fail(f"a round of {size} nodes, of {nnodes}")
@@ -121,7 +118,7 @@ class RoundChecker:
             running = other.running
             if running is None or other is node:
                 continue
-            if round_name(running) != round_name(placement):
+            if running.round_id != placement.round_id:
                 self._check_overlap(placement, other, running)
             elif running.span.group_rank == placement.span.group_rank:
                 self._fail(f"{node.name} and {other.name} have the same rank in {brief(placement)}")
@@ -133,7 +130,7 @@ class RoundChecker:
         `elastic_aio.rendezvous.formation`), but for the cases of `_may_run_on`.
         """
         if running.round < placement.round and not self._spec.rendezvous.overlap:
-            round = self.rounds[round_name(placement)]
+            round = self.rounds[placement.round_id]
             joined_at = round.store.joined_at.get(other.number, round.formed_at)
             is_known = joined_at < round.formed_at - _NOTICE_S and not any(
                 one.joined_at.get(other.number, 0.0) > joined_at
@@ -163,7 +160,7 @@ class RoundChecker:
             return True
         if host.disturbed_at > since or host.is_suspended or host.delay:
             return True
-        former = self.rounds[round_name(running)]
+        former = self.rounds[running.round_id]
         is_successor = former.store is round.store or not former.members.keys().isdisjoint(
             round.members
         )
@@ -177,7 +174,7 @@ class RoundChecker:
     def on_succeeded(self, node: SimNode) -> None:
         """Take that all workers of a node have succeeded."""
         assert node.placement is not None
-        self.rounds[round_name(node.placement)].succeeded.add(node.placement.span.group_rank)
+        self.rounds[node.placement.round_id].succeeded.add(node.placement.span.group_rank)
 
 
 def brief(placement: Placement) -> str:
@@ -186,11 +183,6 @@ def brief(placement: Placement) -> str:
         f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
         f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
     )
-
-
-def round_name(placement: Placement) -> RoundName:
-    """Return the name of a round."""
-    return placement.round, placement.formed_by
 
 
 def _common(placement: Placement) -> tuple[object, ...]:

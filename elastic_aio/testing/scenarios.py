@@ -13,7 +13,6 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.testing.agent import WorkerBehavior
 from elastic_aio.testing.node import SimNode
-from elastic_aio.testing.rounds import round_name
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import RATE_MIN
@@ -280,7 +279,7 @@ class Scenario:
         if any(not node.is_standing_by for node in live if node not in placed):
             return False
         placements = [node.placement for node in placed if node.placement is not None]
-        names = {round_name(placement) for placement in placements}
+        names = {placement.round_id for placement in placements}
         if len(names) != 1 or not self._is_one_store(live):
             return False
         size = placements[0].span.group_world_size

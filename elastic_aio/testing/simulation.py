@@ -22,7 +22,6 @@ from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.process import SimProcess
-from elastic_aio.testing.rounds import round_name
 from elastic_aio.testing.store import PORT, serve_store
 from elastic_aio.testing.trace import Trace
 from elastic_aio.testing.virtual_time import SimHost, VirtualTime
@@ -142,7 +141,7 @@ class Simulation:
         """Return whether `size` of `nodes` run one round of that size, and no other runs."""
         nodes = self.live_nodes if nodes is None else nodes
         running = [one.running for one in nodes if one.running is not None]
-        is_one_round = len({round_name(one) for one in running}) == 1
+        is_one_round = len({one.round_id for one in running}) == 1
         return is_one_round and len(running) == size == running[0].span.group_world_size
 
     # -------------------------------------------------------------------- nodes
