@@ -13,12 +13,11 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from elastic_aio.aio import running_loop
-from elastic_aio.discovery.keys import RunEnd, read_end, read_run, run_prefix, run_store
+from elastic_aio.discovery.keys import RunEnd, RunRecord, read_end, read_run, run_prefix, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost
 from elastic_aio.events import Event, EventsMissed, JobFinished
 from elastic_aio.rendezvous.event_stream import (
     EVENTS,
-    IDENTITY,
     KEPT,
     count_events,
     decode_event,
@@ -103,9 +102,9 @@ class JobEvents:
         self._spec = spec
         self._run_id = run_id
         self._timeout = timeout
-        self._job = ""
-        self._identity: bytes | None = None
-        self._has_end = False
+        self.has_begun = False
+        """Whether the store has had events of this run, or its end."""
+        self._record: RunRecord | None = None  # that of the stream
         self._order = _ReorderBuffer(run_id, after + 1)
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
         self._is_open = False
@@ -115,11 +114,6 @@ class JobEvents:
 
     def __repr__(self) -> str:
         return f"<events of {self._run_id!r} before {self._order.next}, {self._watch}>"
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the store had events of this run, or its end, when it was last read."""
-        return self._identity is not None or self._has_end
 
     async def __aenter__(self) -> Self:
         """Connect to the store.
@@ -195,20 +189,18 @@ class JobEvents:
         # The end first: events that are deleted between the two are those before it.
         end = await read_end(store)
         watch = await enter(store.watch(EVENTS, is_prefix=True))
-        if self._job not in ("", record.job):
+        former, self._record = self._record, record
+        if former is not None and former.job != record.job:
             self._order.end()  # another job has followed the one that was read
             return
-        self._job = record.job
         count = await count_events(store)
-        present = watch.present
-        identity = present.pop(IDENTITY, None)
-        is_other_stream = self._identity is not None and identity != self._identity
+        # Each store has a record of its own, and a stream.
+        is_other_stream = self.has_begun and former != record
         if is_other_stream or self._order.next > count:
             self._order.restart()
-        self._identity = identity
-        self._order.take(present)
+        self.has_begun = bool(count) or end is not None
+        self._order.take(watch.present)
         self._order.skip_dropped(count)
-        self._has_end = end is not None
         if end is not None and not count:
             self._order.end(end, record.began_at)
         self._watch, self._store = watch, store
@@ -224,11 +216,8 @@ class JobEvents:
             return
         if self._store is None:
             self._watch = None  # the run begins: read its generation
-        elif change.value is None:
-            pass  # an old event was deleted
-        elif change.key == IDENTITY:
-            self._identity = change.value
-        else:
+        elif change.value is not None:  # otherwise an old event was deleted
+            self.has_begun = True
             self._order.take({change.key: change.value})
 
     def _gap_deadline(self) -> float | None:

@@ -3,7 +3,6 @@
 Under the prefix of the run's generation::
 
     events#             how many numbers have been allocated
-    events/@            identity of the stream: random, set by the first writer
     events/<number>     one event as JSON, its number in 12 digits
 
 A writer allocates numbers first and then sets all their keys at once, so a gap closes
@@ -20,7 +19,6 @@ from typing import Any, Final
 
 import msgspec
 
-from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import Event
@@ -32,7 +30,6 @@ KEPT: Final = 1_000
 
 COUNT: Final = "events#"
 EVENTS: Final = "events/"
-IDENTITY: Final = "events/@"
 
 _SIZE_MAX: Final = 16_384
 """Most bytes of an event; the texts and lists of a longer one are truncated."""
@@ -63,11 +60,7 @@ class EventStreamWriter:
             await self._write(events[first : first + _BATCH])
 
     async def _write(self, events: Sequence[Event]) -> None:
-        # Each time: another server may have replaced the one before.
-        _, end = await asyncio.gather(
-            self._store.compare_set(IDENTITY, b"", random_bytes(16).hex()),
-            self._store.add(COUNT, len(events)),
-        )
+        end = await self._store.add(COUNT, len(events))
         numbers = range(end - len(events), end)
         items = {
             _key(number): _encode(event, number)
@@ -90,7 +83,7 @@ async def delete_events(store: Store) -> None:
         StoreError: the store is lost.
     """
     count = await count_events(store)
-    keys = [COUNT, IDENTITY, *map(_key, range(max(0, count - KEPT), count))]
+    keys = [COUNT, *map(_key, range(max(0, count - KEPT), count))]
     await asyncio.gather(*map(store.delete, keys))
 
 
