@@ -143,7 +143,6 @@ class SimRuntime(LocalRuntime):
     """What a job has on a simulated host: no directory, no processes, no logs."""
 
     def __init__(self, node: SimNode, spec: LaunchSpec, publish: Callable[[Event], None]) -> None:
-        """Prepare."""
         nproc = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else 1
         super().__init__(
             spec,
@@ -172,7 +171,6 @@ class SimMasterPorts(MasterPorts):
     """The ports of the rounds' stores, on the simulated network."""
 
     def __init__(self, spec: LaunchSpec, process: SimProcess) -> None:
-        """Begin without any port."""
         super().__init__(spec)
         self._process = process
 
@@ -185,7 +183,6 @@ class SimGroup(WorkerGroup):
     """The workers of one attempt, which behave as the simulation says."""
 
     def __init__(self, driver: SimDriver, attempt: int, placement: Placement) -> None:
-        """Begin an attempt; nothing runs yet."""
         self.attempt = attempt
         self.placement = placement
         self.records = {}

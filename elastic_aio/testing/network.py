@@ -70,7 +70,6 @@ class Network:
         return are_up and (sender.name, receiver.name) not in self._blocked
 
     def is_open_both_ways(self, one: SimHost, other: SimHost) -> bool:
-        """Return whether packets pass in both directions now."""
         return self.is_open(one, other) and self.is_open(other, one)
 
     @property
@@ -157,7 +156,7 @@ class Network:
             error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         else:
             far = SimTransport(self, listener.loop, listener.name)
-            near.peer, far.peer = far, near
+            near.peer, far.peer, far.listener = far, near, listener
             far.user_timeout = listener.peer_timeout
             listener.waiting.append(far)  # by the kernel, also of a suspended host
             listener.loop.receive(listener.on_connection)
@@ -191,7 +190,6 @@ class Listener:
         loop.files[self] = None
 
     def getsockname(self) -> tuple[str, int]:
-        """Return the address."""
         return self.name
 
     def listen(self, backlog: int) -> None:
@@ -211,7 +209,6 @@ class Listener:
         if not self.waiting:
             raise BlockingIOError
         connection = self.waiting.pop(0)
-        connection.listener = self
         assert connection.peer is not None
         return connection, connection.peer.name
 
@@ -233,14 +230,13 @@ class SimTransport(asyncio.Transport):
     """One end of a connection: the transport of a protocol, and the kernel below it."""
 
     def __init__(self, network: Network, loop: SimLoop, name: tuple[str, int]) -> None:
-        """Open; the protocol follows with `attach`."""
         super().__init__()
         self.loop = loop
         self.name = name
         self.peer: SimTransport | None = None
         """The other end, once it is connected."""
         self.listener: Listener | None = None
-        """Where it was accepted."""
+        """Where it has arrived, at the server's end."""
         self.user_timeout = 0.0
         """Seconds without an acknowledgement until the connection ends; 0: without limit."""
         self._network = network
@@ -366,7 +362,6 @@ class SimTransport(asyncio.Transport):
     # ----------------------------------------------------------- the transport
 
     def attach(self, protocol: asyncio.BaseProtocol) -> None:
-        """Hand the connection to a protocol."""
         self._protocol = protocol
         protocol.connection_made(self)
         self._take_received()
@@ -402,7 +397,6 @@ class SimTransport(asyncio.Transport):
             self._hang_up(_reset_error())
 
     def getsockname(self) -> tuple[str, int]:
-        """Return the address of this end."""
         return self.name
 
     def setblocking(self, flag: bool) -> None:

@@ -16,7 +16,7 @@ class SimNode:
     """One node of the job: one process of an agent."""
 
     def __init__(self, process: SimProcess, number: int, trace: Trace) -> None:
-        """Begin; `number` is that of the process, and its pid."""
+        """Begin; `number` is the pid of the process, and no other has it."""
         self.name = f"{process.host.name}.{number}"
         self.host = process.host
         self.process = process
@@ -74,12 +74,8 @@ class SimNode:
         self.running = None
         self.process.kill()
 
-    def leave(self) -> None:
-        """Stop the job on this node, as a user does."""
-        self.add_fault("is stopped")
-        self.process.inject(self._request_stop)
-
-    def _request_stop(self) -> None:
+    def request_stop(self) -> None:
+        """Stop the job on this node, as a user does; called in the process."""
         assert self.driver is not None, "it was started before"
         self.driver.request_stop("it was stopped")
 

@@ -54,7 +54,6 @@ class SimProcess(SimLoop, StoreNetwork):
             fd.on_ready()
 
     def remove_reader(self, fd: Any) -> bool:
-        """Undo `add_reader`."""
         fd.on_ready = None
         return True
 

@@ -172,13 +172,11 @@ class RoundChecker:
         )
 
     def on_succeeded(self, node: SimNode) -> None:
-        """Take that all workers of a node have succeeded."""
         assert node.placement is not None
         self.rounds[node.placement.round_id].succeeded.add(node.placement.span.group_rank)
 
 
 def brief(placement: Placement) -> str:
-    """Return a round in some words."""
     return (
         f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
         f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
@@ -186,7 +184,6 @@ def brief(placement: Placement) -> str:
 
 
 def _common(placement: Placement) -> tuple[object, ...]:
-    """Return the values that all members of a round share."""
     span, master = placement.span, (placement.master_addr, placement.master_port)
     counts = placement.attempt, placement.restarts, placement.changes
     return (*counts, span.group_world_size, span.world_size, *master)

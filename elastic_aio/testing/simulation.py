@@ -238,7 +238,8 @@ class Simulation:
 
     def leave(self, node: SimNode) -> None:
         """Stop a node, as a user does."""
-        node.leave()
+        node.add_fault("is stopped")
+        node.process.inject(node.request_stop)
 
     def fail_worker(self, node: SimNode, exit_code: int = 1) -> None:
         """Let one worker of a node fail."""

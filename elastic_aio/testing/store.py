@@ -91,7 +91,6 @@ class SimStore(Client):
         return self.left_at.get(number, -math.inf) > left_after
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        """Take a change of a key."""
         # Without its generation; a simulated job has one at each store.
         key = change.key[len(_PREFIX) :].decode().partition("/")[2]
         kind, _, member = key.partition("/")

@@ -20,7 +20,6 @@ class Trace:
     """
 
     def __init__(self, time: VirtualTime, seed: int) -> None:
-        """Begin without lines."""
         self.lines: list[str] = []
         self.faults = 0
         self.fault_at = 0.0

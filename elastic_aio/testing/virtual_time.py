@@ -15,7 +15,6 @@ class VirtualTime:
     """One schedule for all hosts; executing a call takes no time."""
 
     def __init__(self) -> None:
-        """Begin at 0 seconds, without calls."""
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -46,7 +45,6 @@ class SimHost:
     """
 
     def __init__(self, time: VirtualTime, name: str, address: str, boot_time: float) -> None:
-        """Begin running, with exact clocks."""
         self.name = name
         self.address = address
         self.rate = 1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,15 @@ def job(nnodes: Any, **settings: Any) -> LaunchSpec:
     ours = {name: settings.pop(name) for name in ("max_restarts", "restart") if name in settings}
     rendezvous = {"last_call_timeout": 0.5, "join_timeout": 20.0, **settings}
     return LaunchSpec("x", nnodes=nnodes, rendezvous=RendezvousSpec(**rendezvous), **ours)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_collections() -> Iterator[None]:
+    """The cyclic garbage of a simulation is small, and to look for it takes a tenth of the time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000, 20, 20)
+    yield
+    gc.set_threshold(*thresholds)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

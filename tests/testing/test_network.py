@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
@@ -79,6 +80,18 @@ def test_a_partition_holds_data_back() -> None:
     pair.network.heal()
     pair.run(10)
     assert pair.server.received == b"late"
+
+
+def test_a_connection_that_lingers_not_drops_what_it_has_not_sent() -> None:
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.write(b"late")
+    transport = pair.client.transport
+    pair.near.run(transport.abort)
+    transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"")
+    pair.network.heal()
+    pair.run(10)
+    assert pair.server.received == b""
 
 
 def test_a_connection_without_acknowledgement_times_out() -> None:
