@@ -42,8 +42,10 @@ class EndpointState(Enum):
     UNKNOWN = 0
     NO_STORE = 1
     """No usable store, for whatever reason."""
-    STORE = 2
-    ACTIVE_RUN = 3
+    REFUSED = 2
+    """A program there refuses this node, which trying again soon does not change."""
+    STORE = 3
+    ACTIVE_RUN = 4
     """A store at which this run has a coordinator."""
 
 

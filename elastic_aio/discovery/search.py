@@ -68,8 +68,6 @@ class EndpointMonitor:
         self.state = EndpointState.UNKNOWN
         self.reason = "does not answer"
         """Why there is no store."""
-        self.is_refused = False
-        """Whether that is a refusal, which trying again soon does not change."""
         self.turn = math.inf
         """Seconds of a search after which this node may serve it."""
         self.bind_error = ""
@@ -126,7 +124,8 @@ class EndpointMonitor:
                 await self._dial()
             # There is no notification of a server that begins to listen.
             with contextlib.suppress(TimeoutError):
-                retry = _RETRY_REFUSED if self.is_refused else _RETRY
+                is_refused = self.state is EndpointState.REFUSED
+                retry = _RETRY_REFUSED if is_refused else _RETRY
                 async with asyncio.timeout(retry.delay(attempt, random.random)):
                     await self._retry.wait()
 
@@ -136,7 +135,8 @@ class EndpointMonitor:
         try:
             self._handshake = await self._dialer.dial(self.endpoint.host, self.addresses)
         except StoreNotFound as error:
-            self._set_no_store(str(error), is_refused=error.is_refusal)
+            no_store = EndpointState.REFUSED if error.is_refusal else EndpointState.NO_STORE
+            self._set_no_store(str(error), no_store)
             return
         finally:
             silent.cancel()
@@ -147,9 +147,8 @@ class EndpointMonitor:
         self._handshake = None
         self._set_no_store(why)
 
-    def _set_no_store(self, why: str, *, is_refused: bool = False) -> None:
-        self.state, self.reason = EndpointState.NO_STORE, why
-        self.is_refused = is_refused
+    def _set_no_store(self, why: str, state: EndpointState = EndpointState.NO_STORE) -> None:
+        self.state, self.reason = state, why
         self._on_change()
 
     async def _resolve(self) -> None:
@@ -238,10 +237,11 @@ class EndpointSearch:
         """Let some time pass before this node tries again to serve an endpoint."""
         monitor.bind_error = why
         # The kernel does not notify us when a port becomes free.
-        retry = _RETRY_BIND_REFUSED if monitor.is_refused else _RETRY_BIND
+        is_refused = monitor.state is EndpointState.REFUSED
+        retry = _RETRY_BIND_REFUSED if is_refused else _RETRY_BIND
         monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
-        if not monitor.is_refused:
+        if not is_refused:
             monitor.retry_now()
 
     def is_notice_due(self) -> bool:
@@ -266,7 +266,7 @@ class EndpointSearch:
 
     @property
     def _is_refused(self) -> bool:
-        return any(monitor.is_refused for monitor in self.monitors)
+        return any(one.state is EndpointState.REFUSED for one in self.monitors)
 
     async def explain(self) -> str:
         """Return in one line why no endpoint can be used."""
