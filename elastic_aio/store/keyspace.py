@@ -223,22 +223,27 @@ class Keyspace:
 
     # Leases and watches.
 
-    def leased_set(self, _: Client, __: Any, key: bytes, pair: Sequence[bytes]) -> None:
-        lease = self._lease(pair[1])
+    def leased_set(self, client: Client, _: Any, key: bytes, pair: Sequence[bytes]) -> None:
+        lease = self._lease(client, pair[1])
         self.set(key, pair[0])
         self.leases.bind(lease, key)
 
-    def leased_compare_set(self, _: Client, __: Any, key: bytes, parts: Sequence[bytes]) -> bytes:
-        lease = self._lease(parts[2])
+    def leased_compare_set(
+        self, client: Client, _: Any, key: bytes, parts: Sequence[bytes]
+    ) -> bytes:
+        lease = self._lease(client, parts[2])
         current, is_stored = self._compare_set(key, parts[0], parts[1])
         if is_stored:
             self.leases.bind(lease, key)
         return current
 
-    def _lease(self, lease_id: bytes) -> LeaseRecord:
+    def _lease(self, client: Client, lease_id: bytes) -> LeaseRecord:
         lease = self.leases.find(lease_id)
         if lease is None:
             raise OperationRefused("the lease has ended")
+        if lease.holder is not client:
+            # Its holder has given this connection up, and a late value would replace a newer one.
+            raise OperationRefused("the lease has moved to another connection")
         return lease
 
     def grant_lease(

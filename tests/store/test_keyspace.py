@@ -481,6 +481,19 @@ def test_a_lease_that_lingers_can_be_resumed() -> None:
     assert len(keyspace.leases._heap) <= 1
 
 
+def test_a_former_connection_of_a_lease_writes_nothing() -> None:
+    """What it has sent arrives late, and the holder has written a newer value since."""
+    keyspace, former, holder = Keyspace(), RecordingClient(), RecordingClient()
+    keyspace.grant_lease(former, 1, b"lease", (10_000, 3000), 0.0)
+    assert keyspace.leases.resume(holder, 2, b"lease", 1.0)
+    keyspace.leased_set(holder, None, b"k", [b"new", b"lease"])
+    with pytest.raises(OperationRefused, match="the lease has moved to another connection"):
+        keyspace.leased_set(former, None, b"k", [b"old", b"lease"])
+    with pytest.raises(OperationRefused, match="the lease has moved to another connection"):
+        keyspace.leased_compare_set(former, None, b"k", [b"new", b"old", b"lease"])
+    assert keyspace.peek(b"k") == b"new"
+
+
 def test_a_lease_ends_with_its_connection() -> None:
     """Without a linger, except for keys that were written without the lease since."""
     keyspace, holder = Keyspace(), RecordingClient()
