@@ -37,7 +37,9 @@ async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseE
         if task is None or task.cancelling():
             raise
         return error
-    except Exception as error:  # noqa: BLE001  # the user's code: handed to the user
+    except (SystemExit, KeyboardInterrupt):
+        raise  # which ends the loop
+    except BaseException as error:  # noqa: BLE001  # the user's code: handed to the user
         return error
     return action
 

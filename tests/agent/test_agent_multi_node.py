@@ -553,7 +553,11 @@ async def test_a_callback_that_blocks_does_not_block_the_node(tmp_path: Path) ->
         assert await deciding is RestartAction.GIVE_UP
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), asyncio.CancelledError()], ids=["own", "cancel"])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), asyncio.CancelledError(), BaseException("x")],
+    ids=["own", "cancel", "base"],
+)
 async def test_a_callback_that_fails_is_raised_on_its_node(
     tmp_path: Path, error: BaseException
 ) -> None:
