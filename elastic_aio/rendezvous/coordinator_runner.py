@@ -1,4 +1,4 @@
-"""Drives a `Coordinator`: statuses in from the store, orders and events out to it."""
+"""Drives the coordinator: statuses in from the store, orders and events out to it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The backends that are built in: a rendezvous at a store.
+"""One node's part in a rendezvous at a store: the backends that are built in.
 
-With "c10d" (or "tcp") and "static" one node hosts the store; with "etcd" it is on an engine.
+With "c10d" (or "tcp") and "static" one node hosts the store; with "etcd" and "redis" an engine
+has it.
 
 One task finds a store, takes part there until it is lost, and finds another.  Each stay
 at a store is a `StoreSession`.  The decisions are those of the pure `Member` and, on the
-node of the leader, of the pure `Coordinator`.
+node that is elected, of the pure `elastic_aio.rendezvous.coordinator`.
 
 With "static" every node is given its rank and the address of rank 0, which hosts the
 store there.  The workers use the same store and port, because firewalls are opened for
@@ -255,9 +256,11 @@ class DynamicRendezvous(Rendezvous):
             run_id=run_id,
             root=located.store if self._shares_store else None,
         )
-        driver = self._perform, self._changed
-        election = Election(located, run_id, member, runner, self._detector, *driver)
-        self._session = StoreSession(located, settings, run_id, member, runner, election, *driver)
+        perform, changed = self._perform, self._changed
+        election = Election(located, run_id, member, runner, self._detector, perform, changed)
+        self._session = StoreSession(
+            located, settings, run_id, member, runner, election, perform, changed
+        )
         self._changed.notify_all()
         return self._session
 

@@ -96,7 +96,7 @@ def recover_round(state: CoordinatorState) -> None:
             state.former = replace(former, is_open=False)
             state.fence(state.created_at + state.settings.fence)
             state.add_change_reason(f"no node of round {former.round} came back")
-            is_delayed_by_loss(state)
+            charge_node_loss(state)
         return
     newest = max(one.round_id for one in held.values())
     held = {member: one for member, one in held.items() if one.round_id == newest}
@@ -164,9 +164,10 @@ def form_when_possible(state: CoordinatorState) -> None:
 
 
 def _candidates(state: CoordinatorState) -> list[MemberRecord]:
-    """Return the members of the next round: all, if too few reach the other nodes.
+    """Return the members that the next round is chosen from.
 
-    After the first round that excludes members that are refused or still probe.
+    For the first round, and if too few reach the other nodes, these are all eligible ones; else
+    those that are neither refused nor still probing.
     """
     eligible = state.eligible()
     reachable = [one for one in eligible if not (one.refused_because or one.is_probing)]
@@ -235,7 +236,7 @@ def _arrivals_until(state: CoordinatorState) -> float:
     return until
 
 
-def is_delayed_by_loss(state: CoordinatorState) -> bool:
+def charge_node_loss(state: CoordinatorState) -> bool:
     """Charge the loss of a node once; return whether a back-off or the end follows."""
     state.round.has_lost_member = False
     decision = state.budget.lose_node(state.now)

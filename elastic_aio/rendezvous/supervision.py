@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
-from elastic_aio.rendezvous.formation import form_round, is_delayed_by_loss, stop_active
+from elastic_aio.rendezvous.formation import charge_node_loss, form_round, stop_active
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RequestDecision, clock_offsets
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
@@ -80,7 +80,7 @@ def _restore(state: CoordinatorState) -> None:
 
 def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
-    if state.round.has_lost_member and is_delayed_by_loss(state):
+    if state.round.has_lost_member and charge_node_loss(state):
         return
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
@@ -197,7 +197,7 @@ def decide_restart(state: CoordinatorState) -> None:
         # failures that they cause arrive first.
         if not current.change_reasons:
             state.add_change_reason("a node has failed and is gone")
-        if current.has_lost_member and is_delayed_by_loss(state):
+        if current.has_lost_member and charge_node_loss(state):
             return
         current.cause = state.next_cause()
         state.wait_for_nodes()

@@ -56,8 +56,8 @@ class RoundChecker:
         self._nodes = nodes
         self._spec = spec
         self._fail = trace.fail
-        self._newest: dict[bytes, int] = {}
-        """The last number of a round at each store, by its instance."""
+        self._newest: dict[tuple[bytes, str], int] = {}
+        """The last number of a round in each generation, by the instance of its store."""
         self._ranks: dict[str, dict[str, int]] = {}
         self._attempts: dict[tuple[str, int], int] = {}
         self._last: dict[str, Placement] = {}
@@ -69,10 +69,11 @@ class RoundChecker:
         if not nnodes.minimum <= size <= nnodes.maximum:
             self._fail(f"a round of {size} nodes, of {nnodes}")
         if name not in self.rounds:
-            newest = self._newest.get(store.instance, -1)
+            generation = store.instance, store.generation
+            newest = self._newest.get(generation, -1)
             if placement.round <= newest:
                 self._fail(f"{brief(placement)} follows round {newest} at its store")
-            self._newest[store.instance] = placement.round
+            self._newest[generation] = placement.round
         round = self.rounds.setdefault(name, SimRound(store, now, placement))
         if _common(round.placement) != _common(placement):
             self._fail(f"two rounds of one name: {brief(round.placement)} and {brief(placement)}")

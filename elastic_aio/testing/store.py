@@ -40,6 +40,7 @@ class SimStore(Client):
         leader: the coordinator's record, if there is one.
         statuses: by member.
         orders: the last one for each member.
+        generation: that of the last order; a job that moves here after an end begins another.
         joined_at: since when nodes are present as members, in virtual time, by their numbers.
         left_at: when the others were last lost, or have left.
     """
@@ -56,6 +57,7 @@ class SimStore(Client):
         self.leader: LeaderRecord | None = None
         self.statuses: dict[str, MemberStatus] = {}
         self.orders: dict[str, Order] = {}
+        self.generation = ""
         self.joined_at: dict[int, float] = {}
         self.left_at: dict[int, float] = {}
         self._time = time
@@ -91,8 +93,7 @@ class SimStore(Client):
         return self.left_at.get(number, -math.inf) > left_after
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        # Without its generation; a simulated job has one at each store.
-        key = change.key[len(_PREFIX) :].decode().partition("/")[2]
+        generation, _, key = change.key[len(_PREFIX) :].decode().partition("/")
         kind, _, member = key.partition("/")
         is_set = change.kind == CHANGE_SET
         now = self._time.now
@@ -109,6 +110,7 @@ class SimStore(Client):
             self.left_at[number] = now
         elif kind == "o" and is_set:
             order = self.orders[member] = decode_order(change.value)
+            self.generation = generation
             self._on_change(self, member, order)
         elif kind == "o":
             self.orders.pop(member, None)
