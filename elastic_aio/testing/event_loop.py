@@ -78,9 +78,13 @@ class SimLoop(asyncio.AbstractEventLoop):
     def inject(self, call: Callable[..., object], *args: Any) -> None:
         """Let something arrive, from outside of the simulation.
 
-        Not now: only the steps of the simulation have its seed in the module `random`.
+        Not now: only the steps of the simulation have its seed in the module `random`.  A host
+        that is suspended keeps the order of what arrives.
         """
-        self._time.at(self._time.now, self.receive, call, *args)
+        if self.host.is_suspended:
+            self.receive(call, *args)
+        else:
+            self._time.at(self._time.now, self.receive, call, *args)
 
     def catch_up(self, *, timers_first: bool) -> None:
         """Call what arrived while the host was suspended."""

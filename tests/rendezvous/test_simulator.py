@@ -279,6 +279,18 @@ def test_a_suspended_host_comes_back(seconds: float) -> None:
     assert (b.running.round == 0) == (seconds < 2)
 
 
+def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
+    """It is started and then stopped, once the host runs again."""
+    with Simulation(job(1), endpoints=("store0",)) as sim:
+        sim.suspend("a", 60)
+        a = sim.add_node("a")
+        sim.leave(a)
+        sim.resume("a")
+        sim.run_until(lambda: sim.is_over, 10)
+    assert a.outcome is not None
+    assert a.outcome.state is JobState.STOPPED
+
+
 def test_a_broken_connection_is_not_a_loss() -> None:
     lost: list[Event] = []
     sim, _a, b, _c = three()
