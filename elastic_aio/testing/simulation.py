@@ -12,6 +12,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
+from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import checked_part
@@ -179,10 +180,21 @@ class Simulation:
         number = len(self.processes) + 1
         node = SimNode(self._new_process(host), number, self._trace)
         node.add_fault("is started")
-        node.process.inject(SimDriver, node, spec, self.checker, lambda *of: self.behavior(*of))
+        node.process.inject(SimDriver, node, spec, self.checker, self._checked_behavior)
         self.nodes[name] = node
         self.processes.append(node)
         return node
+
+    def _checked_behavior(self, node: SimNode, placement: Placement) -> WorkerBehavior:
+        """Call `behavior`; its caller is a task of a node, so `run` raises what it raises."""
+        try:
+            behavior: object = self.behavior(node, placement)
+            if not isinstance(behavior, WorkerBehavior):
+                raise SpecError("behavior", behavior, "must return a WorkerBehavior")
+        except BaseException as error:
+            self._trace.error = self._trace.error or error
+            raise
+        return behavior
 
     def _new_process(self, host: SimHost) -> SimProcess:
         on_error = self._trace.fail
@@ -298,7 +310,12 @@ class Simulation:
     # --------------------------------------------------------------------- time
 
     def run(self, seconds: float) -> None:
-        """Let virtual time pass."""
+        """Let virtual time pass.
+
+        Raises:
+            InvariantViolated: an invariant does not hold.
+            Exception: raised by `behavior`.
+        """
         until = self.now + seconds
         with self._own_randomness():
             while self.time.step(until):
@@ -308,7 +325,8 @@ class Simulation:
         """Let virtual time pass until a condition holds.
 
         Raises:
-            InvariantViolated: it does not hold within `limit_s` seconds.
+            InvariantViolated: it does not hold within `limit_s` seconds, or an invariant does not.
+            Exception: raised by `behavior` or the condition.
         """
         until = self.now + limit_s
         with self._own_randomness():
@@ -328,8 +346,8 @@ class Simulation:
         self._check()
 
     def _check(self) -> None:
-        if self._trace.violation is not None:
-            raise self._trace.violation
+        if self._trace.error is not None:
+            raise self._trace.error
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The trace of a simulation: what has happened, and the first violation of an invariant."""
+"""The trace of a simulation: what has happened, and the error that ends it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class Trace:
         lines: what has happened.
         faults: how many faults there were; new nodes and failing workers count.
         fault_at: when the last one began or ended, in virtual time.
-        violation: the first one; the simulation raises it after the present step.
+        error: the first violation, or the first error of the caller's `behavior`; the simulation
+            raises it after the present step.
     """
 
     def __init__(self, time: VirtualTime, seed: int) -> None:
         self.lines: list[str] = []
         self.faults = 0
         self.fault_at = 0.0
-        self.violation: InvariantViolated | None = None
+        self.error: BaseException | None = None
         self._time = time
         self._seed = seed
 
@@ -38,7 +39,7 @@ class Trace:
         self.fault_at = self._time.now
 
     def fail(self, text: str) -> None:
-        """Report a violation; the first one counts."""
-        if self.violation is None:
+        """Report a violation; the first error counts."""
+        if self.error is None:
             lines = "\n".join([f"seed {self._seed}: {text}", *self.lines])
-            self.violation = InvariantViolated(lines)
+            self.error = InvariantViolated(lines)

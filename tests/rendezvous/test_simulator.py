@@ -166,6 +166,34 @@ def test_a_callback_may_fail(decide: Any, error: str) -> None:
     assert node.outcome.why == f"restart.decide raised {error}"
 
 
+def divide(node: SimNode, placement: object) -> WorkerBehavior:
+    return WorkerBehavior(seconds=1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("behavior", "error", "text"),
+    [
+        (divide, ZeroDivisionError, "division by zero"),
+        (lambda node: WorkerBehavior(), TypeError, "takes 1 positional argument but 2 were given"),
+        (
+            lambda node, placement: None,
+            SpecError,
+            r"^behavior: must return a WorkerBehavior \(got None\)$",
+        ),
+    ],
+)
+def test_an_error_of_the_behavior_reaches_the_caller(
+    behavior: Any, error: type[Exception], text: str
+) -> None:
+    with Simulation(job("1:2")) as sim:
+        sim.behavior = behavior
+        sim.add_node("a")
+        with pytest.raises(error, match=text) as caught:
+            sim.run(60)
+    if behavior is divide:
+        assert caught.traceback[-1].name == "divide"
+
+
 def test_a_wrong_spec_is_refused() -> None:
     with pytest.raises(SpecError, match=r"spec: must be a LaunchSpec \(got \(2, 2\)\)"):
         Simulation((2, 2))  # type: ignore[arg-type]
