@@ -49,7 +49,9 @@ class Scenario:
         self._random = random = Random(f"scenario {seed}")
         count = random.randint(2, 5) if spec is None else spec.nnodes.maximum
         self._names = names = [f"n{number}" for number in range(count)]
-        self._is_static = spec is None and random.random() < 0.15
+        self._is_static = (
+            random.random() < 0.15 if spec is None else spec.rendezvous.backend == "static"
+        )
         # Rounds with fixed ranks need all nodes, and those of a user may need most.
         self._has_replacements = self._is_static or spec is not None
         self._settle_s = 60.0 if spec is None else 3600.0

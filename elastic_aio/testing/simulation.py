@@ -17,6 +17,7 @@ from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing.agent import SimDriver, WorkerBehavior
 from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.invariants import InvariantChecker
@@ -38,7 +39,8 @@ class Simulation:
 
     Args:
         spec: the job: its number of nodes, restart policy and rendezvous.  What it runs
-            is not started, and its endpoints are those of `endpoints`.
+            is not started, and its endpoints are those of `endpoints`.  A backend other
+            than "static" is replaced by "c10d", and `is_host` and `tls` by None.
         seed: of all random numbers.
         endpoints: hosts of the store, in the order of preference: a node's name, or
             one that begins with "store" for a host without a node.  Empty: the first
@@ -162,10 +164,15 @@ class Simulation:
         Args:
             name: of the host; a killed node may be started again.
             nproc: number of workers.
-            node_rank: the group rank that it prefers, or has with the backend "static".
+            node_rank: the group rank that it prefers, or has with the backend "static";
+                None: that of the spec.
             rate: speed of its clock.
             offset: seconds by which its wall clock is wrong.
             spec: another job than that of the simulation, to test that the node is refused.
+
+        Raises:
+            SpecError: `nproc` or `node_rank` is not possible.
+            ValueError: a node runs on this host.
         """
         former = self.nodes.get(name)
         if former is not None and former.is_live:
@@ -175,7 +182,7 @@ class Simulation:
         self.endpoints = self.endpoints or (name,)
         spec = _with_virtual_decide(spec or self.spec, self._decide_duration)
         places = [f"{self.network.host(one).address}:{PORT}" for one in self.endpoints]
-        rendezvous = replace(spec.rendezvous, endpoint=",".join(places), node_rank=node_rank)
+        rendezvous = _simulated_rendezvous(spec.rendezvous, places, node_rank)
         spec = spec.replace(rendezvous=rendezvous, nproc_per_node=nproc)
         number = len(self.processes) + 1
         node = SimNode(self._new_process(host), number, self._trace)
@@ -359,6 +366,20 @@ class Simulation:
         finally:
             self._random_state = random.getstate()
             random.setstate(former)
+
+
+def _simulated_rendezvous(
+    spec: RendezvousSpec, places: Sequence[str], node_rank: int | None
+) -> RendezvousSpec:
+    """Place a rendezvous at simulated hosts: they have no engine, no plug-in and no TLS."""
+    return replace(
+        spec,
+        backend="static" if spec.backend == "static" else "c10d",
+        endpoint=",".join(places),
+        is_host=None,
+        tls=None,
+        node_rank=spec.node_rank if node_rank is None else node_rank,
+    )
 
 
 def _with_virtual_decide(spec: LaunchSpec, seconds: float) -> LaunchSpec:

@@ -17,6 +17,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
+from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
@@ -446,6 +447,36 @@ def test_static_ranks_stay() -> None:
     sim.run_until(lambda: sim.is_settled(3), 60)
     assert b.running is not None
     assert b.running.span.group_rank == 1
+    assert finish(sim) == {JobState.SUCCEEDED}
+
+
+def test_a_node_has_the_rank_of_the_spec_unless_it_has_its_own() -> None:
+    sim = Simulation(job(2, backend="static", node_rank=0))
+    sim.add_node("a")
+    b = sim.add_node("b", node_rank=1)
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    assert b.running is not None
+    assert b.running.span.group_rank == 1
+
+
+def test_a_random_scenario_gives_each_static_node_its_rank() -> None:
+    for seed in range(3):
+        run_random_scenario(seed, job(2, backend="static", node_rank=0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "etcd"},
+        {"backend": "etcd-v2"},
+        {"backend": "redis", "endpoint": "redis-1:26379", "engine": EngineSpec(sentinel="main")},
+        {"backend": "valkey"},
+        {"is_host": False},
+    ],
+)
+def test_no_service_of_the_real_job_is_needed(settings: dict[str, Any]) -> None:
+    """Nodes that meet on an engine meet at the store of a simulated host."""
+    sim, _a, _b, _c = three(**settings)
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
