@@ -219,6 +219,11 @@ def _round_formed(event: node_events.RoundFormed) -> str:
     return f"round {event.round}: {nodes}, {workers} in all, master at {master}"
 
 
+def forming_ends(event: node_events.RoundForming) -> str:
+    """Return how the wait for nodes ends when its time is over, as words before that time."""
+    return "starts in" if event.joined >= event.minimum else "fails in"
+
+
 def _round_forming(event: node_events.RoundForming) -> str:
     text = f"waiting for nodes: {counted(event.joined, 'node')} present"
     if event.present:
@@ -228,7 +233,7 @@ def _round_forming(event: node_events.RoundForming) -> str:
     if event.missing:
         text += f", missing {', '.join(event.missing)}"
     if event.time_left is not None:
-        text += f", {event.time_left:.0f} s left"
+        text += f", {forming_ends(event)} {event.time_left:.0f} s"
     if event.refused:
         text += f"; refused {', '.join(event.refused)}"
     if event.others:

@@ -496,13 +496,13 @@ EVENTS: list[tuple[Event, int, str]] = [
             time_left=12.3,
         ),
         Level.WARNING,
-        "waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, missing c, 12 s left;"
-        " refused e: wrong role",
+        "waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, missing c, fails in"
+        " 12 s; refused e: wrong role",
     ),
     (
         RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),
         Level.WARNING,
-        "waiting for nodes: 20 nodes present (a, b, ...), minimum 16, maximum 32, 600 s left",
+        "waiting for nodes: 20 nodes present (a, b, ...), minimum 16, maximum 32, starts in 600 s",
     ),
     (
         RoundForming(round=0, joined=0, minimum=1, maximum=2),

@@ -54,7 +54,7 @@ from elastic_aio.control.protocol import (
     StopJob,
 )
 from elastic_aio.errors import SpecError
-from elastic_aio.outcome import signal_name
+from elastic_aio.outcome import JobState, signal_name
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.stacks import format_ranks
@@ -277,8 +277,12 @@ def _wait(argv: Sequence[str]) -> int:
 
 def _ended(job: RunningJob, reply: EndReply) -> str:
     # With the name: a job that was the only one need not be the one that is meant.
-    name = describe_job(job)
-    return f"job {name} {reply.state.value}, exit code {reply.exit_code}: {one_line(reply.why)}"
+    name, status = describe_job(job), job.status
+    if reply.state is JobState.STOPPED and status is not None and status.group_world_size > 1:
+        ended = f"node {status.node} has left job {name}"  # which may go on
+    else:
+        ended = f"job {name} {reply.state.value}"
+    return f"{ended}, exit code {reply.exit_code}: {one_line(reply.why)}"
 
 
 def _signal_number(option: str, text: str) -> int:

@@ -91,6 +91,9 @@ def choose_from(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
     if not jobs:
         raise UsageError(f"JOB: {_NO_JOB}" + ("" if name is None else f" (got {name!r})"))
     known = "; ".join(map(describe_job, found or jobs))
+    if found and _run_id(found[0]) and len({_run_id(job) for job in found}) == 1:
+        # Several nodes of one job on this host, or jobs of one id.
+        raise UsageError(f"JOB: {len(found)} launchers match: give the pid of one: {known}")
     if name is None:
         raise UsageError(f"JOB: must be given, {counted(len(jobs), 'job')} run here: {known}")
     problem = "matches several: " if found else "no such job; running here: "

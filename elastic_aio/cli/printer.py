@@ -24,7 +24,7 @@ from elastic_aio.node_events import (
     RoundWaiting,
 )
 from elastic_aio.outcome import EndCause, LaunchResult
-from elastic_aio.report import Level, describe, format_failure, format_success
+from elastic_aio.report import Level, describe, format_failure, format_success, forming_ends
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import format_duration, format_value, one_line
 
@@ -167,20 +167,22 @@ class _Countdown:
         """Begin to count at an event that begins a wait; stop at any other."""
         self.clear()
         left: float | None
+        after = " left"
         match event:
             case RoundForming():
-                text, left = f"waiting for nodes: {event.joined} present", event.time_left
+                text = f"waiting for nodes: {event.joined} present, {forming_ends(event)} "
+                left, after = event.time_left, ""
             case RoundWaiting():
-                text, left = f"{event.phase}: {event.what}", event.time_left
+                text, left = f"{event.phase}: {event.what}, ", event.time_left
             case RendezvousStoreAwaited():
-                text, left = "waiting for the rendezvous store", event.time_left
+                text, left = "waiting for the rendezvous store, ", event.time_left
             case Restarting():
-                text, left = "restarting", event.delay
+                text, left = "restarting, ", event.delay
             case _:
                 return
         if left is not None and left >= 1:
             until = asyncio.get_running_loop().time() + left
-            self._task = create_task(self._count(text, until), name="count down")
+            self._task = create_task(self._count(text, after, until), name="count down")
 
     def clear(self) -> None:
         """Stop counting, and erase the line: workers may write to the terminal themselves."""
@@ -189,11 +191,11 @@ class _Countdown:
             self._task = None
             self._erase()
 
-    async def _count(self, text: str, until: float) -> None:
+    async def _count(self, text: str, after: str, until: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             while (left := until - loop.time()) > 0:
-                line = f"{text}, {format_duration(max(left, 1.0))} left".encode("utf-8", "replace")
+                line = f"{text}{format_duration(max(left, 1.0))}{after}".encode("utf-8", "replace")
                 async with self._sink.lock:
                     await self._sink.show_frame(line, _NAME, self._style)
                 await asyncio.sleep(min(left, 1.0))  # the time itself is what is shown

@@ -9,7 +9,17 @@ from elastic_aio.control.client import RunningJob
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted, format_duration, one_line, truncate
 
-JOB_COLUMNS = ("RUN", "PID", "NAME", "PHASE", "WORKERS", "ATTEMPT", "RESTARTS LEFT", "TIME")
+JOB_COLUMNS = (
+    "RUN",
+    "PID",
+    "NAME",
+    "PHASE",
+    "WORKERS",
+    "GROUP RANK",
+    "ATTEMPT",
+    "RESTARTS LEFT",
+    "TIME",
+)
 WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "LAST MESSAGE")
 
 MEASURED_S = 0.25
@@ -39,7 +49,7 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
     """Return the cells of a job for `JOB_COLUMNS`."""
     status = job.status
     if status is None:
-        return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?")
+        return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?", "?")
     running = sum(worker.state == "running" for worker in status.workers)
     return (
         one_line(status.run_id, _ID_MAX),
@@ -47,6 +57,7 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
         one_line(status.entrypoint, _NAME_MAX),
         status.phase,
         f"{running}/{len(status.workers)}",
+        str(status.group_rank) if status.round >= 0 else "-",
         str(status.attempt),
         str(status.restarts_left),
         format_duration(now - (status.started_at or now)),

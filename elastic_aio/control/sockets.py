@@ -42,7 +42,10 @@ def make_directory() -> str:
         os.mkdir(path, DIRECTORY_MODE)
     except FileExistsError:
         if not _is_ours(path):
-            raise PermissionError(f"{path} is not a directory of this user alone") from None
+            problem = (
+                f"is not a directory of this user alone: its mode must be {DIRECTORY_MODE:04o}"
+            )
+            raise PermissionError(f"{path} {problem}") from None
     return path
 
 

@@ -95,7 +95,7 @@ def recover_round(state: CoordinatorState) -> None:
             # The budget continues that of the former coordinators.
             state.former = replace(former, is_open=False)
             state.fence(state.created_at + state.settings.fence)
-            state.add_change_reason(f"no node of round {former.round} came back")
+            state.add_change_reason(f"all nodes of round {former.round} were lost")
             charge_node_loss(state)
         return
     newest = max(one.round_id for one in held.values())

@@ -21,8 +21,10 @@ import pytest
 from elastic_aio.cli import control, local_jobs, main
 from elastic_aio.cli.local_jobs import JobError, choose_from, matches
 from elastic_aio.cli.options import UsageError
+from elastic_aio.cli.status_text import JOB_COLUMNS, job_row
 from elastic_aio.control.client import RunningJob
-from elastic_aio.control.protocol import Reply
+from elastic_aio.control.protocol import EndReply, Reply
+from elastic_aio.outcome import JobState
 from elastic_aio.status import JobStatus
 from tests.support.children import until_sync
 from tests.support.cli import CLI, Running, run_program, running, running_cli
@@ -105,6 +107,7 @@ JOBS = [
     running_job(9, "7"),
     running_job(10),
 ]
+NODES = [running_job(7, "abc1"), running_job(8, "abc1")]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,16 @@ def test_the_names_of_jobs(name: str | None, pids: list[int]) -> None:
             "ab",
             "JOB: matches several: abc1 (pid 7); abd2 (pid 8) (got 'ab')",
         ),
+        (
+            NODES,
+            None,
+            "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)",
+        ),
+        (
+            [*JOBS[1:], *NODES],
+            "abc1",
+            "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)",
+        ),
         (JOBS[3:], "x", "JOB: no such job; running here: pid 10 (does not answer) (got 'x')"),
     ],
 )
@@ -148,6 +161,38 @@ def test_a_name_that_is_not_of_one_job(
     with pytest.raises(UsageError) as caught:
         choose_from(jobs, name)
     assert str(caught.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("nodes", "state", "ended"),
+    [
+        (1, JobState.STOPPED, "job abc1 (pid 7) stopped"),
+        (2, JobState.STOPPED, "node near has left job abc1 (pid 7)"),
+        (2, JobState.FAILED, "job abc1 (pid 7) failed"),
+    ],
+)
+def test_a_stop_of_one_node_is_no_end_of_the_job(
+    nodes: int,
+    state: JobState,
+    ended: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The other nodes go on."""
+    status = JobStatus(run_id="abc1", node="near", group_world_size=nodes)
+    monkeypatch.setattr(local_jobs, "find_jobs", lambda: [RunningJob("/7", 7, status)])
+    monkeypatch.setattr(control, "ask_job", lambda *_: EndReply(state, "enough", 143))
+    assert ask(capfd, "stop", "abc1") == f"{ended}, exit code 143: enough\n"
+
+
+def test_the_list_tells_the_nodes_of_a_job_apart() -> None:
+    rows = [
+        job_row(RunningJob("/7", 7, JobStatus(run_id="a", group_rank=rank, round=number)), 0)
+        for rank, number in ((0, -1), (0, 0), (1, 0))
+    ]
+    column = JOB_COLUMNS.index("GROUP RANK")
+    assert [row[column] for row in rows] == ["-", "0", "1"]
+    assert len(job_row(RunningJob("/7", 7, None), 0)) == len(JOB_COLUMNS)
 
 
 @pytest.mark.parametrize("argv", [["stop"], ["restart"], ["signal", "USR1"]])

@@ -71,7 +71,7 @@ def test_clients_look_into_all_directories(runtime: Path, fallback: Path) -> Non
 def test_a_directory_that_others_can_enter_is_refused(fallback: Path) -> None:
     fallback.mkdir()
     fallback.chmod(0o750)
-    with pytest.raises(PermissionError, match="is not a directory of this user alone"):
+    with pytest.raises(PermissionError, match="user alone: its mode must be 0700"):
         make_directory()
     assert str(fallback) not in directories()
 

@@ -50,7 +50,7 @@ async def test_a_job_of_one_node_that_kills_its_agent_does_not_loop(tmp_path: Pa
             code = (await node.ended(60)).code
         assert code == 1
         assert (await node.event(JobFinished)).why == (
-            "no node of round 10 came back:"
+            "all nodes of round 10 were lost:"
             " 11 node losses, at most 10 within 60 s are allowed (restart.node_losses)"
         )
 

@@ -67,11 +67,11 @@ def test_the_loss_of_all_nodes_is_a_loss() -> None:
     assert (placement.round, placement.attempt, placement.changes) == (1, 1, 1)
     (change,) = harness.events(MembershipChanged)
     assert isinstance(change, MembershipChanged)
-    assert change.why == "no node of round 0 came back"
+    assert change.why == "all nodes of round 0 were lost"
     while harness.coordinator.outcome is None:
         start_again(harness, pause=1.0)
     assert outcome_of(harness).why == (
-        "no node of round 10 came back:"
+        "all nodes of round 10 were lost:"
         " 11 node losses, at most 10 within 60 s are allowed (restart.node_losses)"
     )
 
