@@ -16,6 +16,8 @@ from elastic_aio.cli.local_jobs import JobError, run_command
 from elastic_aio.cli.options import OptionParser, invalid_value
 from elastic_aio.text import did_you_mean, error_reason
 
+_BACKGROUND = ("guarantees", "architecture")
+
 
 def main_help(argv: Sequence[str]) -> int:
     """Run `aio-elastic help` with these arguments; return the exit code.
@@ -55,7 +57,7 @@ def _help(argv: Sequence[str]) -> int:
 
 
 def find_pages() -> dict[str, str]:
-    """Return the paths of the pages by topic: the guides first, then the reference.
+    """Return the paths of the pages by topic: the guides, the reference, and the background.
 
     A page of the reference whose name a guide has is `NAME-reference`.
     """
@@ -67,6 +69,8 @@ def find_pages() -> dict[str, str]:
             for name in _names(f"{directory}/{part}"):
                 topic = f"{name}-reference" if name in pages else name
                 pages[topic] = f"{directory}/{part}/{name}.md"
+        background = {name: f"{directory}/{name}.md" for name in _BACKGROUND}
+        pages |= {name: path for name, path in background.items() if os.path.exists(path)}
         if pages:
             break
     return pages

@@ -12,6 +12,7 @@ from elastic_aio.cli.guides import find_pages
 
 REPOSITORY = Path(guides.__file__).parent.parent.parent
 PARTS = ("docs/guides", "docs/reference")
+BACKGROUND = ("docs/guarantees.md", "docs/architecture.md")
 
 
 def test_the_report_of_a_failure_names_a_page_that_is_there(
@@ -31,8 +32,9 @@ def test_all_pages_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith("usage: aio-elastic run ")
     assert "\n  failures               Why a job failed\n" in shown
     assert "\n  events-reference       Events\n" in shown
+    assert "\n  guarantees             Guarantees\n" in shown
     files = {str(path) for part in PARTS for path in (REPOSITORY / part).glob("*.md")}
-    assert set(find_pages().values()) == files
+    assert set(find_pages().values()) == files | {str(REPOSITORY / page) for page in BACKGROUND}
 
 
 def test_a_command_has_its_options_as_its_page(capfd: pytest.CaptureFixture[str]) -> None:
@@ -67,4 +69,4 @@ def test_an_installed_package_has_them_inside(
     assert find_pages() == {"failures": str(page)}
     built = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     included = built["targets"]["wheel"]["force-include"]
-    assert included == {part: f"elastic_aio/{part}" for part in PARTS}
+    assert included == {part: f"elastic_aio/{part}" for part in (*PARTS, *BACKGROUND)}
