@@ -20,6 +20,7 @@ from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
+from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeStandby, RoundFormed
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
@@ -37,6 +38,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
+from elastic_aio.spec.checks import check_number, is_integer
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing.invariants import InvariantChecker
@@ -56,12 +58,28 @@ class WorkerBehavior(Struct, frozen=True):
         exit_code: with which one of them exits then; 0: all succeed.
         start_duration: seconds until they run.
         stop_duration: seconds that they need to stop.
+
+    Raises:
+        SpecError: a duration is negative, or the exit code is not one from 0 to 255.
     """
 
     seconds: float | None = None
     exit_code: int = 0
     start_duration: float = 0.05
     stop_duration: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, at_least=0)
+        checked_exit_code("exit_code", self.exit_code)
+        check_number("start_duration", self.start_duration, at_least=0)
+        check_number("stop_duration", self.stop_duration, at_least=0)
+
+
+def checked_exit_code(name: str, value: object, *, at_least: int = 0) -> int:
+    if not is_integer(value) or not at_least <= value <= 255:
+        raise SpecError(name, value, f"must be an exit code from {at_least} to 255")
+    return value
 
 
 class SimDriver(MultiNodeDriver):

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
+from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
+from elastic_aio.spec.checks import checked_items, checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.testing.agent import WorkerBehavior
+from elastic_aio.testing.agent import WorkerBehavior, checked_exit_code
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import RATE_MIN
 
 
-def run_random_scenario(seed: int, spec: LaunchSpec | None = None) -> Simulation:
+def run_random_scenario(
+    seed: int, spec: LaunchSpec | None = None, *, exit_codes: Sequence[int] = (1, 3)
+) -> Simulation:
     """Run a random scenario to its end, and return the simulation.
 
     For some seconds, the network, the hosts, the stores and the workers of a few nodes
@@ -29,11 +33,14 @@ def run_random_scenario(seed: int, spec: LaunchSpec | None = None) -> Simulation
     Args:
         seed: of all random numbers.
         spec: the job, on 2 nodes or more; None: a small one with random settings.
+        exit_codes: codes from 1 to 255 with which workers fail at random moments; a worker
+            that fails shortly after its start exits with the first one.
 
     Raises:
+        SpecError: the job is for one node, or an exit code is not possible.
         InvariantViolated: an invariant does not hold, or the nodes do not come together.
     """
-    scenario = Scenario(seed, spec)
+    scenario = Scenario(seed, spec, exit_codes)
     with scenario.sim:
         scenario.inject_faults()
         scenario.recover()
@@ -44,8 +51,16 @@ def run_random_scenario(seed: int, spec: LaunchSpec | None = None) -> Simulation
 class Scenario:
     """One random scenario: faults, recovery, and the end."""
 
-    def __init__(self, seed: int, spec: LaunchSpec | None) -> None:
+    def __init__(self, seed: int, spec: LaunchSpec | None, exit_codes: Sequence[int]) -> None:
         """Choose the hosts, and a job if there is none."""
+        if spec is not None and checked_part("spec", spec, LaunchSpec).nnodes.maximum < 2:
+            problem = "must be at least 2 in a random scenario"
+            raise SpecError("nnodes", spec.nnodes.maximum, problem)
+        self._exit_codes = checked_items("exit_codes", exit_codes)
+        if not self._exit_codes:
+            raise SpecError("exit_codes", exit_codes, "must not be empty")
+        for code in self._exit_codes:
+            checked_exit_code("exit_codes", code, at_least=1)
         self._random = random = Random(f"scenario {seed}")
         count = random.randint(2, 5) if spec is None else spec.nnodes.maximum
         self._names = names = [f"n{number}" for number in range(count)]
@@ -63,6 +78,8 @@ class Scenario:
             delay=random.choice([(0.0005, 0.005), (0.001, 0.1)]),
         )
         self._hosts = list(dict.fromkeys([*names, *self.sim.endpoints]))
+        for name in names:
+            self.sim.add_host(name)
         self._failing = random.choice([0.0, 0.0, 0.1])
         self.sim.behavior = self._behavior
         if random.random() < 0.4:
@@ -219,7 +236,7 @@ class Scenario:
         self.sim.partition([node.host.name], others)
 
     def _fail_worker(self, node: SimNode) -> None:
-        self.sim.fail_worker(node, self._random.choice([1, 3]))
+        self.sim.fail_worker(node, self._random.choice(self._exit_codes))
 
     def _succeed(self, node: SimNode) -> None:
         if self._random.random() < 0.5:
@@ -264,7 +281,7 @@ class Scenario:
         random = self._random
         start, stop = random.choice([0.0, 0.05, 0.5]), random.choice([0.0, 0.05, 0.5])
         if random.random() < self._failing:
-            return WorkerBehavior(random.random() * 2, 1, start, stop)
+            return WorkerBehavior(random.random() * 2, self._exit_codes[0], start, stop)
         return WorkerBehavior(None, 0, start, stop)
 
     # ----------------------------------------------------------------- progress

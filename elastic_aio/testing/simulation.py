@@ -18,7 +18,7 @@ from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing.agent import SimDriver, WorkerBehavior
+from elastic_aio.testing.agent import SimDriver, WorkerBehavior, checked_exit_code
 from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
@@ -78,6 +78,7 @@ class Simulation:
         self.spec = spec
         self._decide_duration = decide_duration
         self._random_state = random.Random(seed).getstate()
+        self._host_names = dict.fromkeys(endpoints)
         for name in endpoints:
             self.network.host(name)
             if name.startswith("store"):
@@ -177,6 +178,7 @@ class Simulation:
         former = self.nodes.get(name)
         if former is not None and former.is_live:
             raise ValueError(f"node {name!r} is running already")
+        self.add_host(name)
         host = self.network.host(name)
         host.is_up, host.rate, host.offset = True, rate, offset
         self.endpoints = self.endpoints or (name,)
@@ -222,9 +224,22 @@ class Simulation:
         self.network.switch_off(node.host)
         node.kill()
 
+    def add_host(self, name: str) -> None:
+        """Make the name of a host known whose node comes later, so that faults may name it."""
+        self._host_names[name] = None
+
+    def _host(self, name: str) -> SimHost:
+        self._check_host(name)
+        return self.network.host(name)
+
+    def _check_host(self, name: str) -> None:
+        if name not in self._host_names:
+            known = ", ".join(self._host_names) or "none"
+            raise ValueError(f"no such host: {name!r} (known: {known})")
+
     def suspend(self, name: str, seconds: float) -> None:
         """Suspend a host for a while, and with it the store that it serves."""
-        host = self.network.host(name)
+        host = self._host(name)
         if host.is_up and not host.is_suspended:
             self._trace.add_fault(name, f"is suspended for {seconds:.3f} s")
             host.is_suspended = True
@@ -232,7 +247,7 @@ class Simulation:
 
     def resume(self, name: str) -> None:
         """Resume a suspended host."""
-        host = self.network.host(name)
+        host = self._host(name)
         if host.is_suspended:
             self._trace.add_fault(name, "is resumed")
             host.is_suspended, host.disturbed_at = False, self.now
@@ -262,7 +277,7 @@ class Simulation:
 
     def fail_worker(self, node: SimNode, exit_code: int = 1) -> None:
         """Let one worker of a node fail."""
-        node.end_workers(exit_code)
+        node.end_workers(checked_exit_code("exit_code", exit_code, at_least=1))
 
     def finish_workers(self) -> None:
         """Let all workers succeed, also those of later rounds."""
@@ -280,8 +295,8 @@ class Simulation:
 
     def slow_down(self, name: str, seconds: float) -> None:
         """Let each message from and to a host take so much longer; 0: no longer."""
+        host = self._host(name)
         self._trace.add_fault(name, f"is slow by {seconds:.3f} s")
-        host = self.network.host(name)
         host.delay, host.disturbed_at = seconds, self.now
 
     def partition(
@@ -289,6 +304,8 @@ class Simulation:
     ) -> None:
         """Block messages from `some` hosts to `others`, and back unless `one_way`."""
         some, others = list(some), list(others)
+        for name in [*some, *others]:
+            self._check_host(name)
         arrow = "->" if one_way else "<->"
         self._trace.add_fault("network", f"blocked: {some} {arrow} {others}")
         self.checker.rounds.was_partitioned = True
@@ -303,12 +320,14 @@ class Simulation:
 
     def start_store(self, name: str) -> None:
         """Serve a store on a host without a node."""
+        self.add_host(name)
         self._trace.add_fault(name, "a store is started")
         process = self._new_process(self.network.host(name))
         process.inject(lambda: process.create_task(serve_store(process)))
 
     def stop_store(self, name: str) -> None:
         """Stop the store of a host without a node; its content is lost."""
+        self._check_host(name)
         self._trace.add_fault(name, "the store is stopped")
         for process in self._processes:
             if process.host.name == name:

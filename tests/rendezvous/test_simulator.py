@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -200,6 +201,58 @@ def test_a_wrong_spec_is_refused() -> None:
         Simulation((2, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"seconds": -5}, r"seconds: must be a number of at least 0 \(got -5\)"),
+        ({"exit_code": 300}, r"exit_code: must be an exit code from 0 to 255 \(got 300\)"),
+        ({"start_duration": None}, "start_duration: must be a number"),
+        ({"stop_duration": -0.1}, "stop_duration: must be a number"),
+    ],
+)
+def test_a_wrong_behavior_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        WorkerBehavior(**settings)
+
+
+def test_a_random_scenario_needs_two_nodes() -> None:
+    text = r"nnodes: must be at least 2 in a random scenario \(got 1\)"
+    for seed in range(5):
+        with pytest.raises(SpecError, match=text):
+            run_random_scenario(seed, job(1))
+
+
+@pytest.mark.parametrize("codes", [(), (0,), (1, 256), 3])
+def test_wrong_exit_codes_of_a_random_scenario_are_refused(codes: Any) -> None:
+    with pytest.raises(SpecError, match="exit_codes: must"):
+        run_random_scenario(0, exit_codes=codes)
+
+
+def test_workers_of_a_random_scenario_fail_with_the_given_codes() -> None:
+    found = set[int]()
+    for seed in range(20):
+        sim = run_random_scenario(seed, exit_codes=[78, 7])
+        found |= set(map(int, re.findall(r"a worker fails with exit code (\d+)", sim.trace)))
+    assert found == {7, 78}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda sim: sim.partition(["a"], ["B"]),
+        lambda sim: sim.suspend("B", 1),
+        lambda sim: sim.slow_down("B", 1),
+        lambda sim: sim.stop_store("B"),
+    ],
+)
+def test_an_unknown_host_is_refused(call: Callable[[Simulation], None]) -> None:
+    with Simulation(job(2), endpoints=["a"]) as sim:
+        sim.add_node("b")
+        with pytest.raises(ValueError, match=r"no such host: 'B' \(known: a, b\)"):
+            call(sim)
+        assert "B" not in sim.trace
+
+
 def test_a_partition_and_its_end() -> None:
     """The larger side keeps running."""
     sim, a, b, c = three(seed=7)
@@ -311,6 +364,7 @@ def test_a_suspended_host_comes_back(seconds: float) -> None:
 def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
     """It is started and then stopped, once the host runs again."""
     with Simulation(job(1), endpoints=("store0",)) as sim:
+        sim.add_host("a")
         sim.suspend("a", 60)
         a = sim.add_node("a")
         sim.leave(a)
@@ -349,6 +403,7 @@ def test_an_unreachable_joiner_does_not_change_the_round() -> None:
     sim = Simulation(job("1:4"), endpoints=("store0",))
     a, b = sim.add_node("a"), sim.add_node("b")
     sim.run_until(lambda: sim.is_settled(2), 60)
+    sim.add_host("z")
     sim.partition(["z"], ["a", "b"])
     sim.add_node("z")
     sim.run(20)
@@ -368,6 +423,7 @@ def test_a_late_result_of_a_probe_does_not_replace_a_newer_one(moment: int) -> N
     sim.run_until(lambda: sim.coordinators == [a], 60)
     c, _ = sim.add_node("c", node_rank=0), sim.add_node("b")
     sim.run_until(lambda: sim.is_settled(3), 60)
+    sim.add_host("z")
     sim.partition(["c"], ["z"])
     z = sim.add_node("z")
     sim.run(0.5 + moment / 20)
@@ -494,7 +550,7 @@ def test_a_node_whose_workers_never_start_gives_up() -> None:
     waited: list[float] = []
     sim = Simulation(job("1:2"))
     sim.behavior = lambda node, placement: WorkerBehavior(
-        start_duration=1e9 if node.host.name == "b" else 0.0
+        start_duration=1e8 if node.host.name == "b" else 0.0
     )
     sim.checker.event_hook = lambda node, event: waited.extend(
         [event.waited] if isinstance(event, RoundWaiting) and event.phase == "starting" else []
