@@ -63,6 +63,7 @@ PURE = {
     "spec.logs",
     "spec.rendezvous",
     "spec.restart",
+    "spec.restart_budget",
     "spec.stop",
     "spec.tls",
     "control.protocol",

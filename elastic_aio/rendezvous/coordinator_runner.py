@@ -28,7 +28,8 @@ from elastic_aio.rendezvous.messages import (
     encode,
 )
 from elastic_aio.rendezvous.state import CoordinatorState
-from elastic_aio.spec.restart import RestartAction, RestartBudget
+from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
 _ROUND = "round"
@@ -68,7 +69,7 @@ class CoordinatorRunner:
         self._unwritten: asyncio.Queue[Event] = asyncio.Queue()
         self._deciding: asyncio.Task[None] | None = None
         self._coordinator: CoordinatorState
-        self.departure_handled = asyncio.Event()
+        self._has_departed = asyncio.Event()
         """Set once the coordinator has acted on the end of this member's own status."""
         self._cleared = (-1, "")
         """The last round before which the workers' keys were deleted."""
@@ -92,8 +93,9 @@ class CoordinatorRunner:
         self._recorded = await store.peek(_ROUND) or b""
         former, now = RoundRecord.decode(self._recorded), asyncio.get_running_loop().time()
         if former is not None and former.history is not None:
-            age = max(0.0, wall_clock() - former.written_at)
-            self.budget.follow(former.history, now - age)
+            # Not the time that it takes to notice a loss: a crash loop has it in each turn.
+            age = wall_clock() - former.written_at - self._settings.notice_time
+            self.budget.follow(former.history, now - max(0.0, age))
         coordinator = self._coordinator = CoordinatorState(
             self._settings,
             self.budget,
@@ -111,7 +113,7 @@ class CoordinatorRunner:
             try:
                 while not collecting.done():
                     if name in await self._decide(store, lease):
-                        self.departure_handled.set()
+                        self._has_departed.set()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(coordinator.deadline):
                             await self._wakeup.wait()
@@ -196,6 +198,11 @@ class CoordinatorRunner:
         if present != text and other is not None and other.term < record.term:
             present = await store.compare_set(_ROUND, present, text)
         self._recorded = present
+
+    async def wait_departed(self) -> None:
+        """Wait until the coordinator has acted on the end of this member's own status."""
+        await self._has_departed.wait()
+        await self._unwritten.join()
 
     async def delete_keys(self, store: Store) -> None:
         """Delete the keys of the ended generation, all but its end.

@@ -55,7 +55,8 @@ from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
+from elastic_aio.spec.restart import Backoff, changed_settings
+from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import Dropped
 
 if TYPE_CHECKING:
@@ -397,7 +398,7 @@ class DynamicRendezvous(Rendezvous):
                     if session is not self._session:
                         break
                     await self._changed.wait()
-                if self._member.has_succeeded and not self._member.has_ended:
+                if not self._member.has_ended:
                     await session.resign()
         if not self._member.has_ended:
             return

@@ -36,7 +36,7 @@ from elastic_aio.rendezvous.messages import (
     RoundRecord,
 )
 from elastic_aio.spec.job import NodeRange
-from elastic_aio.spec.restart import RestartHistory
+from elastic_aio.spec.restart_budget import RestartHistory
 
 NAMES_MAX = 8
 """How many nodes a message names at most."""
@@ -92,6 +92,11 @@ class RoundSettings(Struct, frozen=True):
     order_timeout: float = 28.0
     policy: dict[str, str] = {}
     has_decide: bool = False
+
+    @property
+    def notice_time(self) -> float:
+        """Seconds from the loss of all nodes until others may form a round, at most."""
+        return self.heartbeat_timeout + self.recovery_timeout + self.fence
 
     @property
     def nnodes(self) -> str:

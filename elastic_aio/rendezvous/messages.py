@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace as with_fields
 from enum import StrEnum
-from typing import Annotated, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +27,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.spec.restart import RestartHistory
+from elastic_aio.spec.restart_budget import HistoryCount, RestartHistory
 from elastic_aio.text import escape_surrogates
 
 PROTOCOL = 2
@@ -54,7 +54,6 @@ _NAME_MAX = 255
 _POLICY_MAX = 32
 # Numbers continue from those that others report.  Some JSON readers round larger ones.
 _NUMBER_MAX = 1 << 52
-_Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 
 
 class MessageError(ValueError):
@@ -265,10 +264,10 @@ class RoundRecord(_Record, frozen=True):
         written_at: by the clock of the coordinator's host, in Unix seconds.
     """
 
-    term: int
-    round: _Number
-    attempt: _Number
-    changes: _Number
+    term: HistoryCount
+    round: HistoryCount
+    attempt: HistoryCount
+    changes: HistoryCount
     is_open: bool
     history: RestartHistory | None
     written_at: float = 0.0

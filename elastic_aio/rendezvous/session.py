@@ -188,10 +188,11 @@ class StoreSession:
     # ----------------------------------------------------------------- its end
 
     async def resign(self) -> None:
-        """Let the coordinator, if it is here, record this member's success before its lease ends.
+        """Let the coordinator, if it is here, act on this member's departure.
 
         The next coordinator cannot read the status of a member that has left; it learns
-        from the others that the member was done (`MembersDone`).
+        from the others that the member was done (`MembersDone`), or, if none is left, from the
+        `RoundRecord` that no workers run.
 
         Raises:
             StoreError: the store is lost.
@@ -199,7 +200,7 @@ class StoreSession:
         if self.is_leader:
             await self._delete_status()
         if self.is_leader:
-            await self._runner.departure_handled.wait()
+            await self._runner.wait_departed()
 
     async def _delete_status(self) -> None:
         self._is_draining = True

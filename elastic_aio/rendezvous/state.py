@@ -18,7 +18,8 @@ from elastic_aio.rendezvous.messages import (
     RoundRecord,
     truncate_failures,
 )
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
+from elastic_aio.spec.restart_budget import RestartBudget
 
 _NOTICE_S = 5.0
 """Seconds of waiting for `restart.decide` before that is published."""
@@ -342,6 +343,8 @@ class CoordinatorState:
         """Record the last round when another one has begun, or its workers have stopped."""
         stopped = CoordinatorPhase.FORMING, CoordinatorPhase.BACKING_OFF, CoordinatorPhase.ENDING
         is_open = self.round.number >= 0 and self.phase not in stopped
+        cause = self.round.cause
+        granted = 0 if cause is None or cause.root is None else cause.restarts
         if self._recorded != (self.round.number, is_open):
             self._recorded = self.round.number, is_open
             self.outbox.publish(
@@ -351,7 +354,7 @@ class CoordinatorState:
                     attempt=self.round.attempt,
                     changes=self.round.changes,
                     is_open=is_open,
-                    history=self.budget.history(self.now),
+                    history=self.budget.history(self.now, granted),
                 )
             )
 

@@ -1,8 +1,7 @@
-"""When a failed attempt is repeated: `RestartPolicy`, `Backoff`, and the budget of a job."""
+"""When a failed attempt is repeated: `RestartPolicy` and `Backoff`."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -18,7 +17,6 @@ from elastic_aio.spec.checks import (
     is_integer,
     set_fields,
 )
-from elastic_aio.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ class NodeLosses:
 _TEXT_MAX = 100
 """Characters of a setting that is compared with that of another node."""
 
-_LOSSES_AT_ONCE = 2
+LOSSES_AT_ONCE = 2
 """Losses without a delay: two hosts that fail together are no crash loop."""
 
 
@@ -264,187 +262,7 @@ def _check_node_losses(losses: object) -> None:
     checked_integer(f"{name}.count", losses.count, at_least=0)
     check_number(f"{name}.seconds", losses.seconds, above=0)
     _check_backoff(f"{name}.backoff", losses.backoff)
-    total = losses.backoff.expected_total(max(0, losses.count - _LOSSES_AT_ONCE))
+    total = losses.backoff.expected_total(max(0, losses.count - LOSSES_AT_ONCE))
     if total >= losses.seconds:
         problem = f"cannot be exhausted, as its delays take {total:g} s; use a longer window"
         raise SpecError(name, str(losses), problem)
-
-
-@dataclass(frozen=True, slots=True)
-class RestartDecision:
-    """Whether another attempt follows."""
-
-    restart: bool
-    why: str
-    """The rule that applies."""
-    delay: float = 0.0
-    """Seconds until the attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartHistory:
-    """What a budget has counted, for the budget of another node; ages in seconds."""
-
-    restarts: int = 0
-    losses: int = 0
-    """Rounds that have lost a node."""
-    consecutive: int = 0
-    """Restarts since the back-off began anew."""
-    restart_ages: tuple[float, ...] = ()
-    """The latest, the oldest first."""
-    loss_ages: tuple[float, ...] = ()
-
-
-_AGES_MAX = 100
-"""Ages in a history; each message to a node has one."""
-
-
-class _Count:
-    """How often something has happened, and when, as far as that is known and matters."""
-
-    def __init__(self, kept: int) -> None:
-        self.total = 0
-        self.times: deque[float] = deque(maxlen=kept)
-
-    def record(self, now: float) -> None:
-        self.total += 1
-        self.times.append(now)
-
-    def resume(self, total: int, ages: Sequence[float], now: float) -> bool:
-        """Take what another node has counted; return False if it knows nothing more."""
-        if (total, len(ages)) <= (self.total, len(self.times)):
-            return False
-        self.total = total
-        if len(ages) >= len(self.times):
-            self.times = deque((now - age for age in ages), self.times.maxlen)
-        return True
-
-    def ages(self, now: float) -> tuple[float, ...]:
-        return tuple(round(now - time, 1) for time in [*self.times][-_AGES_MAX:])
-
-
-class RestartBudget:
-    """Counts the restarts of one job and decides about each failure."""
-
-    def __init__(
-        self, max_restarts: int, policy: RestartPolicy, random: Callable[[], float]
-    ) -> None:
-        """Start with no restart; `random` returns numbers from 0 to 1 for the jitter."""
-        self._max_restarts = max_restarts
-        self._policy = policy
-        self._random = random
-        # More times than a limit has room for decide nothing.
-        self._restarts = _Count(policy.window.count if policy.window else 0)
-        self._losses = _Count(policy.node_losses.count if policy.node_losses else 0)
-        self._consecutive = 0
-
-    def __repr__(self) -> str:
-        return f"<RestartBudget: {self.restarts} of {self._max_restarts} restarts used>"
-
-    @property
-    def restarts(self) -> int:
-        """Restarts so far."""
-        return self._restarts.total
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether `max_restarts` allows no further restart."""
-        return self.restarts >= self._max_restarts
-
-    def decide(
-        self, root: Failure, action: RestartAction, ran: float, now: float
-    ) -> RestartDecision:
-        """Decide about a failure; `record` counts the restart when it happens.
-
-        The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes
-        unless the callback returned RESTART, the window.
-
-        Args:
-            root: the root cause.
-            action: what the callback returned; DEFAULT without one.
-            ran: seconds that the attempt ran.
-            now: monotonic seconds.
-        """
-        policy, status = self._policy, root.status
-        # A lost status has no code.
-        code = None if status.returncode is None else status.shell_code
-        if action is RestartAction.GIVE_UP:
-            return RestartDecision(False, "restart.decide returned GIVE_UP")
-        if self.is_exhausted:
-            if not self._max_restarts:
-                return RestartDecision(False, "no restarts allowed (max restarts: 0)")
-            count = self._max_restarts
-            used = "the only restart is" if count == 1 else f"all {count} restarts are"
-            return RestartDecision(False, f"{used} used up (max restarts)")
-        if action is RestartAction.DEFAULT:
-            if code in policy.never_on:
-                return RestartDecision(False, f"exit code {code} is in the never-on list")
-            if policy.restart_on is not None and code not in policy.restart_on:
-                what = status if code is None else f"exit code {code}"
-                return RestartDecision(False, f"{what} is not in the restart-on list")
-        if policy.window and policy.window.is_exhausted(self._restarts.times, now):
-            count, seconds = policy.window.count, policy.window.seconds
-            why = f"{counted(count, 'restart')} within {seconds:g} s (restart window)"
-            return RestartDecision(False, why)
-        why = f"restart {self.restarts + 1} of {self._max_restarts} (max restarts)"
-        if action is RestartAction.RESTART:
-            why += ", restart.decide returned RESTART"
-        return RestartDecision(True, why, self._delay(ran))
-
-    def forbids(self, failure: Failure) -> bool:
-        """Whether the exit code of a failure ends the job, whatever else has happened."""
-        status = failure.status
-        return status.returncode is not None and status.shell_code in self._policy.never_on
-
-    def lose_node(self, now: float) -> RestartDecision:
-        """Count a round that has lost a node, and decide whether another round follows.
-
-        `now` is in monotonic seconds.
-        """
-        limit = self._policy.node_losses
-        if limit is None:
-            return RestartDecision(True, "")
-        number = 1 + sum(now - time < limit.seconds for time in self._losses.times)
-        self._losses.record(now)
-        if number > limit.count:
-            return RestartDecision(False, f"{number} node losses, at most {limit} are allowed")
-        if number <= _LOSSES_AT_ONCE:
-            return RestartDecision(True, "")
-        delay = limit.backoff.delay(number - _LOSSES_AT_ONCE - 1, self._random)
-        return RestartDecision(True, f"node loss {number} of {limit}", delay)
-
-    def resume(self, restarts: int) -> None:
-        """Count at least so many restarts, the further ones at unknown times."""
-        self._restarts.total = max(restarts, self._restarts.total)
-
-    def record(self, now: float) -> None:
-        """Count a restart; `now` is in monotonic seconds."""
-        self._restarts.record(now)
-
-    def history(self, now: float) -> RestartHistory | None:
-        """Return what is counted, for the budgets of other nodes; None if nothing is."""
-        if not self._restarts.total and not self._losses.total:
-            return None
-        return RestartHistory(
-            self._restarts.total,
-            self._losses.total,
-            self._consecutive,
-            self._restarts.ages(now),
-            self._losses.ages(now),
-        )
-
-    def follow(self, history: RestartHistory, now: float) -> None:
-        """Take what the coordinator's budget has counted, to continue from there."""
-        if self._restarts.resume(history.restarts, history.restart_ages, now):
-            self._consecutive = history.consecutive
-        self._losses.resume(history.losses, history.loss_ages, now)
-
-    def _delay(self, ran: float) -> float:
-        backoff, healthy_after = self._policy.backoff, self._policy.healthy_after
-        if backoff is None:
-            return 0.0
-        if healthy_after is not None and ran >= healthy_after:
-            self._consecutive = 0
-        delay = backoff.delay(self._consecutive, self._random)
-        self._consecutive += 1
-        return delay

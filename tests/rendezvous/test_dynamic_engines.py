@@ -83,6 +83,16 @@ async def test_as_at_a_store_of_a_node(
     await case()
 
 
+async def test_a_stop_of_all_nodes_is_no_loss(endpoint: str, spec_of: Spec) -> None:
+    """The last node lets the engine know that no worker is left, and the numbers continue."""
+    spec = spec_of(endpoint, "1:2", last_call_timeout=0.0)
+    for turn in range(8):
+        a = FakeAgent("a", spec)
+        async with present(a):
+            placement = await a.wait_formed(1)
+        assert (placement.round, placement.changes) == (turn, 0)
+
+
 async def test_a_node_that_cannot_reach_the_engine_is_replaced_and_comes_back(
     endpoint: str, spec_of: Spec
 ) -> None:

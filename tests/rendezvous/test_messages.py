@@ -33,7 +33,7 @@ from elastic_aio.rendezvous.messages import (
     truncate_failure,
     truncate_failures,
 )
-from elastic_aio.spec.restart import RestartHistory
+from elastic_aio.spec.restart_budget import RestartHistory
 from tests.support.coordinator_harness import failure, status
 
 PLAIN = status("a", RoundSettings(1, 2))
@@ -205,8 +205,11 @@ def test_a_round_record_is_decoded_as_it_was_encoded() -> None:
     assert RoundRecord.decode(encode(record)) == record
 
 
-@pytest.mark.parametrize("number", [-1, 1 << 53])
+@pytest.mark.parametrize("number", [-1, 1 << 52, 1 << 64])
 def test_an_unreadable_round_record_is_none(number: int) -> None:
-    record = RoundRecord(3, 7, 9, 1, is_open=True, history=None, written_at=1.8e9)
-    assert RoundRecord.decode(encode(replace(record, round=number))) is None
+    text = encode(RoundRecord(3, 7, 9, 1, is_open=True, history=RestartHistory(restarts=8)))
+    for value in (b'"round":7', b'"attempt":9', b'"restarts":8'):
+        name = value.partition(b":")[0]
+        assert value in text
+        assert RoundRecord.decode(text.replace(value, b"%b:%d" % (name, number))) is None
     assert RoundRecord.decode(b"") is None

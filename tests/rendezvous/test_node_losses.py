@@ -12,7 +12,7 @@ from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.state import CoordinatorPhase
 from elastic_aio.rendezvous.supervision import LEAVING_S
-from elastic_aio.spec.restart import NodeLosses, RestartPolicy
+from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
 ROUND_S = 0.33
@@ -95,6 +95,22 @@ def test_the_loss_of_nodes_without_workers_is_none() -> None:
         assert harness.coordinator.round.number == turn
     assert harness.coordinator.outcome is None
     assert not harness.events(MembershipChanged)
+
+
+def test_a_restart_that_was_granted_to_lost_nodes_is_counted() -> None:
+    """It had not begun; otherwise nodes that are lost in each delay would restart for ever."""
+    policy = RestartPolicy(backoff=Backoff(initial=5, jitter=False), window=(1, 60.0))
+    harness = CoordinatorHarness(
+        RoundSettings(1, 2, last_call_timeout=0), "a", max_restarts=2, restart=policy
+    )
+    harness.fail("a")
+    assert harness.is_in(CoordinatorPhase.BACKING_OFF)
+    start_again(harness)
+    placement = harness.places["a1"]
+    assert placement is not None
+    assert (placement.round, placement.restarts) == (1, 1)
+    harness.fail("a1")
+    assert outcome_of(harness).why == "1 restart within 60 s (restart window)"
 
 
 def test_restarts_of_lost_nodes_are_counted() -> None:

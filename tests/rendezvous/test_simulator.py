@@ -361,6 +361,39 @@ def test_a_suspended_host_comes_back(seconds: float) -> None:
     assert (b.running.round == 0) == (seconds < 2)
 
 
+@pytest.mark.parametrize("delay", [0.001, 0.05])
+def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
+    """The last one lets the store know, however slow the network is."""
+    with Simulation(job("1:2"), endpoints=("store0",), delay=(delay, delay)) as sim:
+        for _ in range(3):
+            nodes = [sim.add_node("a"), sim.add_node("b")]
+            sim.run_until(lambda: sim.is_settled(2), 60)
+            for node in nodes:
+                sim.leave(node)
+            sim.run_until(lambda: sim.is_over, 10)
+        a = sim.add_node("a")
+        sim.run_until(lambda: sim.is_settled(1), 60)
+        assert a.running is not None
+        assert a.running.round >= 3
+        assert "round 0" in sim.trace
+        assert "MembershipChanged" not in sim.trace
+
+
+def test_a_loop_of_lost_nodes_ends_where_losses_are_noticed_late() -> None:
+    """Each turn takes the time of a lease, which does not let the losses lie further apart."""
+    spec = job("1:2", heartbeat_timeout=20.0)
+    with Simulation(spec, endpoints=("store0",)) as sim:
+        for turn in range(11):
+            node = sim.add_node(f"a{turn}")
+            sim.run_until(lambda: sim.is_settled(1), 60)
+            sim.switch_off(node)
+        last = sim.add_node("last")
+        sim.run_until(lambda: sim.is_over, 60)
+    assert sim.now > 200
+    assert last.outcome is not None
+    assert "11 node losses" in last.outcome.why
+
+
 def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
     """It is started and then stopped, once the host runs again."""
     with Simulation(job(1), endpoints=("store0",)) as sim:

@@ -15,13 +15,11 @@ from elastic_aio.spec.restart import (
     Backoff,
     NodeLosses,
     RestartAction,
-    RestartBudget,
-    RestartDecision,
-    RestartHistory,
     RestartPolicy,
     RestartWindow,
     changed_settings,
 )
+from elastic_aio.spec.restart_budget import RestartBudget, RestartDecision, RestartHistory
 
 
 def test_delays_double_up_to_the_cap() -> None:

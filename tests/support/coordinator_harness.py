@@ -35,7 +35,8 @@ from elastic_aio.rendezvous.messages import (
     encode,
 )
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
-from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
+from elastic_aio.spec.restart import RestartAction, RestartPolicy
+from elastic_aio.spec.restart_budget import RestartBudget
 
 
 def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus:

@@ -46,7 +46,8 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import RestartAction, RestartBudget
+from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart_budget import RestartBudget
 
 T = TypeVar("T")
 
