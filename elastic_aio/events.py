@@ -315,6 +315,8 @@ class EventsMissed(Event, frozen=True, kw_only=True):
 
     count: int
     """How many; 0 if that is unknown."""
+    why: str = ""
+    """Why, if that is known."""
 
 
 class JobFinished(Event, frozen=True, kw_only=True):

@@ -69,7 +69,8 @@ def _describe(event: Event) -> tuple[int, str]:
         case events.WorkerStoreRefused():
             return Level.WARNING, _store_refused(event)
         case events.EventsMissed():
-            return Level.WARNING, f"{event.count or 'some'} events missed"
+            why = f": {event.why}" if event.why else ""
+            return Level.WARNING, f"{event.count or 'some'} events missed{why}"
         case events.JobFinished():
             ended = f"job {event.state.value} after {event.duration:.3g} s"
             return Level.INFO, f"{ended}: {event.why}"

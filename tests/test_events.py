@@ -225,7 +225,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
         RendezvousStoreRecovered, endpoint=texts, is_host=st.booleans()
     ),
     ControlUnavailable: drawn(ControlUnavailable, why=texts),
-    EventsMissed: drawn(EventsMissed, count=counts),
+    EventsMissed: drawn(EventsMissed, count=counts, why=texts),
     JobFinished: drawn(
         JobFinished,
         state=st.sampled_from(JobState),

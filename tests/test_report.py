@@ -582,6 +582,7 @@ EVENTS: list[tuple[Event, int, str]] = [
     ),
     (EventsMissed(count=3), Level.WARNING, "3 events missed"),
     (EventsMissed(count=0), Level.WARNING, "some events missed"),
+    (EventsMissed(count=0, why="too late"), Level.WARNING, "some events missed: too late"),
     (
         JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0),
         Level.INFO,

@@ -80,9 +80,9 @@ def _main(
 def _jobs_parser() -> OptionParser:
     parser = OptionParser(
         prog="aio-elastic jobs",
-        description="List the jobs at a store: their state, their nodes, and since when. A job"
-        " that is 'lost' has no node and no end: all its nodes were stopped or killed, or cannot"
-        " reach the store.",
+        description="List the jobs at a store: their state, their nodes, and SINCE: when they"
+        " ended, or else began. A job that is 'lost' has no node and no end: all its nodes were"
+        " stopped or killed, or cannot reach the store.",
         epilog=_EXIT_CODES,
     )
     _add_options(parser)

@@ -258,7 +258,7 @@ class _ReorderBuffer:
     def end(self, end: RunEnd | None = None, began_at: float = 0.0) -> None:
         """End the stream: its events have been deleted, and only its end is known."""
         self._pending.clear()
-        self._miss(0)
+        self._miss(0, "" if end is None else "they were removed at the end of the job")
         if end is None:
             self.is_over = True
             return
@@ -317,6 +317,8 @@ class _ReorderBuffer:
             else:
                 self._ready.append(replace(event, seq=self.next - 1))
 
-    def _miss(self, count: int) -> None:
-        missed = EventsMissed(seq=self.next - 1, time=time.time(), run_id=self._run_id, count=count)
-        self._ready.append(missed)
+    def _miss(self, count: int, why: str = "") -> None:
+        now, seq = time.time(), self.next - 1
+        self._ready.append(
+            EventsMissed(seq=seq, time=now, run_id=self._run_id, count=count, why=why)
+        )

@@ -254,6 +254,8 @@ async def test_a_recorded_end_is_the_last_event() -> None:
             assert events.has_begun
             seen = await all_of(events)
     assert shown(seen) == ["missed 0", "JobFinished"]
+    assert isinstance(seen[0], EventsMissed)
+    assert seen[0].why == "they were removed at the end of the job"
     end = seen[-1]
     assert isinstance(end, JobFinished)
     assert (end.state, end.why, end.exit_code) == (JobState.FAILED, "rank 1 failed", 3)
