@@ -167,7 +167,8 @@ async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
     value = await store.compare_set(OWNER_KEY, b"", claim)
     kind, _, owner = value.decode("utf-8", "replace").partition("/")
     if owner != run_id:
-        return f"it belongs to the run {owner!r}"
+        remedy = "" if kind == _NODE else " until `aio-elastic gc` removes it"
+        return f"it belongs to the run {owner!r}{remedy}"
     if is_first_node and kind == _NODE:
         return f"another node of rank 0 serves the run {owner!r} there"
     return ""
