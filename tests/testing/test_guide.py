@@ -14,7 +14,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs(program: str) -> None:
-    """A thousand clusters take half a minute; twenty show that the program works."""
+    """A thousand clusters take a minute; twenty show that the program works."""
     exec(program.replace("range(1000)", "range(20)"), {})
 
 
