@@ -39,6 +39,8 @@ async def test_the_status_of_a_running_job(tmp_path: Path) -> None:
     async with Agent(spec.replace(env={"NOTES": str(tmp_path)})) as agent:
         await running(agent)
         await until(noted(tmp_path, 2))
+        # A program that has just begun has few pages.
+        await until(lambda: all((one.rss_bytes or 0) > 1 << 18 for one in agent.status().workers))
         status = agent.status()
         assert (status.run_id, status.phase, status.attempt) == ("r", "running", 0)
         assert (status.restarts_left, status.round, status.is_ready) == (3, 0, True)
@@ -51,10 +53,10 @@ async def test_the_status_of_a_running_job(tmp_path: Path) -> None:
             assert worker.stdout_path is not None
             assert Path(worker.stdout_path).exists()
             assert worker.usage is not None
-            assert worker.usage.max_rss_bytes > 0
+            assert worker.usage.max_rss_bytes > 1 << 18
             assert worker.usage.minor_faults > 0
             assert worker.rss_bytes is not None
-            assert 0 < worker.rss_bytes <= worker.usage.max_rss_bytes
+            assert 1 << 18 < worker.rss_bytes <= worker.usage.max_rss_bytes
         assert agent.status(usage=False).workers[0].usage is None
         await agent.stop()
         ended = agent.status()
