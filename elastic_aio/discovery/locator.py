@@ -28,9 +28,11 @@ listen, and the others have connected.  After a loss they come at 0.3 s, 0.9 s, 
 all nodes start searching at once, and their leases last only some seconds.  0.6 s is the time
 in which a busy host begins to serve and is found.
 
-Turns are no guarantee.  If there are two stores nevertheless, the node that serves the
-later one keeps looking at the earlier ones (`wait_superseded`) and abandons its own once
-the run is active there.
+Seconds for which a node was suspended do not count for its turns: it could not learn of
+another store meanwhile.  Turns are no guarantee nevertheless.  If there are two stores, the
+node that serves the later one looks at the earlier ones every 5 s, or every
+`heartbeat_timeout` if that is less (`wait_superseded`), and abandons its own once the run is
+active there.
 """
 
 from __future__ import annotations
@@ -72,6 +74,9 @@ from elastic_aio.store.server import PAUSE_RESOLUTION
 
 _KEEPALIVE_TIMEOUT: Final = 60.0
 """Seconds without a TCP acknowledgement after which the server drops a client."""
+
+_OTHER_INTERVAL_MAX: Final = 5.0
+"""Seconds between two looks at the earlier endpoints while this node serves a later one."""
 
 _OTHER_TIMEOUT: Final = 5.0
 """Seconds for another endpoint to answer while this node serves one."""
@@ -318,10 +323,11 @@ class StoreLocator:
         time; to a later one only after it was suspended for so long that the other nodes may
         have moved there.
         """
+        interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX) if index else None
         while True:
             with contextlib.suppress(TimeoutError):
                 # There is no notification of a server that begins to listen: poll.
-                async with asyncio.timeout(self._spec.heartbeat_timeout if index else None):
+                async with asyncio.timeout(interval):
                     await self._was_suspended.wait()
             was_suspended = self._was_suspended.is_set()
             self._was_suspended.clear()

@@ -48,6 +48,13 @@ _RETRY_BIND: Final = Backoff(initial=0.2, factor=1.3, cap=1.0, jitter=False)
 _RETRY_BIND_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
 """Before another attempt to listen at a port: for any program, and for a store that refuses us."""
 
+_STEP_MIN: Final = 0.001
+_STEP_MAX: Final = 0.1
+"""Seconds of a wait for a turn, after which it checks whether this process has been running.
+
+The least is more than the clock resolves, so that each wait is progress.
+"""
+
 _NOTICE: Final = 5.0
 _NOTICE_REFUSED: Final = 1.0
 """Seconds of a search after which its node reports it: in general, and if a store refuses it."""
@@ -186,6 +193,8 @@ class EndpointSearch:
         """Begin; see `StoreLocator.locate` for the arguments."""
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
+        self._suspended = 0.0
+        """Seconds for which this process did not run, though a timer was due."""
         self._changed = asyncio.Event()
         self._is_host = spec.is_host
         self._timeout = timeout = spec.read_timeout
@@ -213,15 +222,23 @@ class EndpointSearch:
             monitor.check()
         states = [monitor.state for monitor in self.monitors]
         turns = [one.turn if self.addresses_to_bind(one) else math.inf for one in self.monitors]
-        return choose_endpoint(states, turns, self._elapsed, self._grace)
+        return choose_endpoint(states, turns, self._awake, self._grace)
 
     async def wait_changed(self, until: float) -> None:
-        """Wait until a state changes, or the search has taken `until` seconds."""
-        left = min(until, self._timeout, self._notice_at) - self._elapsed
+        """Wait until a state changes, or the search has taken `until` seconds.
+
+        Seconds for which this process was suspended do not count: in them it could not learn
+        that another node serves an earlier endpoint.  Returns early too.
+        """
+        left = min(self._timeout, self._notice_at) - self._elapsed
+        if until < math.inf:
+            left = min(left, until - self._awake, _STEP_MAX)
+        due = self._loop.time() + max(left, _STEP_MIN)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, left)):
+            async with asyncio.timeout_at(due):
                 await self._changed.wait()
         self._changed.clear()
+        self._suspended += max(0.0, self._loop.time() - due)
 
     def addresses_to_bind(self, monitor: EndpointMonitor) -> Sequence[Address]:
         """Return where this node would listen to serve an endpoint; empty: nowhere."""
@@ -239,7 +256,7 @@ class EndpointSearch:
         # The kernel does not notify us when a port becomes free.
         is_refused = monitor.state is EndpointState.REFUSED
         retry = _RETRY_BIND_REFUSED if is_refused else _RETRY_BIND
-        monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
+        monitor.turn = self._awake + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
         if not is_refused:
             monitor.retry_now()
@@ -257,6 +274,10 @@ class EndpointSearch:
     @property
     def _elapsed(self) -> float:
         return self._loop.time() - self._began
+
+    @property
+    def _awake(self) -> float:
+        return self._elapsed - self._suspended
 
     @property
     def _notice_at(self) -> float:

@@ -15,6 +15,7 @@ import pytest
 
 from elastic_aio.aio import wait_forever
 from elastic_aio.discovery import dialer, search
+from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.keys import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
@@ -357,6 +358,53 @@ async def test_a_later_endpoint_waits_for_the_first_host(
     async with StoreServer("127.0.0.1", port):
         located = await second
         assert (located.index, located.is_host) == (0, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_suspended_host_serves_no_later_endpoint(
+    is_first: bool,
+    make_locator: MakeLocator,
+    only_local: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds the store that it could not find while it was suspended."""
+    port = free_port()
+    only_local("127.0.0.2")
+    dial = StoreNetwork.dial
+    # Longer than the time until any turn, and before the other store can answer.
+    suspensions = [lambda: time.sleep(2.5)]
+
+    async def dial_and_suspend(self: StoreNetwork, address: Address) -> socket.socket:
+        if address[1][0] == "127.0.0.2" and suspensions:
+            asyncio.get_running_loop().call_soon(suspensions.pop())
+        return await dial(self, address)
+
+    monkeypatch.setattr(StoreNetwork, "dial", dial_and_suspend)
+    async with StoreServer("127.0.0.1", port):
+        locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=4.0)
+        located = await locator.locate(is_first=is_first)
+    assert (located.index, located.is_host, suspensions) == (0, False, [])
+
+
+async def test_a_later_host_looks_at_the_earlier_endpoints_often_enough(
+    make_locator: MakeLocator, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the heartbeat timeout is."""
+    monkeypatch.setattr(locator_module, "_OTHER_INTERVAL_MAX", 0.1)
+    port = free_port()
+    only_local("127.0.0.2")
+    locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", heartbeat_timeout=3600.0)
+    located = await locator.locate(is_first=False)
+    assert (located.index, located.is_host) == (1, True)
+    async with (
+        StoreServer("127.0.0.1", port) as earlier,
+        connect(earlier.endpoint, timeout=5) as store,
+    ):
+        await enter_run(store, RUN, job="", reuse=False)
+        await store.set(f"elastic_aio/{RUN}/0/coordinator", "x")
+        async with asyncio.timeout(20):
+            assert await located.wait_superseded() == f"127.0.0.1:{port}"
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ async def test_a_workload_that_kills_its_agent_does_not_loop(tmp_path: Path) -> 
         finished = await host.event(JobFinished)
         assert "restart.node_losses" in finished.why
         assert finished.restarts == 0
-        assert finished.duration < 20
         assert len(host.events_of(NodeLost)) == 11
 
 
