@@ -6,11 +6,11 @@ written again can be shorter than before, longer, or of the same size.  Each rea
 compares the bytes before its offset with the ones that were there; if they differ, the
 file was truncated.
 
-A short file of the same bytes and size was opened anew and written again if the kernel has
-reported both, and the time of its last change differs, and stays so: write(2) changes the
-time before the size.  None of the three suffices: `touch` opens a file and changes its time,
-and so does a write that fails; ftruncate(2) and fallocate(2) to the size that the file has
-are reported as writes.
+A short file of the same bytes and size was opened anew and written again if the time of its
+last change differs, and the kernel has reported both.  None of the three suffices: `touch`
+opens a file and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2)
+to the size that the file has are reported as writes.  A changed time is judged a little later:
+write(2) changes the time before the size, and a report may come after both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 # Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
 CHUNK = 64 * 1024
 _COMPARED = 4096
-# Longer than a write takes from the change of the time to that of the size.
+# Longer than from the change of the time by a write to that of the size, and to its report.
 _SETTLED_S = 0.05
 
 
@@ -80,11 +80,13 @@ class LogFile:
         status = os.fstat(self._descriptor)
         is_read = status.st_size == offset + count
         is_changed = self._modified_at not in (None, status.st_mtime_ns)
-        is_changed = is_changed and self.is_opened and self.is_written
         if is_read and is_changed and offset and not count:
             if self.look_again_at is None:
                 self.look_again_at = now + _SETTLED_S
-            return now >= self.look_again_at
+            if now < self.look_again_at:
+                return False
+            if self.is_opened and self.is_written:
+                return True
         self.look_again_at = None
         # A process that has opened the file may be about to truncate it.
         self.is_opened = self.is_opened and not count

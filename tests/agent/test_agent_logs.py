@@ -399,7 +399,6 @@ async def test_a_worker_that_truncates_its_own_log(tmp_path: Path) -> None:
     assert out == b"[default0]:one\n[default0]:2\n"
 
 
-@pytest.mark.slow
 async def test_lines_that_replace_the_log_are_shown(tmp_path: Path) -> None:
     """`echo text > /dev/stdout` truncates the log each time: every text is shown, once.
 

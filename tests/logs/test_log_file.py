@@ -77,7 +77,24 @@ def test_a_change_of_the_time_and_one_event_are_no_truncation(
     change_time(path)
     setattr(log, event, True)
     assert log.read(5, now) == b""
+    assert log.read(5, log.look_again_at or now) == b""
     assert log.look_again_at is None
+
+
+def test_events_that_come_after_a_read_still_tell_of_a_truncation(
+    path: Path, log: LogFile
+) -> None:
+    """The truncation is reported and read, and meanwhile the file has been written again."""
+    path.write_bytes(b"tick\n")
+    assert log.read(0, 1.0) == b"tick\n"
+    path.write_bytes(b"tick\n")
+    change_time(path)
+    log.is_written = True
+    assert log.read(5, 2.0) == b""
+    note_events(log)
+    when = log.look_again_at
+    assert when is not None
+    assert log.read(5, when) is None
 
 
 def test_a_file_that_was_opened_may_be_truncated_later(path: Path, log: LogFile) -> None:
