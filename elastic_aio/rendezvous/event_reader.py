@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,15 +24,19 @@ from elastic_aio.rendezvous.event_stream import (
     decode_event,
     parse_seq,
 )
-from elastic_aio.rendezvous.job_store import check_reader, open_job_store
+from elastic_aio.rendezvous.job_store import check_reader, no_store, open_job_store
 from elastic_aio.spec.checks import check_number, checked_integer, checked_text
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec, parse_endpoints
+from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Store, Watch
 
 _GAP_PATIENCE: Final = 2.0
 """Seconds after which the writer of a missing event counts as killed."""
+
+_RETRY: Final = Backoff(initial=0.05, cap=1.0)
+"""Before a store is searched for again that was lost before it could be followed."""
 
 
 def follow_job(
@@ -109,6 +114,8 @@ class JobEvents:
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
         self._is_open = False
         self._connection = contextlib.AsyncExitStack()
+        self._attempts = 0  # to follow a store, since the last one that could be followed
+        self._search_end = 0.0  # loop time at which the last of these attempts is over
         self._watch: Watch | None = None  # of the events, or of the beginning of the run
         self._store: Store | None = None  # that of the events, once the run has begun
 
@@ -124,7 +131,8 @@ class JobEvents:
         """
         running_loop()
         try:
-            await self._advance()
+            while self._watch is None:
+                await self._advance()
         except BaseException:  # a cancellation too: no connection stays open
             await self.aclose()
             raise
@@ -165,19 +173,37 @@ class JobEvents:
 
     async def _advance(self) -> None:
         """Connect, or wait for a change and take it."""
+        if self._watch is None:
+            await self._search()
+            return
         try:
-            if self._watch is None:
-                await self._begin()
-            else:
-                await self._read(self._watch)
+            await self._read(self._watch)
         except StoreLost:
             self._watch = None  # the next call connects again
 
-    async def _begin(self) -> None:
+    async def _search(self) -> None:
+        """Try once to find a store and to follow it."""
+        loop = asyncio.get_running_loop()
+        attempts, self._attempts = self._attempts, 0
+        timeout = self._timeout
+        if attempts:
+            timeout = max(0.1, round(self._search_end - loop.time(), 1))
+        else:
+            self._search_end = loop.time() + timeout
+        try:
+            await self._begin(timeout)
+        except StoreLost as error:
+            left = self._search_end - loop.time()
+            if left <= 0:
+                raise no_store(self._spec, self._timeout, str(error)) from None
+            await asyncio.sleep(min(left, _RETRY.delay(attempts, random.random)))
+            self._attempts = attempts + 1
+
+    async def _begin(self, timeout: float) -> None:
         """Connect to a store and take the events that it has."""
-        self._store = None
+        self._store = self._watch = None
         await self._connection.aclose()
-        root = await open_job_store(self._spec, self._run_id, self._timeout)
+        root = await open_job_store(self._spec, self._run_id, timeout)
         self._connection.push_async_callback(root.aclose)
         enter = self._connection.enter_async_context
         beginning = await enter(root.watch(f"{run_prefix(self._run_id)}/run"))

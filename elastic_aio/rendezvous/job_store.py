@@ -41,7 +41,7 @@ async def open_job_store(spec: RendezvousSpec, run_id: str, timeout: float) -> S
         await engine.open(timeout)
     except StoreTimeout as error:
         await engine.aclose()
-        raise _not_found(spec, timeout, str(error)) from None
+        raise no_store(spec, timeout, str(error)) from None
     except BaseException:  # a cancellation too: no connection stays open
         await engine.aclose()
         raise
@@ -76,9 +76,10 @@ async def _connect_first(spec: RendezvousSpec, timeout: float) -> Store:
         if refusal is not None:
             raise refusal
         if loop.time() >= end:
-            raise _not_found(spec, timeout, "; ".join(reasons.values()))
+            raise no_store(spec, timeout, "; ".join(reasons.values()))
 
 
-def _not_found(spec: RendezvousSpec, timeout: float, why: str) -> StoreTimeout:
+def no_store(spec: RendezvousSpec, timeout: float, why: str) -> StoreTimeout:
+    """Return the error that no endpoint has had a store for `timeout` seconds."""
     kind = spec.backend if spec.is_on_engine else "store"
     return StoreTimeout(f"no {kind} at {', '.join(spec.endpoints)} within {timeout:g} s: {why}")

@@ -81,9 +81,7 @@ def test_a_change_of_the_time_and_one_event_are_no_truncation(
     assert log.look_again_at is None
 
 
-def test_events_that_come_after_a_read_still_tell_of_a_truncation(
-    path: Path, log: LogFile
-) -> None:
+def test_events_that_come_after_a_read_still_tell_of_a_truncation(path: Path, log: LogFile) -> None:
     """The truncation is reported and read, and meanwhile the file has been written again."""
     path.write_bytes(b"tick\n")
     assert log.read(0, 1.0) == b"tick\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
 from elastic_aio.discovery.keys import enter_run, run_store, write_end
-from elastic_aio.errors import SpecError, StoreClosed, StoreRefused, StoreTimeout
+from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
 from elastic_aio.rendezvous import event_reader, job_store
 from elastic_aio.rendezvous.event_reader import JobEvents
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
+from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
 from tests.support.chaos import ChaosProxy
 
@@ -317,6 +319,25 @@ async def test_a_store_that_does_not_return() -> None:
             await stack.aclose()
             with dead(server.port), pytest.raises(StoreTimeout, match="no store at"):
                 await taken(events, 1)
+
+
+async def test_a_store_that_is_lost_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it can be followed: the search has one timeout, and pauses between attempts."""
+    attempts = itertools.count()
+
+    async def lose(store: Store, run_id: str) -> None:
+        next(attempts)
+        raise StoreLost("the peer closed the connection")
+
+    monkeypatch.setattr(event_reader, "read_run", lose)
+    monkeypatch.setattr(event_reader, "_RETRY", Backoff(initial=0.1, jitter=False))
+    async with StoreServer("127.0.0.1") as server:
+        with pytest.raises(
+            StoreTimeout, match=rf"^no store at {server.endpoint} within 0.5 s: the peer closed"
+        ):
+            async with asyncio.timeout(20):
+                await follow_job(server.endpoint, "r", timeout=0.5).__aenter__()
+    assert 2 <= next(attempts) <= 5  # after 0, 0.1, 0.3, 0.5 s
 
 
 async def test_the_token_is_required() -> None:
