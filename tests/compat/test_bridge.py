@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from elastic_aio import LaunchSpec, RestartAction, RestartPolicy
+from elastic_aio.aio import wait_forever
 from elastic_aio.compat.torch.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs
 from elastic_aio.compat.torch.rendezvous import (
@@ -25,9 +27,13 @@ from elastic_aio.compat.torch.rendezvous import (
     RendezvousInfo,
     RendezvousStateError,
     RendezvousStoreInfo,
+    bridge,
 )
+from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
+from elastic_aio.outcome import JobState
 from tests.support import functions
 from tests.support.children import DEADLINE_S
+from tests.support.fake_agent import FakeAgent
 
 
 class MemoryStore:
@@ -263,3 +269,27 @@ def test_a_node_does_not_wait_for_others_for_ever() -> None:
         lambda one: run(one, "true" if one.rank == 0 else "false", barrier=0.1),
     )
     assert [one.state for one in results] == [WorkerState.SUCCEEDED, WorkerState.FAILED]
+
+
+async def test_a_decision_that_never_comes_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "DECIDE_TIMEOUT", 0.1)
+    restart = RestartPolicy(decide=lambda failure: RestartAction.DEFAULT)
+    spec = LaunchSpec(["true"], nnodes="1:2", max_restarts=1, restart=restart)
+    agent = FakeAgent(
+        "n",
+        spec,
+        make=lambda spec, node, run_id, agent: HandlerRendezvous(
+            Handler(Meeting(1)), spec, node, agent
+        ),
+    )
+    monkeypatch.setattr(agent, "decide", lambda failure: wait_forever())
+    await agent.rendezvous.open()
+    try:
+        await agent.wait_until(lambda: agent.started)
+        agent.fail(code=3)
+        await agent.wait_until(lambda: agent.outcome)
+    finally:
+        await agent.rendezvous.leave("")
+    assert agent.outcome is not None
+    assert (agent.outcome.state, agent.outcome.exit_code) == (JobState.FAILED, 3)
+    assert agent.outcome.why == "restart.decide has not returned within 0.1 s"

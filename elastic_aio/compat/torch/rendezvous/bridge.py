@@ -46,7 +46,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.spec.restart_budget import RestartBudget
 
 T = TypeVar("T")
@@ -235,7 +235,14 @@ class HandlerRendezvous(Rendezvous):
         else:
             action = RestartAction.DEFAULT
             if self._spec.restart.decide is not None:
-                action = await self._agent.decide(failures[0])
+                try:
+                    async with asyncio.timeout(DECIDE_TIMEOUT) as deadline:
+                        action = await self._agent.decide(failures[0])
+                except TimeoutError:
+                    if not deadline.expired():
+                        raise  # the callback's own
+                    why = f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s"
+                    return self._failed(stopped, why), None
             now = time.monotonic()
             decision = self._budget.decide(failures[0], action, stopped.runtime, now)
             if decision.restart:
@@ -247,8 +254,11 @@ class HandlerRendezvous(Rendezvous):
                 await asyncio.sleep(decision.delay)  # the back-off of the restart policy
                 return None, cause
             why = decision.why
-        state, code = JobState.FAILED, stopped.exit_code
-        return JobOutcome(state, why, code, self._restarts, failures), None
+        return self._failed(stopped, why), None
+
+    def _failed(self, stopped: RoundStopped, why: str) -> JobOutcome:
+        code, failures = stopped.exit_code, stopped.failures
+        return JobOutcome(JobState.FAILED, why, code, self._restarts, failures)
 
     @property
     def _restarts(self) -> int:
