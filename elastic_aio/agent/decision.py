@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from elastic_aio.aio import PausableClock, create_task, run_in_thread
@@ -22,13 +22,15 @@ async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseE
     Cancellation: raised only if the caller's task was cancelled; a CancelledError of
     the callback's own is returned.  A thread goes on, but the program does not wait for it.
     """
-    decision: RestartAction | Awaitable[RestartAction]
+    decision: RestartAction | Awaitable[RestartAction] | None
     try:
         if inspect.iscoroutinefunction(decide):
             decision = decide(failure)
         else:
             call = partial(contextvars.copy_context().run, decide, failure)
-            decision = await run_in_thread(call, daemon=True)
+            decision, error = await run_in_thread(_result_of, call, daemon=True)
+            if error is not None:
+                raise error
         action = await decision if inspect.isawaitable(decision) else decision
         if not isinstance(action, RestartAction):
             raise TypeError(f"restart.decide must return a RestartAction (got {action!r})")
@@ -42,6 +44,19 @@ async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseE
     except BaseException as error:  # noqa: BLE001  # the user's code: handed to the user
         return error
     return action
+
+
+def _result_of(
+    call: Callable[[], RestartAction | Awaitable[RestartAction]],
+) -> tuple[RestartAction | Awaitable[RestartAction] | None, BaseException | None]:
+    """Return what `call` returns, and what it raises.
+
+    A future cannot carry every exception: GeneratorExit closes the coroutines that await it.
+    """
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001  # handed to the caller
+        return None, error
 
 
 async def decide_in_time(

@@ -555,8 +555,8 @@ async def test_a_callback_that_blocks_does_not_block_the_node(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("x"), asyncio.CancelledError(), BaseException("x")],
-    ids=["own", "cancel", "base"],
+    [KeyError("x"), asyncio.CancelledError(), BaseException("x"), GeneratorExit("x")],
+    ids=["own", "cancel", "base", "exit"],
 )
 async def test_a_callback_that_fails_is_raised_on_its_node(
     tmp_path: Path, error: BaseException
