@@ -21,7 +21,7 @@ class NodeJoined(Event, frozen=True, kw_only=True):
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):
-    """A node left the rendezvous: it was stopped, or its workers are done (`why`).
+    """A node left the rendezvous: its workers have finished, or it was stopped (`why`).
 
     `name` and `member` are as in `NodeJoined`.
     """

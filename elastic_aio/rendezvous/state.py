@@ -220,7 +220,8 @@ class CoordinatorState:
         if is_lost:
             self.outbox.publish(NodeLost(name=record.name, member=member, why=why))
         else:
-            why = "it has left by itself"
+            is_done = self.has_succeeded(record)
+            why = "its workers have finished" if is_done else "it ended its lease, as when stopped"
             self.outbox.publish(NodeLeft(name=record.name, member=member, why=why))
 
     def on_decision(self, decision: RestartAction | str) -> None:

@@ -206,7 +206,9 @@ def test_remaining_nodes_form_a_round_after_a_loss() -> None:
 def test_leaving_is_not_a_loss() -> None:
     harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b")
     harness.lose("b", is_lost=False)
-    assert harness.events(NodeLeft)
+    (left,) = harness.events(NodeLeft)
+    assert isinstance(left, NodeLeft)
+    assert left.why == "it ended its lease, as when stopped"
     assert not harness.events(NodeLost)
     assert harness.events(MembershipChanged)[0].why == "b has left"  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ async def test_a_success_is_written_before_the_node_leaves() -> None:
         await b.wait_formed(2)
         b.succeed()
         await b.rendezvous.leave("it has succeeded")
-        await a.wait_event(NodeLeft)
+        assert (await a.wait_event(NodeLeft)).why == "its workers have finished"
         a.succeed()
         assert (await a.wait_ended()).state is JobState.SUCCEEDED
         assert len(a.started) == 1
