@@ -73,7 +73,7 @@ Choice = UseStore | ServeStore | WaitUntil
 def choose_endpoint(
     states: Sequence[EndpointState], turns: Sequence[float], elapsed: float, grace: float
 ) -> Choice:
-    """Return what to do now, when this process has searched for `elapsed` seconds.
+    """Return what to do now, `elapsed` seconds after the search began.
 
     `turns` says after how many seconds this node may serve each endpoint, infinity for
     never.  Endpoints of unknown state are waited for until `grace`.

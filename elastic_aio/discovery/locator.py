@@ -28,9 +28,9 @@ listen, and the others have connected.  After a loss they come at 0.3 s, 0.9 s, 
 all nodes start searching at once, and their leases last only some seconds.  0.6 s is the time
 in which a busy host begins to serve and is found.
 
-Seconds for which a node was suspended do not count for its turns: it could not learn of
-another store meanwhile.  Turns are no guarantee nevertheless.  If there are two stores, the
-node that serves the later one looks at the earlier ones every 5 s, or every
+A node that was suspended looks at the earlier endpoints once more before its turn: it could
+not learn of another store meanwhile.  Turns are no guarantee nevertheless.  If there are two
+stores, the node that serves the later one looks at the earlier ones every 5 s, or every
 `heartbeat_timeout` if that is less (`wait_superseded`), and abandons its own once the run is
 active there.
 """

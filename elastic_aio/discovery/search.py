@@ -50,7 +50,7 @@ _RETRY_BIND_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
 
 _STEP_MIN: Final = 0.001
 _STEP_MAX: Final = 0.1
-"""Seconds of a wait for a turn, after which it checks whether this process has been running.
+"""Seconds of a wait for a turn, after which it checks whether this process was suspended.
 
 The least is more than the clock resolves, so that each wait is progress.
 """
@@ -193,8 +193,8 @@ class EndpointSearch:
         """Begin; see `StoreLocator.locate` for the arguments."""
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self._suspended = 0.0
-        """Seconds for which this process did not run, though a timer was due."""
+        self._uncounted = 0.0
+        """Seconds of a suspension that do not count."""
         self._changed = asyncio.Event()
         self._is_host = spec.is_host
         self._timeout = timeout = spec.read_timeout
@@ -222,23 +222,27 @@ class EndpointSearch:
             monitor.check()
         states = [monitor.state for monitor in self.monitors]
         turns = [one.turn if self.addresses_to_bind(one) else math.inf for one in self.monitors]
-        return choose_endpoint(states, turns, self._awake, self._grace)
+        return choose_endpoint(states, turns, self._elapsed, self._grace)
 
     async def wait_changed(self, until: float) -> None:
         """Wait until a state changes, or the search has taken `until` seconds.
 
-        Seconds for which this process was suspended do not count: in them it could not learn
-        that another node serves an earlier endpoint.  Returns early too.
+        Returns early too.  While a process is suspended it cannot learn that another node
+        serves an earlier endpoint.  So when it continues, there is some time left before the
+        next turn, or before the end of the search: the grace period, if as much was left before.
         """
-        left = min(self._timeout, self._notice_at) - self._elapsed
+        began, elapsed = self._loop.time(), self._elapsed
+        left = min(until, self._timeout, self._notice_at) - elapsed
         if until < math.inf:
-            left = min(left, until - self._awake, _STEP_MAX)
-        due = self._loop.time() + max(left, _STEP_MIN)
+            left = min(left, _STEP_MAX)
+        due = began + max(left, _STEP_MIN)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(due):
                 await self._changed.wait()
         self._changed.clear()
-        self._suspended += max(0.0, self._loop.time() - due)
+        now = self._loop.time()
+        latest = max(due, began + min(until, self._timeout) - elapsed - self._grace)
+        self._uncounted += max(0.0, now - latest)
 
     def addresses_to_bind(self, monitor: EndpointMonitor) -> Sequence[Address]:
         """Return where this node would listen to serve an endpoint; empty: nowhere."""
@@ -256,7 +260,7 @@ class EndpointSearch:
         # The kernel does not notify us when a port becomes free.
         is_refused = monitor.state is EndpointState.REFUSED
         retry = _RETRY_BIND_REFUSED if is_refused else _RETRY_BIND
-        monitor.turn = self._awake + retry.ceiling(self._deferrals) * (1 + random.random())
+        monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
         if not is_refused:
             monitor.retry_now()
@@ -273,11 +277,7 @@ class EndpointSearch:
 
     @property
     def _elapsed(self) -> float:
-        return self._loop.time() - self._began
-
-    @property
-    def _awake(self) -> float:
-        return self._elapsed - self._suspended
+        return self._loop.time() - self._began - self._uncounted
 
     @property
     def _notice_at(self) -> float:

@@ -360,31 +360,48 @@ async def test_a_later_endpoint_waits_for_the_first_host(
         assert (located.index, located.is_host) == (0, False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_a_suspended_host_serves_no_later_endpoint(
-    is_first: bool,
-    make_locator: MakeLocator,
-    only_local: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It finds the store that it could not find while it was suspended."""
-    port = free_port()
+@pytest.fixture
+def suspensions(monkeypatch: pytest.MonkeyPatch, only_local: Callable[[str], None]) -> list[float]:
+    """Durations for which this process stops when it has looked at its endpoint 127.0.0.2."""
     only_local("127.0.0.2")
     dial = StoreNetwork.dial
-    # Longer than the time until any turn, and before the other store can answer.
-    suspensions = [lambda: time.sleep(2.5)]
+    seconds: list[float] = []
 
-    async def dial_and_suspend(self: StoreNetwork, address: Address) -> socket.socket:
-        if address[1][0] == "127.0.0.2" and suspensions:
-            asyncio.get_running_loop().call_soon(suspensions.pop())
+    async def dial_and_stop(self: StoreNetwork, address: Address) -> socket.socket:
+        if address[1][0] == "127.0.0.2" and seconds:
+            # Before another store can answer.
+            asyncio.get_running_loop().call_soon(time.sleep, seconds.pop())
         return await dial(self, address)
 
-    monkeypatch.setattr(StoreNetwork, "dial", dial_and_suspend)
+    monkeypatch.setattr(StoreNetwork, "dial", dial_and_stop)
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read_timeout", [4.0, 2.0])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_suspended_host_serves_no_later_endpoint(
+    is_first: bool, read_timeout: float, make_locator: MakeLocator, suspensions: list[float]
+) -> None:
+    """It finds the store that it could not find meanwhile, also after the end of the search."""
+    port = free_port()
+    suspensions.append(2.5)  # longer than the time until any turn
     async with StoreServer("127.0.0.1", port):
-        locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=4.0)
+        locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=read_timeout)
         located = await locator.locate(is_first=is_first)
     assert (located.index, located.is_host, suspensions) == (0, False, [])
+
+
+@pytest.mark.slow
+async def test_a_suspended_host_serves_a_later_endpoint_in_the_end(
+    make_locator: MakeLocator, suspensions: list[float]
+) -> None:
+    """A suspension delays its turn by no more than the time to look at the others."""
+    port = free_port()
+    suspensions.append(2.5)
+    locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", read_timeout=3.0)
+    located = await locator.locate(is_first=True)
+    assert (located.index, located.is_host, suspensions) == (1, True, [])
 
 
 async def test_a_later_host_looks_at_the_earlier_endpoints_often_enough(
