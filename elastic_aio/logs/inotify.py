@@ -66,8 +66,10 @@ class InotifyWatcher:
 
     def read_events(self) -> None:
         """Call back with what the kernel has reported by now."""
-        if self._descriptor >= 0 and (events := self._read()):
-            self._on_events(events)
+        if self._descriptor >= 0:
+            events = self._read() | dict.fromkeys(self._resting, _EVENTS)
+            if events:
+                self._on_events(events)
 
     def close(self) -> None:
         """Stop watching all files.  Idempotent."""
@@ -114,12 +116,12 @@ class InotifyWatcher:
 
     def _end_rest(self) -> None:
         # Subscribe before the callback: what is written in between is reported twice, and
-        # not lost.
+        # not lost.  Any event may have happened in a rest.
         resting, self._resting = self._resting, set()
         for token in resting:
             self._subscribe(token)
         if resting:
-            self._on_events(dict.fromkeys(resting, 0))
+            self._on_events(dict.fromkeys(resting, _EVENTS))
 
     def _read(self) -> dict[int, int]:
         """Return the queued events by token."""

@@ -9,8 +9,11 @@ file was truncated.
 A short file of the same bytes and size was opened anew and written again if the time of its
 last change differs, and the kernel has reported both.  None of the three suffices: `touch`
 opens a file and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2)
-to the size that the file has are reported as writes.  A changed time is judged a little later:
-write(2) changes the time before the size, and a report may come after both.
+to the size that the file has are reported as writes.  All three together by other causes
+(`truncate -s +0`) show the file once more, which is better than not at all.
+
+A changed time is judged 50 ms later: write(2) changes the time before the size, and a report
+may come after both.  A text that is replaced by the same text sooner is shown once.
 """
 
 from __future__ import annotations

@@ -287,8 +287,12 @@ async def test_a_file_that_keeps_its_size_is_not_shown_again(
     assert bench.unshown == []
 
 
-async def test_a_file_that_is_written_again_is_shown_again(bench: Bench) -> None:
-    """Also the same bytes, as by `echo tick > /dev/stdout`."""
+@pytest.mark.parametrize("wakes", [inotify._WAKES_MAX, 0])
+async def test_a_file_that_is_written_again_is_shown_again(
+    wakes: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the same bytes, as by `echo tick > /dev/stdout`, and while its watch is removed."""
+    monkeypatch.setattr(inotify, "_WAKES_MAX", wakes)
     file, _ = bench.follow("a")
     os.write(file, b"tick\n")
     for count in range(1, 4):
