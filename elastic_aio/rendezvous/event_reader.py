@@ -35,8 +35,11 @@ from elastic_aio.store import Store, Watch
 _GAP_PATIENCE: Final = 2.0
 """Seconds after which the writer of a missing event counts as killed."""
 
+_LOST_EARLY: Final = 1.0
+"""Seconds after the beginning in which the loss of a store is a failure of the search."""
+
 _RETRY: Final = Backoff(initial=0.05, cap=1.0)
-"""Before a store is searched for again that was lost before it could be followed."""
+"""Before another attempt of a search."""
 
 
 def follow_job(
@@ -116,6 +119,7 @@ class JobEvents:
         self._connection = contextlib.AsyncExitStack()
         self._attempts = 0  # to follow a store, since the last one that could be followed
         self._search_end = 0.0  # loop time at which the last of these attempts is over
+        self._followed_at = 0.0  # loop time
         self._watch: Watch | None = None  # of the events, or of the beginning of the run
         self._store: Store | None = None  # that of the events, once the run has begun
 
@@ -131,7 +135,7 @@ class JobEvents:
         """
         running_loop()
         try:
-            while self._watch is None:
+            while self._watch is None and not self._order.is_over:
                 await self._advance()
         except BaseException:  # a cancellation too: no connection stays open
             await self.aclose()
@@ -173,31 +177,44 @@ class JobEvents:
 
     async def _advance(self) -> None:
         """Connect, or wait for a change and take it."""
-        if self._watch is None:
-            await self._search()
-            return
+        watch = self._watch
         try:
-            await self._read(self._watch)
-        except StoreLost:
+            if watch is None:
+                await self._search()
+            else:
+                await self._read(watch)
+                self._attempts = 0
+        except StoreLost as error:
             self._watch = None  # the next call connects again
+            if watch is not None and self._now() >= self._followed_at + _LOST_EARLY:
+                self._attempts = 0
+            else:
+                await self._back_off(error)
+        except BaseException:  # a cancellation too: the next call begins a search
+            self._attempts = 0
+            raise
 
     async def _search(self) -> None:
         """Try once to find a store and to follow it."""
-        loop = asyncio.get_running_loop()
-        attempts, self._attempts = self._attempts, 0
         timeout = self._timeout
-        if attempts:
-            timeout = max(0.1, round(self._search_end - loop.time(), 1))
+        if self._attempts:
+            timeout = max(0.1, round(self._search_end - self._now(), 1))
         else:
-            self._search_end = loop.time() + timeout
-        try:
-            await self._begin(timeout)
-        except StoreLost as error:
-            left = self._search_end - loop.time()
-            if left <= 0:
-                raise no_store(self._spec, self._timeout, str(error)) from None
-            await asyncio.sleep(min(left, _RETRY.delay(attempts, random.random)))
-            self._attempts = attempts + 1
+            self._search_end = self._now() + timeout
+        await self._begin(timeout)
+        self._followed_at = self._now()
+
+    async def _back_off(self, error: StoreLost) -> None:
+        """Wait before the next attempt; raise `StoreTimeout` if there is none."""
+        left = self._search_end - self._now()
+        attempts, self._attempts = self._attempts, 0
+        if left <= 0:
+            raise no_store(self._spec, self._timeout, str(error)) from None
+        await asyncio.sleep(min(left, _RETRY.delay(attempts, random.random)))
+        self._attempts = attempts + 1
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _begin(self, timeout: float) -> None:
         """Connect to a store and take the events that it has."""
@@ -215,11 +232,12 @@ class JobEvents:
         # The end first: events that are deleted between the two are those before it.
         end = await read_end(store)
         watch = await enter(store.watch(EVENTS, is_prefix=True))
+        count = await count_events(store)
+        # Nothing is awaited from here on: an attempt that fails must not change the record.
         former, self._record = self._record, record
         if former is not None and former.job != record.job:
             self._order.end()  # another job has followed the one that was read
             return
-        count = await count_events(store)
         # Each store has a record of its own, and a stream.
         is_other_stream = self.has_begun and former != record
         if is_other_stream or self._order.next > count:

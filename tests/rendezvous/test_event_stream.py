@@ -19,7 +19,7 @@ from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
 from elastic_aio.rendezvous import event_reader, job_store
 from elastic_aio.rendezvous.event_reader import JobEvents
-from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter
+from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter, count_events
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
 from tests.support.chaos import ChaosProxy
@@ -338,6 +338,53 @@ async def test_a_store_that_is_lost_again_and_again(monkeypatch: pytest.MonkeyPa
             async with asyncio.timeout(20):
                 await follow_job(server.endpoint, "r", timeout=0.5).__aenter__()
     assert 2 <= next(attempts) <= 5  # after 0, 0.1, 0.3, 0.5 s
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_store_that_is_lost_whenever_it_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It counts as one that is not found, and there are pauses between the attempts."""
+    monkeypatch.setattr(event_reader, "_RETRY", Backoff(initial=0.1, jitter=False))
+    async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
+
+        async def cut() -> None:
+            while True:
+                proxy.cut()
+                await asyncio.sleep(0.02)
+
+        async with follow_job(proxy.endpoint, "r", timeout=0.5) as events:
+            cutting = asyncio.ensure_future(cut())
+            with pytest.raises(StoreTimeout, match="no store at"):
+                await taken(events, 1)
+            cutting.cancel()
+            await asyncio.wait([cutting])
+        assert proxy.connections <= 40
+
+
+async def test_an_attempt_that_fails_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is replaced by one with another stream, and is lost once while it is read."""
+    async with (
+        serving() as (first, store),
+        serving() as (second, other),
+        ChaosProxy(first.port) as proxy,
+    ):
+        await EventStreamWriter(store).write(started(0, 1, 2))
+        async with follow_job(f"{proxy.endpoint},{second.endpoint}", "r", timeout=20) as events:
+            assert shown(await taken(events, 3)) == [0, 1, 2]
+            await EventStreamWriter(other).write(started(10, 11, 12, 13))
+            losses = [StoreLost("gone")]
+
+            async def lose_once(store: Store) -> int:
+                if losses:
+                    raise losses.pop()
+                return await count_events(store)
+
+            monkeypatch.setattr(event_reader, "count_events", lose_once)
+            proxy.is_refusing = True
+            proxy.cut()
+            assert shown(await taken(events, 5)) == ["missed 0", 10, 11, 12, 13]
+        assert not losses
 
 
 async def test_the_token_is_required() -> None:
