@@ -6,6 +6,8 @@ the marker `torch`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -18,7 +20,6 @@ from typing import Any
 import pytest
 
 from elastic_aio import LaunchSpec, RestartAction, RestartPolicy
-from elastic_aio.aio import wait_forever
 from elastic_aio.compat.torch.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs
 from elastic_aio.compat.torch.rendezvous import (
@@ -30,7 +31,7 @@ from elastic_aio.compat.torch.rendezvous import (
     bridge,
 )
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
-from elastic_aio.outcome import JobState
+from elastic_aio.outcome import Failure, JobState
 from tests.support import functions
 from tests.support.children import DEADLINE_S
 from tests.support.fake_agent import FakeAgent
@@ -272,6 +273,7 @@ def test_a_node_does_not_wait_for_others_for_ever() -> None:
 
 
 async def test_a_decision_that_never_comes_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the callback ignores its cancellation."""
     monkeypatch.setattr(bridge, "DECIDE_TIMEOUT", 0.1)
     restart = RestartPolicy(decide=lambda failure: RestartAction.DEFAULT)
     spec = LaunchSpec(["true"], nnodes="1:2", max_restarts=1, restart=restart)
@@ -282,7 +284,17 @@ async def test_a_decision_that_never_comes_ends_the_job(monkeypatch: pytest.Monk
             Handler(Meeting(1)), spec, node, agent
         ),
     )
-    monkeypatch.setattr(agent, "decide", lambda failure: wait_forever())
+    deciding: list[asyncio.Task[Any]] = []
+    is_over = False
+
+    async def decide(failure: Failure) -> RestartAction:
+        deciding.append(asyncio.current_task())  # type: ignore[arg-type]
+        while not is_over:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return RestartAction.DEFAULT
+
+    monkeypatch.setattr(agent, "decide", decide)
     await agent.rendezvous.open()
     try:
         await agent.wait_until(lambda: agent.started)
@@ -293,3 +305,17 @@ async def test_a_decision_that_never_comes_ends_the_job(monkeypatch: pytest.Monk
     assert agent.outcome is not None
     assert (agent.outcome.state, agent.outcome.exit_code) == (JobState.FAILED, 3)
     assert agent.outcome.why == "restart.decide has not returned within 0.1 s"
+    is_over = True
+    (task,) = deciding
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("error", [StopIteration("x"), GeneratorExit("x"), BaseException("x")])
+def test_an_unusual_error_of_the_handler_is_reported(error: BaseException) -> None:
+    """No coroutine can pass it on as it is."""
+    handler = Handler(Meeting(1))
+    handler.join_error = error  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) as raised:
+        run(handler, functions.give)
+    assert str(raised.value) == f"the rendezvous handler raised {error!r}"

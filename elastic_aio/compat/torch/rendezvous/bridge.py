@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.outcome import JobOutcome, JobState
@@ -82,15 +82,11 @@ class HandlerThread:
 
         Cancellation: the call goes on; its result is dropped.
         """
-        done: asyncio.Future[T] = self._loop.create_future()
+        done: asyncio.Future[tuple[T | None, BaseException | None]] = self._loop.create_future()
 
         def settle(value: T | None, error: BaseException | None) -> None:
-            if done.cancelled():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(value)  # type: ignore[arg-type]  # there is a value or an error
+            if not done.cancelled():
+                done.set_result((value, error))
 
         def run() -> None:
             value, error = None, None
@@ -104,7 +100,14 @@ class HandlerThread:
                 pass  # the event loop is closed: the job has ended
 
         self._calls.put(run)
-        return await done
+        value, error = await done
+        if error is None:
+            return cast("T", value)
+        # A coroutine cannot raise these: StopIteration ends it, GeneratorExit closes it.
+        is_usual = isinstance(error, Exception | SystemExit | KeyboardInterrupt)
+        if is_usual and not isinstance(error, StopIteration):
+            raise error
+        raise RuntimeError(f"the rendezvous handler raised {error!r}")
 
     def close(self) -> None:
         """Let the thread end after the present call."""
@@ -235,14 +238,18 @@ class HandlerRendezvous(Rendezvous):
         else:
             action = RestartAction.DEFAULT
             if self._spec.restart.decide is not None:
+                deciding = asyncio.ensure_future(self._agent.decide(failures[0]))
                 try:
-                    async with asyncio.timeout(DECIDE_TIMEOUT) as deadline:
-                        action = await self._agent.decide(failures[0])
-                except TimeoutError:
-                    if not deadline.expired():
-                        raise  # the callback's own
+                    await asyncio.wait([deciding], timeout=DECIDE_TIMEOUT)
+                    is_late = not deciding.done()
+                finally:
+                    # Not waited for: the callback is the user's.
+                    deciding.add_done_callback(lambda task: task.cancelled() or task.exception())
+                    deciding.cancel()
+                if is_late:
                     why = f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s"
                     return self._failed(stopped, why), None
+                action = deciding.result()
             now = time.monotonic()
             decision = self._budget.decide(failures[0], action, stopped.runtime, now)
             if decision.restart:
