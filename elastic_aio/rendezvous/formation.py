@@ -69,7 +69,7 @@ from elastic_aio.rendezvous.base import (
     round_formed_event,
 )
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
-from elastic_aio.rendezvous.messages import RoundRecord, WaitForNodes
+from elastic_aio.rendezvous.messages import MemberPhase, RoundRecord, WaitForNodes
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, RoundState
 from elastic_aio.text import counted
 
@@ -103,7 +103,8 @@ def recover_round(state: CoordinatorState) -> None:
     size = next(iter(held.values())).span.group_world_size
     statuses = [state.members[member].status for member in held]
     outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
-    members_done = max(one.members_done for one in statuses)
+    # Both counts may contain the same members.
+    members_done = max(_done_since(state, newest), *(one.members_done for one in statuses))
     is_whole = len(held) + members_done >= size
     if not is_whole and outcome is None and state.arm(due):
         return
@@ -120,6 +121,17 @@ def recover_round(state: CoordinatorState) -> None:
         state.add_change_reason(f"{_missing([*held.values()], members_done)} did not come back")
     elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
+
+
+def _done_since(state: CoordinatorState, round_id: tuple[int, str]) -> int:
+    """Return how many members of a round have succeeded and left since the recovery began."""
+    gone = [record.status for record in state.round.gone.values()]
+    return sum(
+        one.phase is MemberPhase.SUCCEEDED
+        and one.placement is not None
+        and one.placement.round_id == round_id
+        for one in gone
+    )
 
 
 def _missing(held: Sequence[Placement], members_done: int) -> str:

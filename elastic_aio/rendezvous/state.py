@@ -215,6 +215,8 @@ class CoordinatorState:
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
                 if not (is_lost and saw_failure):
                     self.round.is_excused = True
+        elif self.phase is CoordinatorPhase.RECOVERING and not is_lost:
+            self.round.gone[member] = record  # it may be done: the round is not known yet
         if self.phase is CoordinatorPhase.ENDING:
             return  # JobFinished is the last event
         if is_lost:

@@ -939,6 +939,23 @@ def test_another_store_restarts_the_workers_without_keep_workers() -> None:
     assert harness.ranks == {"a": 0, "b": 1}
 
 
+def test_a_success_counts_that_leaves_another_store_before_it_is_recovered() -> None:
+    """The node does not wait at its barrier, so it is gone when the round is known there."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
+    harness.members["a"].report(RoundSucceeded(0))
+    harness.members["b"].report(RoundSucceeded(0))
+    late = harness.members.pop("a")
+    harness.elect("e", store=b"another")
+    harness._write_statuses()
+    harness.lose("b", is_lost=False)
+    harness.members["a"] = late
+    late.attend(b"another")
+    harness.settle()
+    (finished,) = harness.events(JobFinished)
+    assert isinstance(finished, JobFinished)
+    assert finished.state is JobState.SUCCEEDED
+
+
 def test_orders_of_another_store_are_obeyed() -> None:
     """A new coordinator there begins with term 1 and serial 1 again, whatever came before."""
     harness = CoordinatorHarness(RoundSettings(3, 3), "a", "b")
