@@ -240,13 +240,17 @@ def test_the_pure_modules_exist() -> None:
     assert not PURE - MODULES.keys()
 
 
+# What the guardian's bare interpreter imports beside the standard library.
+BARE_NEIGHBOURS = {"proc_scan", "session_list", "stop_order"}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_third_parties_are_confined(name: str) -> None:
     """Each third-party package is imported where `CONFINED` allows it."""
     roots = {imported.partition(".")[0] for imported in imported_by(name)}
     third_parties = roots - set(sys.stdlib_module_names) - {"elastic_aio"}
-    if name == "process.guardian_main":
-        third_parties -= {"proc_scan", "session_list"}  # its neighbours, in a bare interpreter
+    if name in ("process.guardian_main", "process.stop_order"):
+        third_parties -= BARE_NEIGHBOURS
     if name in ("worker.bootstrap", "worker.bootstrap_main"):
         # Before the package can be found.
         third_parties -= {"bootstrap", "interpreter", "plain_value"}
@@ -323,26 +327,16 @@ def test_one_node_does_not_pay_for_many() -> None:
     assert not loaded & (unused | {"importlib.metadata"})
 
 
-@pytest.mark.parametrize(
-    "name", ["process.guardian_main", "process.proc_scan", "process.session_list"]
-)
+@pytest.mark.parametrize("name", ["guardian_main", *sorted(BARE_NEIGHBOURS)])
 def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
     """Its bare interpreter imports only neighbouring files of this package."""
-    names = imported_by(name, typing_too=False)
-    assert not [imported for imported in names if imported.startswith("elastic_aio")]
+    names = imported_by(f"process.{name}", typing_too=False)
+    if name != "stop_order":  # it finds its neighbour in the package too
+        assert not [imported for imported in names if imported.startswith("elastic_aio")]
     roots = {imported.partition(".")[0] for imported in names}
-    assert roots <= {
-        "__future__",
-        "binascii",
-        "_signal",
-        "errno",
-        "fcntl",
-        "os",
-        "sys",
-        "time",
-        "proc_scan",
-        "session_list",
-    }
+    standard = {"__future__", "_signal", "_socket", "binascii", "errno", "fcntl"}
+    standard |= {"os", "sys", "time"}
+    assert roots - {"elastic_aio"} <= standard | BARE_NEIGHBOURS
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:

@@ -63,6 +63,7 @@ class JobOutput:
         nproc: int,
         publish: Callable[[Event], None],
         console: ConsoleTarget | None,
+        on_pipes: Callable[[list[int]], None] = lambda pipes: None,
         may_capture: bool = True,
     ) -> None:
         """Prepare; nothing is opened before `open`.
@@ -74,6 +75,8 @@ class JobOutput:
             nproc: number of workers on it.
             publish: called with every event.
             console: where output is shown; None is this process's stdout and stderr.
+            on_pipes: called with the descriptors of all pipes of workers that are read here,
+                when all workers of an attempt have started, and when a pipe was closed early.
             may_capture: whether streams may be captured, if the spec says so.
         """
         self.directory = RunDirectory(None)
@@ -84,6 +87,7 @@ class JobOutput:
         self._publish = publish
         self.capture = Capture()
         self.logged = LoggedStreams()
+        self._on_pipes = on_pipes
         self._may_capture = may_capture and spec.logs.capture
         self._console_target = console
         self._console: ConsoleStreams | None = None
@@ -293,6 +297,11 @@ class JobOutput:
             if is_full(directory):
                 self._report_full_disk(attempt, directory, os.strerror(errno.ENOSPC).lower())
 
+    def on_group_started(self) -> None:
+        """Report the pipes of the workers, which have all been started."""
+        if self._tee is not None:
+            self._on_pipes(self._tee.pipes())
+
     # -------------------------------------------------------------- a stream
 
     def _follow(
@@ -407,6 +416,7 @@ class JobOutput:
 
     def _on_console_lost(self, sink: Sink, why: str, unshown: int | None = None) -> None:
         self.capture.on_console_lost(sink)
+        self.on_group_started()
         self._publish(
             ConsoleLost(attempt=self._attempt, stream=sink.name, why=why, unshown=unshown)
         )

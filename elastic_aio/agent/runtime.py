@@ -133,6 +133,7 @@ class LocalRuntime:
             nproc=nproc,
             publish=publish,
             console=console,
+            on_pipes=self._keep_pipes,
             may_capture=overrides is None,
         )
         self.exit_numbers = itertools.count()
@@ -203,6 +204,10 @@ class LocalRuntime:
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
+
+    def _keep_pipes(self, descriptors: list[int]) -> None:
+        if self.job is not None:
+            self.job.pipes.replace(descriptors)
 
     def release(self) -> None:
         """Let the guardian end the job; needs no event loop."""

@@ -157,6 +157,7 @@ class WorkerGroup:
             self._on_started(ranks, logs, child)
             await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
         runtime.program.on_group_started()
+        runtime.output.on_group_started()
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         # The tree knows each child before the next one starts: an interruption leaves

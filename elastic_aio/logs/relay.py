@@ -94,6 +94,11 @@ class Relay:
         return f"<Relay {state}{'' if self._reader >= 0 else ', finished'}>"
 
     @property
+    def reader(self) -> int:
+        """The end of the pipe that is read here; -1 once finished."""
+        return self._reader
+
+    @property
     def unkept(self) -> int:
         """Bytes that are not in the file."""
         return self._unkept.size

@@ -217,6 +217,10 @@ class Tee:
         self._tailers.pop(token, None)
         self._close_relay(token)
 
+    def pipes(self) -> list[int]:
+        """Return the descriptors of the pipes that are read."""
+        return [relay.reader for relay in self._relays.values() if relay.reader >= 0]
+
     def _close_relay(self, token: int) -> None:
         if (relay := self._relays.pop(token, None)) is not None:
             relay.close()

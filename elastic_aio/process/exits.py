@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from resource import struct_rusage
 
@@ -83,8 +83,17 @@ class Watches:
         for watch in self._watches:
             watch.close()
 
-    def exits(self) -> list[asyncio.Future[None]]:
-        return [future for future in self._watched.values() if not future.done()]
+    def exits(self, pids: Container[int] | None = None) -> list[asyncio.Future[None]]:
+        """Return a future for each exit that is awaited; with `pids`, for these only."""
+        return [
+            future
+            for (pid, _), future in self._watched.items()
+            if not future.done() and (pids is None or pid in pids)
+        ]
+
+    def was_signalled(self, process: proc_scan.ProcEntry) -> bool:
+        """Return whether `send` has signalled a process."""
+        return process.identity in self._signalled
 
     def send(self, process: proc_scan.ProcEntry, number: int) -> None:
         """Signal a process once, and watch it unless too many are watched already.

@@ -1,15 +1,19 @@
 """The guardian process: when its supervisor is gone, it ends what is left of the job.
 
-Run as `python -I -S guardian_main.py REPORT SESSIONS MARKER SINCE SIGNAL GRACE`, in a
-session of its own.  It waits until it gets the lock of the session list, which the
+Run as `python -I -S guardian_main.py REPORT SESSIONS PIPES MARKER SINCE SIGNAL GRACE SCOPE`,
+in a session of its own.  It waits until it gets the lock of the session list, which the
 supervisor holds (F_SETLK of fcntl(2)).  The kernel releases such a lock when the process
 ends, by SIGKILL too, and when it executes another program, because the descriptor is
 closed on exec.  A pidfd does not notice an exec, and a pipe stays open in every child
 that the embedding program forks; a lock is not inherited by forks.
 
-Then all descendants of the workers get SIGNAL, and SIGKILL after GRACE seconds, again and
-again until none is found: a process that forks can hide a child from one scan of /proc
+Then the leaders of the workers get SIGNAL, what they have started gets it after them
+(`stop_order`; with the SCOPE "all" at once), and all get SIGKILL after GRACE seconds, again
+and again until none is found: a process that forks can hide a child from one scan of /proc
 (see `tree`).
+
+The supervisor was the reader of the workers' pipes.  A worker that prints while it saves would
+end by SIGPIPE, so the pipes stay open (`KeptPipes`), and are read here until the job has ended.
 
 A worker that was being started has the job's marker only after its exec, which can take
 long on a slow file system; until then it shows the supervisor's program and stack.  So if
@@ -29,7 +33,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
 
-    from elastic_aio.process import proc_scan, session_list
+    from elastic_aio.process import proc_scan, session_list, stop_order
 else:
     # The public module makes enumerations: a third of this process's start.
     import _signal as signal
@@ -38,6 +42,7 @@ else:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import proc_scan
     import session_list
+    import stop_order
 
 # Seconds without a descendant before the job counts as gone.
 _QUIET_S = 0.25
@@ -52,7 +57,7 @@ _SCAN_S = 0.005
 
 def main() -> int:
     """Wait for the supervisor's end, end its job; return 1 if some of it is left."""
-    report, sessions, since, number = (int(sys.argv[index]) for index in (1, 2, 4, 5))
+    report, sessions, pipes, since, number = (int(sys.argv[index]) for index in (1, 2, 3, 5, 6))
     # A signal to all processes of a user must not leave the workers unguarded; the agent
     # ends its guardian with SIGKILL.
     for ignored in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -61,19 +66,26 @@ def main() -> int:
         except (OSError, ValueError):
             continue  # reserved by the C library
     _check_kernel(sessions)
+    supervisor = os.getppid()
     program = _program_of_parent()
     if _is_locked(sessions):  # else the supervisor has ended by now
         os.write(report, b"!")
         os.close(report)
+        import _socket  # noqa: F401  # now: no worker waits, and its file may be replaced later
+
         fcntl.lockf(sessions, fcntl.LOCK_EX)
     workers = session_list.read_session_list(sessions)
     starting = workers.pop(session_list.STARTING, None)
     hidden = [] if starting is None else proc_scan.list_execs(starting.opened, program)
-    marker, grace = sys.argv[3].encode("ascii"), float(sys.argv[6])
-    is_ended = end_job(marker, since, workers, number, grace)
+    marker, grace = sys.argv[4].encode("ascii"), float(sys.argv[7])
+    is_ordered = sys.argv[8] != "all"
+    # A supervisor that goes on reads them itself.
+    is_gone = os.getppid() != supervisor or proc_scan.program_of(supervisor) != program
+    job = Job(marker, since, workers, supervisor, _receive_pipes(pipes) if is_gone else [])
+    is_ended = job.end(number, grace, is_ordered)
     if hidden:
         _wait_for_execs(hidden, program)
-        is_ended = end_job(marker, since, workers, number, grace)
+        is_ended = job.end(number, grace, is_ordered)
     return 0 if is_ended else 1
 
 
@@ -111,73 +123,144 @@ def _is_locked(sessions: int) -> bool:
     return False
 
 
-def end_job(
-    marker: bytes,
-    since: int,
-    sessions: dict[int, session_list.WorkerSession],
-    number: int,
-    grace: float,
-) -> bool:
-    """Signal all descendants of the workers, and after `grace` seconds kill what is left.
+def _receive_pipes(descriptor: int) -> list[int]:
+    """Return the ends of pipes that `KeptPipes` has sent."""
+    import _socket
 
-    Ends 10 seconds after the first SIGKILL at the latest; returns whether nothing is left.
-    The times are taken around each scan: on a busy host one takes longer than any of them.
-    """
-    cache = proc_scan.ScanCache()
-    signalled: set[tuple[int, int]] = set()
-    quiet_since = time.monotonic()
-    grace_until = killing_until = None
-    while True:
-        now = time.monotonic()
-        # The first scan is one of the grace, however late it comes.
-        is_grace = grace > 0 and (grace_until is None or now < grace_until)
-        if not is_grace and killing_until is None:
-            killing_until = now + _LIMIT_S
-        try:
-            descendants = find_descendants(marker, since, sessions, cache)
-        except OSError:
-            descendants = None  # no descriptor for a moment: scan again
-        for process in descendants or ():
-            if not is_grace:
-                proc_scan.signal_process(process, signal.SIGKILL)
-            elif process.identity not in signalled:
-                signalled.add(process.identity)
-                proc_scan.signal_process(process, number)
-                # A stopped process acts on a signal only after this one.
+    pipes: list[int] = []
+    try:
+        receiver = _socket.socket(fileno=descriptor)
+        flags = _socket.MSG_DONTWAIT | _socket.MSG_CMSG_CLOEXEC
+        while True:
+            data, ancillary, _, _ = receiver.recvmsg(1, _socket.CMSG_SPACE(4 * 253), flags)
+            for _, _, content in ancillary:
+                pipes += memoryview(content).cast("i")
+            if not data:
+                return pipes
+    except OSError:
+        return pipes  # there is no more, or no descriptor is left
+
+
+class Job:
+    """What is left of a job whose supervisor has gone."""
+
+    def __init__(
+        self,
+        marker: bytes,
+        since: int,
+        sessions: dict[int, session_list.WorkerSession],
+        supervisor: int,
+        pipes: list[int],
+    ) -> None:
+        """`supervisor` was its pid, `pipes` are the ends that it has read."""
+        self._marker = marker
+        self._since = since
+        self._sessions = sessions
+        self._supervisor = supervisor
+        self._pipes = pipes
+        self._cache = proc_scan.ScanCache()
+
+    def end(self, number: int, grace: float, is_ordered: bool) -> bool:
+        """Signal what is left, in the order of a stop, and kill it after `grace` seconds.
+
+        Ends 10 seconds after the first SIGKILL at the latest; returns whether nothing is left.
+        The times are taken around each scan: on a busy host one takes longer than any of them.
+        """
+        signalled: set[tuple[int, int]] = set()
+        quiet_since = time.monotonic()
+        grace_until = killing_until = None
+        while True:
+            self._drain()
+            now = time.monotonic()
+            # The first scan is one of the grace, however late it comes.
+            is_grace = grace > 0 and (grace_until is None or now < grace_until)
+            if not is_grace and killing_until is None:
+                killing_until = now + _LIMIT_S
+            try:
+                descendants = self.find_descendants()
+            except OSError:
+                descendants = None  # no descriptor for a moment: scan again
+            if is_grace:
+                self._signal(descendants or [], number, signalled, is_ordered)
+            else:
+                for process in descendants or ():
+                    proc_scan.signal_process(process, signal.SIGKILL)
+            scanned = time.monotonic()
+            if grace_until is None:
+                grace_until = scanned + grace
+            if descendants == []:
+                if now - quiet_since >= _QUIET_S:
+                    return True
+            elif killing_until is not None and now >= killing_until:
+                return False
+            else:
+                quiet_since = scanned
+            left = max(grace_until - scanned, 0)
+            time.sleep(min(_GRACE_SCAN_S, left) if is_grace else _SCAN_S)
+
+    def _signal(
+        self,
+        processes: list[proc_scan.ProcEntry],
+        number: int,
+        signalled: set[tuple[int, int]],
+        is_ordered: bool,
+    ) -> None:
+        """Signal the processes whose turn it is, each once."""
+        due = processes
+        if is_ordered:
+            leaders = {process.pid for process in processes if process.pid in self._sessions}
+            due, _ = stop_order.due_for_signal(processes, leaders, self._owner_of)
+        for process in due:
+            if process.identity in signalled:
+                continue
+            try:
+                foreground = stop_order.foreground_of(process.pid) if is_ordered else []
+            except OSError:
+                foreground = []  # no descriptor for a moment
+            for item in (process, *foreground):
+                if item.identity not in signalled:
+                    signalled.add(item.identity)
+                    proc_scan.signal_process(item, number)
+        for process in processes:
+            # A stopped process acts on a signal only after this, and others may need it.
+            if proc_scan.needs_continue(process, number):
                 proc_scan.signal_process(process, signal.SIGCONT)
-        scanned = time.monotonic()
-        if grace_until is None:
-            grace_until = scanned + grace
-        if descendants == []:
-            if now - quiet_since >= _QUIET_S:
-                return True
-        elif killing_until is not None and now >= killing_until:
-            return False
-        else:
-            quiet_since = scanned
-        left = max(grace_until - scanned, 0)
-        time.sleep(min(_GRACE_SCAN_S, left) if is_grace else _SCAN_S)
 
+    def _owner_of(self, process: proc_scan.ProcEntry) -> int | None:
+        return process.session if process.session in self._sessions else None
 
-def find_descendants(
-    marker: bytes,
-    since: int,
-    sessions: dict[int, session_list.WorkerSession],
-    cache: proc_scan.ScanCache,
-) -> list[proc_scan.ProcEntry]:
-    """Return the descendants that one scan finds.
+    def find_descendants(self) -> list[proc_scan.ProcEntry]:
+        """Return the descendants that one scan finds.
 
-    Raises:
-        OSError: no descriptor or memory is left: scan again.
-    """
-    scan = proc_scan.find_descendants(marker, since, sessions, {}, cache)
-    while True:
-        try:
-            if pause := next(scan):
-                time.sleep(pause)
-        except StopIteration as end:
-            descendants: list[proc_scan.ProcEntry] = end.value
-            return descendants
+        Raises:
+            OSError: no descriptor or memory is left: scan again.
+        """
+        scan = proc_scan.find_descendants(
+            self._marker, self._since, self._sessions, {}, self._cache, self._adopters
+        )
+        while True:
+            try:
+                if pause := next(scan):
+                    time.sleep(pause)
+            except StopIteration as end:
+                descendants: list[proc_scan.ProcEntry] = end.value
+                return descendants
+
+    def _adopters(self) -> set[int]:
+        parent = os.getppid()
+        if parent != self._supervisor:
+            # What adopts this process adopts the orphans of the supervisor too.
+            return {self._supervisor, parent}
+        return {parent} | proc_scan.may_adopt(int(os.readlink("/proc/self")))
+
+    def _drain(self) -> None:
+        """Read what the workers have written, so that none waits or gets SIGPIPE."""
+        for descriptor in self._pipes:
+            try:
+                while len(os.read(descriptor, 65536)) == 65536:
+                    pass
+            except OSError:
+                continue  # it is empty
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ the launcher (`spawned_early`), and the runtime of the job takes it over.
 
 from __future__ import annotations
 
+import _socket
 import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from msgspec import Struct
 
@@ -29,16 +31,70 @@ _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
 
 
+# Descriptors of one message (SCM_MAX_FD in the kernel), of which some are left free.
+_PIPES_EACH = 250
+
+
+class KeptPipes:
+    """The ends of the workers' pipes that this process reads, kept open for the guardian.
+
+    They are sent to a Unix socket that the guardian inherits, and stay on the way: it reads
+    them when this process has ended, and sleeps until then (SCM_RIGHTS in unix(7)).
+    """
+
+    def __init__(self) -> None:
+        """Open the socket.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._sender, self._receiver = _socket.socketpair(
+            _socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC
+        )
+        self.descriptor = self._receiver.fileno()
+        """The end that a guardian inherits."""
+        for end in (self._sender, self._receiver):
+            end.setblocking(False)
+        self._is_empty = True
+
+    def replace(self, descriptors: Sequence[int]) -> None:
+        """Keep these pipes, and no others.
+
+        Where the user has too many descriptors on the way, the last ones are not kept.
+        """
+        if self._is_empty and not descriptors:
+            return
+        self._is_empty = not descriptors
+        with suppress(OSError):  # BlockingIOError: no message is left
+            while True:
+                _, ancillary, _, _ = self._receiver.recvmsg(1, _socket.CMSG_SPACE(4 * _PIPES_EACH))
+                for _, _, content in ancillary:
+                    for (descriptor,) in struct.iter_unpack("i", content):
+                        os.close(descriptor)
+        with suppress(OSError):
+            for start in range(0, len(descriptors), _PIPES_EACH):
+                part = descriptors[start : start + _PIPES_EACH]
+                content = struct.pack(f"{len(part)}i", *part)
+                self._sender.sendmsg([b"!"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, content)])
+
+    def close(self) -> None:
+        """Close the socket, and what is on the way.  Idempotent."""
+        self._sender.close()
+        self._receiver.close()
+
+
 class GuardedJob(Struct, frozen=True):
     """What a guardian knows of its job.
 
     `marker` names the job's environment variable; `since` is when the job began, in clock
-    ticks since boot; `session_list` is the descriptor of a list of that module.
+    ticks since boot; `session_list` is the descriptor of a list of that module; `pipes` are
+    those of its workers.
     """
 
     marker: str
     since: int
     session_list: int
+    pipes: KeptPipes
 
     @classmethod
     def create(cls) -> GuardedJob:
@@ -56,7 +112,11 @@ class GuardedJob(Struct, frozen=True):
             session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
             marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
             # One tick earlier: processes of the present tick may be older or newer.
-            job = cls(marker, proc_scan.ticks_now() - 1, session_list)
+            try:
+                job = cls(marker, proc_scan.ticks_now() - 1, session_list, KeptPipes())
+            except OSError:
+                os.close(session_list)
+                raise
             try:
                 job.lock()
             except OSError:
@@ -80,6 +140,7 @@ class GuardedJob(Struct, frozen=True):
 
     def close(self) -> None:
         """Close the session list, which a guardian takes for the end of this process."""
+        self.pipes.close()
         os.close(self.session_list)
 
 
@@ -111,8 +172,9 @@ class GuardianProcess:
                 """Descriptor of the pipe through which it reports that it works."""
                 resources.callback(os.close, self.report)
                 with open(writer, "wb", buffering=0):
-                    numbers = (writer, job.session_list)
-                    words = (*numbers, job.marker, job.since, first.signal, grace)
+                    numbers = (writer, job.session_list, job.pipes.descriptor)
+                    scope = "all" if plan.reaches_all(first) else "leaders"
+                    words = (*numbers, job.marker, job.since, first.signal, grace, scope)
                     self.process = subprocess.Popen(
                         (self.python, "-I", "-S", _MAIN, *map(str, words)),
                         env={**os.environ, _VARIABLE: "1"},

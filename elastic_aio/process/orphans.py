@@ -16,10 +16,14 @@ started as leaders of new ones.  Those look like a daemon.  So a library stops o
 whose environment it is not allowed to read, and reaps only those that it has found as
 processes of the job; it leaves the zombie of a daemon that ends early.
 
+Children that are there before the first worker are strangers, and so are their orphans: in
+`service & exec aio-elastic`, a shell has left the service to the program that replaced it.
+Nothing tells their orphans from those of the workers but the marker, so then it decides.
+
 A library cannot stop a daemon that has replaced its environment.  The kernel keeps no
 record of a former parent (proc(5) shows the present one), so nothing tells such a daemon of
 a worker from an orphan of another child of the program, nor, if it leads its session, from
-such a child itself.  The command line has no other children.
+such a child itself.  The command line has no other children, as a rule.
 """
 
 from __future__ import annotations
@@ -86,15 +90,21 @@ class _Subreaper:
         finally:
             self._spawning -= 1
 
+    def has_strangers(self) -> bool:
+        """Return whether this process has children that this package has not started."""
+        try:
+            return bool(set(proc_scan.list_children(os.getpid())) - self.own)
+        except OSError:
+            return True  # no descriptor is left to look
+
     def adopted(self) -> Iterator[proc_scan.ProcEntry]:
         """Yield the adopted children, zombies included.
 
         Raises:
-            OSError: no descriptor is left, or this kernel lists no children.
+            OSError: no descriptor is left.
         """
-        me, session = os.getpid(), os.getsid(0)
-        with open(f"/proc/{me}/task/{me}/children", "rb") as file:
-            pids = set(map(int, file.read().split())) - self.own
+        session = os.getsid(0)
+        pids = set(proc_scan.list_children(os.getpid())) - self.own
         for pid in () if self._spawning else pids:
             entry = proc_scan.read_process(pid)
             if entry is not None and entry.session != session:
@@ -134,6 +144,7 @@ class Orphans:
         """Count the job; nothing is adopted before `adopt`."""
         self._is_open = True
         self._is_adopting = False
+        self._has_strangers = False
         self._reaping: asyncio.Task[None] | None = None
         self._found: dict[int, int] = {}
         subreaper.jobs += 1
@@ -157,6 +168,7 @@ class Orphans:
                 return  # it did not ask for it, and can do without
             raise HostError(f"cannot adopt orphans (PR_SET_CHILD_SUBREAPER): {error}") from error
         self._is_adopting = True
+        self._has_strangers = subreaper.has_strangers()
         is_main_thread = threading.current_thread() is threading.main_thread()
         if is_main_thread and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
             self._reaping = create_task(self._reap_on_exits(), name="reap orphans")
@@ -190,10 +202,21 @@ class Orphans:
             return {}
         self._reap()
         if subreaper.jobs == 1:
-            for entry in subreaper.adopted():
+            for entry in () if self._has_strangers else subreaper.adopted():
                 if entry.start >= since and not entry.is_dead and _is_of_job(entry.pid):
                     self._found[entry.pid] = entry.start
         return self._found
+
+    def adopters(self) -> set[int]:
+        """Return the pids that the parent of an orphan of the job may have.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        me = int(os.readlink("/proc/self"))
+        if self._is_adopting and subreaper.owns_process:
+            return {me}  # since before the first worker
+        return {me} | proc_scan.may_adopt(me)
 
     def note(self, processes: Iterable[proc_scan.ProcEntry]) -> None:
         """Note processes of the job: those that are adopted are reaped when they exit."""

@@ -5,10 +5,11 @@ small modules of the standard library and nothing else.  A process is a descenda
 
 * its **session** is one that a worker leads (workers are started by `setsid`; a
   shell's job control makes new process groups, not new sessions); or
+* its **parent** is a descendant (even with another session and an empty environment); or
 * its **environment** holds the job's marker, a variable whose *name* is unique to
   the job, so that nested jobs carry both (a daemon leaves the session, but keeps the
-  environment); or
-* its **parent** is a descendant (even with another session and an empty environment).
+  environment), *and* its parent may have adopted it.  The marker alone proves nothing:
+  `sbatch --export=ALL` hands it to a job whose parent is a daemon of the scheduler.
 
 A pid is not an identity: pids and session ids are used again.  A process is identified
 by its pid *and* its start time, it is signalled through a pidfd that was checked
@@ -25,7 +26,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     import signal
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 
     from elastic_aio.process.session_list import WorkerSession
 else:
@@ -200,6 +201,7 @@ def find_descendants(
     sessions: Mapping[int, WorkerSession],
     known: Mapping[int, int],
     cache: ScanCache,
+    adopters: Callable[[], Collection[int]],
 ) -> Generator[float, None, list[ProcEntry]]:
     """Read every process once; return the live descendants of the workers.
 
@@ -213,12 +215,13 @@ def find_descendants(
         sessions: the workers' sessions by number.
         known: start times, by pid, of processes that are known as descendants.
         cache: the same for all scans of a job.
+        adopters: returns the pids of the processes that adopt orphans of the job; called if
+            the environment of a process has the marker and no other sign decides.
 
     Raises:
         OSError: there is no /proc, or this process has no descriptors or memory left.
     """
-    ours: dict[int, ProcEntry] = {}
-    unknown: list[ProcEntry] = []
+    found = _Found(marker, sessions, adopters)
     hidden: list[ProcEntry] = []
     me = int(os.readlink("/proc/self"))
     with os.scandir("/proc") as directory:
@@ -232,53 +235,109 @@ def find_descendants(
             continue
         if process.start < since:
             cache.older[pid] = inode
-            continue
-        if known.get(pid) == process.start or (is_ours := _is_ours(process, marker, sessions)):
-            ours[pid] = process
-        else:
-            unknown.append(process)
-            if is_ours is None:
-                hidden.append(process)
-    yield from _add_relatives(ours, unknown, sessions)
+        elif known.get(pid) == process.start:
+            found.ours[pid] = process
+        elif found.classify(process) is None:
+            hidden.append(process)
+    yield from found.add_relatives()
     for _ in range(_LOOKS):
         # Session and parent have decided for some, and an earlier scan has waited for others.
         hidden = [
-            item for item in hidden if not (item.pid in ours or item.identity in cache.hidden)
+            item for item in hidden if not (item.pid in found.ours or item.identity in cache.hidden)
         ]
         if not hidden:
             break
         yield _PAUSE_S
-        hidden = list(_look_again(hidden, marker, sessions, ours))
-        yield from _add_relatives(ours, unknown, sessions)
+        hidden = [*filter(found.is_hidden, hidden)]
+        yield from found.add_relatives()
     cache.hidden.update(process.identity for process in hidden)
-    return list(ours.values())
+    return list(found.ours.values())
 
 
-def _look_again(
-    hidden: list[ProcEntry],
-    marker: bytes,
-    sessions: Mapping[int, WorkerSession],
-    ours: dict[int, ProcEntry],
-) -> Iterator[ProcEntry]:
-    """Add to `ours` the processes that an exec hides no longer; yield those that it hides."""
-    for former in hidden:
+class _Found:
+    """What one scan has found: the processes of the job, and those that may belong to it."""
+
+    def __init__(
+        self,
+        marker: bytes,
+        sessions: Mapping[int, WorkerSession],
+        adopters: Callable[[], Collection[int]],
+    ) -> None:
+        self.ours: dict[int, ProcEntry] = {}
+        self._unknown: dict[int, ProcEntry] = {}
+        self._marked: set[int] = set()
+        self._marker = marker
+        self._sessions = sessions
+        self._adopters = adopters
+        self._adopter_pids: Collection[int] | None = None
+
+    def classify(self, process: ProcEntry) -> bool | None:
+        """Note a process; return whether it has a sign of the job; None: an exec hides it."""
+        session = self._sessions.get(process.session)
+        if session and session.is_certain(process.pid, process.start):
+            self.ours[process.pid] = process
+            return True
+        self._unknown[process.pid] = process
+        is_marked = _has_marker(process, self._marker)
+        if is_marked:
+            self._marked.add(process.pid)
+        return is_marked
+
+    def is_hidden(self, former: ProcEntry) -> bool:
+        """Look again at a process; return whether an exec still hides it."""
         process = read_process(former.pid)
         if process is None or process.is_dead or process.start != former.start:
-            continue
-        is_ours = _is_ours(process, marker, sessions)
-        if is_ours:
-            ours[process.pid] = process
-        elif is_ours is None:
-            yield process
+            return False
+        return self.classify(process) is None
+
+    def add_relatives(self) -> Iterator[float]:
+        """Add members of their sessions, descendants, and orphans that have the marker."""
+        pinned = {process.session for process in self.ours.values()} & self._sessions.keys()
+        has_grown = True
+        while has_grown:
+            has_grown = False
+            for process in list(self._unknown.values()):
+                # A leader whose start time is another one than the worker's is a new process.
+                by_session = process.session in pinned and process.pid != process.session
+                if by_session or process.parent in self.ours or self._is_orphan(process):
+                    self.ours[process.pid] = self._unknown.pop(process.pid)
+                    has_grown = True
+            yield 0.0
+
+    def _is_orphan(self, process: ProcEntry) -> bool:
+        if process.pid not in self._marked:
+            return False
+        if self._adopter_pids is None:
+            self._adopter_pids = self._adopters()
+        return process.parent in self._adopter_pids
 
 
-def _is_ours(
-    process: ProcEntry, marker: bytes, sessions: Mapping[int, WorkerSession]
-) -> bool | None:
-    """Decide by session and environment; None: an exec hides the environment."""
-    session = sessions.get(process.session)
-    if session and session.is_certain(process.pid, process.start):
-        return True
+def ancestors(pid: int) -> set[int]:
+    """Return the parent of a process, its parent and so on, as /proc shows them.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    found: set[int] = set()
+    while (pid := parent_of(pid)) and pid not in found:
+        found.add(pid)
+    return found
+
+
+def may_adopt(pid: int) -> set[int]:
+    """Return the pids that orphans of a process may have as their parent.
+
+    These are its ancestors, since the kernel does not show which of them is a child
+    subreaper, and process 1 of this pid namespace (PR_SET_CHILD_SUBREAPER in prctl(2)).
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    return ancestors(pid) | (set() if is_foreign() else {1})
+
+
+def _has_marker(process: ProcEntry, marker: bytes) -> bool | None:
+    """Return whether the environment holds the marker; None: an exec hides it."""
     if process.flags & _PF_KTHREAD:
         return False
     environment = _environment(process)
@@ -308,26 +367,6 @@ def _environment(process: ProcEntry) -> bytes | None:
     return next(filter(None, contents), None)
 
 
-def _add_relatives(
-    ours: dict[int, ProcEntry], unknown: list[ProcEntry], sessions: Mapping[int, WorkerSession]
-) -> Iterator[float]:
-    """Add to `ours` the members of their sessions, and their descendants."""
-    pinned = {process.session for process in ours.values()} & sessions.keys()
-    has_grown = True
-    while has_grown:
-        rest = []
-        for process in unknown:
-            # A leader whose start time is another one than the worker's is a new process.
-            by_session = process.session in pinned and process.pid != process.session
-            if by_session or process.parent in ours:
-                ours[process.pid] = process
-            else:
-                rest.append(process)
-        has_grown = len(rest) < len(unknown)
-        unknown = rest
-        yield 0.0
-
-
 def iter_descendants(pid: int) -> Iterator[ProcEntry]:
     """Yield the descendants of a process, as far as main threads have started them.
 
@@ -339,13 +378,42 @@ def iter_descendants(pid: int) -> Iterator[ProcEntry]:
     """
     parents = [pid]
     while parents:
-        parent = parents.pop()
-        # None: gone, or not listed by this kernel; a full scan still finds them.
-        children = _read(f"/proc/{parent}/task/{parent}/children") or b""
-        for child in map(int, children.split()):
+        # A full scan still finds those of a kernel that does not list them.
+        for child in list_children(parents.pop()):
             if process := read_process(child):
                 yield process
                 parents.append(child)
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the children that the main thread of a process has started.
+
+    Returns none if the process is gone, or this kernel lists none.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    return [*map(int, (_read(f"/proc/{pid}/task/{pid}/children") or b"").split())]
+
+
+def read_status(pid: int) -> dict[bytes, bytes]:
+    """Return the fields of `/proc/<pid>/status` (proc_pid_status(5)); none if it is gone.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    lines = (_read(f"/proc/{pid}/status") or b"").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if it has none that /proc shows, or is gone.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    process = read_process(pid)
+    return 0 if process is None else process.parent
 
 
 def is_foreign() -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
+from elastic_aio.process.proc_scan import read_status
+
 _HARMLESS: Final = {
     signal.SIGCHLD,
     signal.SIGCONT,
@@ -36,15 +38,10 @@ def ended_by_default(pids: Iterable[int], number: int) -> tuple[int, ...]:
 
 def _is_default(pid: int, number: int) -> bool:
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().splitlines()
+        status = read_status(pid)
     except OSError:
+        return False  # no descriptor is left to look
+    if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):
         return False  # it has ended
-    masks = 0
-    for line in lines:
-        name, _, value = line.partition(b":")
-        if name in (b"SigCgt", b"SigIgn", b"SigBlk"):  # proc_pid_status(5)
-            masks |= int(value, 16)
-        elif name == b"State" and value.strip()[:1] in (b"Z", b"X"):
-            return False
-    return not masks >> (number - 1) & 1
+    masks = (int(status[name], 16) for name in (b"SigCgt", b"SigIgn", b"SigBlk"))
+    return not any(mask >> (number - 1) & 1 for mask in masks)

@@ -10,10 +10,11 @@ SIGKILL with `reap_timeout`.  One step does the following:
    empty environment is known by its parent only, and the signal may end the parent.
 2. Signal the leaders at once, without a scan: they should learn of a peer's failure
    within a millisecond, and a scan takes several.
-3. Scan, and signal each descendant that has not had this step's signal yet, also those
-   that were started meanwhile, perhaps in response to the signal.
-4. Wait until all that were signalled have ended, and scan again.  The step is over when
-   two scans in a row find nothing.
+3. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
+   step's signal yet, also those that were started after it, perhaps in response to it.  A
+   step with the target "all", and the last one, SIGKILL, signal every descendant.
+4. Wait until all that were signalled have ended, or one that others wait for, and scan again.
+   The step is over when two scans in a row find nothing.
 
 Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in
 ascending order while processes fork and exit.  A process that is about to be read may
@@ -51,7 +52,7 @@ from typing import Any
 from msgspec import Struct
 
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc_scan, stop_order
 from elastic_aio.process.base import Child
 from elastic_aio.process.exits import Watches
 from elastic_aio.process.orphans import Orphans
@@ -65,6 +66,9 @@ _RESERVE = 2
 # Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
 _BLIND_S = 0.25
+# Part of the time that scans may take while leaders end one after the other.
+_SCAN_SHARE = 0.1
+_PAUSE_MAX_S = 0.5
 
 OnEscalation = Callable[[int, tuple[int, ...]], None]
 
@@ -101,6 +105,7 @@ class ProcessTree:
         self._leaders: dict[int, Child] = {}
         self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
+        self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
         self._cache = proc_scan.ScanCache()
@@ -208,7 +213,12 @@ class ProcessTree:
     async def _scan(self) -> list[proc_scan.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
         scan = proc_scan.find_descendants(
-            self._marker, self._since, self._listed.sessions, self._descendants, self._cache
+            self._marker,
+            self._since,
+            self._listed.sessions,
+            self._descendants,
+            self._cache,
+            self.orphans.adopters,
         )
         yielder = _Yielder()
         while True:
@@ -277,7 +287,8 @@ class ProcessTree:
                 continue
             if position and (left := await self._remaining()):
                 on_escalation(step.signal, tuple(one.pid for one in left if one.pid))
-            is_empty = await self._signal_until_gone(step, is_last)
+            is_ordered = not (is_last or plan.reaches_all(step))
+            is_empty = await self._signal_until_gone(step, is_last, is_ordered)
             if is_empty:
                 break
         survivors = [] if is_empty else await self._remaining()
@@ -307,7 +318,7 @@ class ProcessTree:
         ]
         return survivors
 
-    async def _signal_until_gone(self, step: StopStep, is_last: bool) -> bool:
+    async def _signal_until_gone(self, step: StopStep, is_last: bool, is_ordered: bool) -> bool:
         """Take one step of a stop; return whether all processes ended within its grace."""
         end = self._clock.now() + step.grace
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -316,19 +327,18 @@ class ProcessTree:
         yielder = _Yielder()
         with Watches() as watches:
             for pid, leader in self._running():
-                self._signal_leader(pid, leader, step.signal)
-                watches.leaders.add(pid)
+                self._signal_leader(pid, leader, step.signal, watches, is_ordered)
                 await yielder.maybe_yield()
             # The signalled processes are queued on this CPU: let them run before the
             # scan (several ms).
             os.sched_yield()
             clean_scans = 0
             while clean_scans < 2:
+                began = self._clock.now()
                 alive = await self.descendants()
                 watches.has_room = bool(self._reserve) and not self._is_foreign
-                for process in alive or ():
-                    self._signal_and_watch(process, step.signal, watches)
-                    await yielder.maybe_yield()
+                holders = await self._signal_due(alive or [], step.signal, watches, is_ordered)
+                scan_s = self._clock.now() - began
                 running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
                 if not alive and not pending:
@@ -340,7 +350,11 @@ class ProcessTree:
                 clean_scans = 0
                 left = end - self._clock.now()
                 if pending:
-                    await self._clock.wait_for(when_all_done(pending), must_kill, seconds=left)
+                    ended = when_all_done(pending)
+                    await self._clock.wait_for(ended, must_kill, *holders, seconds=left)
+                    # Scans for each of many leaders that end would take a processor.
+                    pause = min(scan_s / _SCAN_SHARE, _PAUSE_MAX_S, end - self._clock.now())
+                    await self._clock.wait_for(ended, must_kill, seconds=pause)
                 else:  # they ended after the scan, or no event reports their end
                     await self._clock.wait_for(must_kill, seconds=min(left, _RETRY_S))
                 if self._clock.now() >= end or must_kill.done():
@@ -348,21 +362,60 @@ class ProcessTree:
         await _run_exit_callbacks()
         return True
 
-    def _signal_and_watch(
-        self, process: proc_scan.ProcEntry, number: int, watches: Watches
-    ) -> None:
-        leader = self._leaders.get(process.pid)
-        if leader is None or leader.exited.done():
-            watches.send(process, number)
-        elif process.pid not in watches.leaders:
-            watches.leaders.add(process.pid)
-            self._signal_leader(process.pid, leader, number)
+    async def _signal_due(
+        self,
+        processes: list[proc_scan.ProcEntry],
+        number: int,
+        watches: Watches,
+        is_ordered: bool,
+    ) -> list[asyncio.Future[Any]]:
+        """Signal and watch the processes whose turn it is; return the exits others wait for."""
+        holders: set[int] = set()
+        due = processes
+        if is_ordered:
+            running = {pid for pid, _ in self._running()}
+            due, holders = stop_order.due_for_signal(processes, running, self._owner_of)
+            for process in set(processes).difference(due):
+                if proc_scan.needs_continue(process, number):
+                    proc_scan.signal_process(process, signal.SIGCONT)  # others may need it
+        yielder = _Yielder()
+        for process in due:
+            leader = self._leaders.get(process.pid)
+            if leader is None or leader.exited.done():
+                self._signal_descendant(process, number, watches, is_ordered)
+            elif process.pid not in watches.leaders:
+                self._signal_leader(process.pid, leader, number, watches, is_ordered)
+            await yielder.maybe_yield()
+        leaders = [leader.exited for pid, leader in self._running() if pid in holders]
+        return [*leaders, *watches.exits(holders)]
 
-    def _signal_leader(self, pid: int, leader: Child, number: int) -> None:
+    def _owner_of(self, process: proc_scan.ProcEntry) -> int | None:
+        """Return the leader of a process without parents in the job; None: it is unknown."""
+        if process.session in self._listed.sessions:
+            return process.session
+        return self._owners.get(process.identity)
+
+    def _signal_descendant(
+        self, process: proc_scan.ProcEntry, number: int, watches: Watches, is_ordered: bool
+    ) -> None:
+        # Later on, a trap of the shell may wait for what it has started.
+        is_first = is_ordered and not watches.was_signalled(process)
+        foreground = _foreground_of(process.pid) if is_first else []
+        watches.send(process, number)
+        for command in foreground:
+            watches.send(command, number)
+
+    def _signal_leader(
+        self, pid: int, leader: Child, number: int, watches: Watches, is_ordered: bool
+    ) -> None:
+        watches.leaders.add(pid)
         if leader.has_ended():
             return  # not because of this stop: it is no victim
+        foreground = _foreground_of(pid) if is_ordered else []
         self._signals.setdefault(leader.pid, set()).add(number)
         leader.send_signal(number)
+        for command in foreground:
+            watches.send(command, number)
         entry = None if number == signal.SIGKILL else _read_process(pid)
         if entry is not None and proc_scan.needs_continue(entry, number):
             leader.send_signal(signal.SIGCONT)
@@ -374,6 +427,7 @@ class ProcessTree:
             try:
                 for entry in proc_scan.iter_descendants(pid):
                     self._descendants[entry.pid] = entry.start
+                    self._owners[entry.identity] = pid
                     await yielder.maybe_yield()
             except OSError:
                 return  # no descriptor left; the scan waits for one
@@ -389,6 +443,7 @@ class ProcessTree:
             self._signals.pop(leader.pid, None)
         if not self._leaders:
             self._descendants.clear()
+            self._owners.clear()
         self._listed.remove(ended)
 
     def _close(self, session: WorkerSession) -> None:
@@ -438,6 +493,13 @@ def _read_process(pid: int) -> proc_scan.ProcEntry | None:
         return proc_scan.read_process(pid)
     except OSError:
         return None  # no descriptor left
+
+
+def _foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
+    try:
+        return stop_order.foreground_of(pid)
+    except OSError:
+        return []  # no descriptor left
 
 
 def _survivor(process: proc_scan.ProcEntry) -> Survivor:

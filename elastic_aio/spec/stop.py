@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
@@ -20,6 +20,14 @@ DEFAULT_GRACE: Final = 30.0
 """Seconds between SIGTERM and SIGKILL, torchrun's."""
 
 
+StopScope = Literal["leaders", "all"]
+"""Whom a signal of a stop plan reaches first; SIGKILL reaches every process.
+
+"leaders": the first process of each worker.  A process that it has started gets the signal
+when its parents have ended.  "all": every process at once.
+"""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class StopStep:
     """Send a signal, then wait before the next step for the processes to exit."""
@@ -28,10 +36,20 @@ class StopStep:
     """Number of the signal; also given as a name."""
     grace: float
     """Seconds."""
+    target: StopScope | None
+    """Whom the signal reaches first; None: what the `scope` of the plan says."""
 
-    def __init__(self, signal: int | str, grace: float) -> None:
+    def __init__(self, signal: int | str, grace: float, target: StopScope | None = None) -> None:
         check_number("stop.steps", grace, at_least=0)
-        set_fields(self, signal=signal_number("stop.steps", signal), grace=float(grace))
+        if target is not None:
+            _check_scope("stop.steps", target)
+        number = signal_number("stop.steps", signal)
+        set_fields(self, signal=number, grace=float(grace), target=target)
+
+
+def _check_scope(name: str, value: object) -> None:
+    if value not in get_args(StopScope):
+        raise SpecError(name, value, f"must be one of {', '.join(get_args(StopScope))}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -52,12 +70,22 @@ class StopPlan:
     The guardian then ends the job; a first step with a shorter grace takes precedence.  With
     more than the default, workers can outlive their launcher for more than a second.
     """
+    scope: StopScope = "leaders"
+    """Whom the signals reach first, of steps without a `target`."""
+    linger: float = 0.0
+    """Seconds for which processes that workers leave behind may run on after a success.
+
+    Those that remain then are stopped.
+    """
 
     def __init__(
         self,
         steps: Iterable[StopStep | tuple[int | str, float]] = ((SIGTERM, DEFAULT_GRACE),),
         reap_timeout: float = 10.0,
         guardian_grace: float = 0.5,
+        *,
+        scope: StopScope = "leaders",
+        linger: float = 0.0,
     ) -> None:
         """Check and keep the steps; the fields say what they mean."""
         checked = [
@@ -68,11 +96,15 @@ class StopPlan:
             raise SpecError("stop.steps", steps, "no step may follow SIGKILL")
         check_number("stop.reap_timeout", reap_timeout, above=0)
         check_number("stop.guardian_grace", guardian_grace, at_least=0)
+        check_number("stop.linger", linger, at_least=0)
+        _check_scope("stop.scope", scope)
         set_fields(
             self,
             steps=tuple(step for step in checked if step.signal != SIGKILL),
             reap_timeout=reap_timeout,
             guardian_grace=guardian_grace,
+            scope=scope,
+            linger=float(linger),
         )
 
     @classmethod
@@ -81,6 +113,10 @@ class StopPlan:
         check_number("grace", grace, at_least=0)
         return cls(steps=(StopStep(SIGTERM, grace),))
 
+    def reaches_all(self, step: StopStep) -> bool:
+        """Return whether the signal of a step is sent to every process at once."""
+        return (step.target or self.scope) == "all"
+
     def starting_with(self, signal: int) -> StopPlan:
         """Return this plan with its first signal replaced by a received one."""
         if signal == SIGKILL:
@@ -88,16 +124,16 @@ class StopPlan:
         if not self.steps:
             return self
         first, *rest = self.steps
-        return self._with_steps(StopStep(signal, first.grace), *rest)
+        return self._with_steps(StopStep(signal, first.grace, first.target), *rest)
 
     def shortened(self, grace: float) -> StopPlan:
         """Return a plan of the first signal, `grace` seconds at most, and SIGKILL."""
         return self._with_steps(
-            *(StopStep(one.signal, min(one.grace, grace)) for one in self.steps[:1])
+            *(StopStep(one.signal, min(one.grace, grace), one.target) for one in self.steps[:1])
         )
 
     def _with_steps(self, *steps: StopStep) -> StopPlan:
-        return StopPlan(steps, self.reap_timeout, self.guardian_grace)
+        return replace(self, steps=steps)
 
     @property
     def grace(self) -> float:

@@ -439,7 +439,7 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
         "    return []\n"
         "proc_scan.find_descendants = scan\n"
         "began = time.monotonic()\n"
-        "found = guardian_main.find_descendants(b'', 0, {}, None)\n"
+        "found = guardian_main.Job(b'', 0, {}, 1, []).find_descendants()\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
@@ -456,17 +456,19 @@ class Clock:
         return self.now
     def sleep(self, seconds):
         self.now += seconds
-alive, sent = [proc_scan.ProcEntry(7, 1, 7, 0)], []
-def scan(*_):
+alive, sent = [proc_scan.ProcEntry(7, 1, 7, 0, "T")], []
+def scan(self):
     guardian_main.time.now += float(sys.argv[3])
     return list(alive)
 def send(process, number):
     sent.append(number)
+    if number == _signal.SIGCONT:
+        process.state = "S"
     if number == _signal.SIGKILL:
         alive.clear()
-guardian_main.time, guardian_main.find_descendants = Clock(), scan
+guardian_main.time, guardian_main.Job.find_descendants = Clock(), scan
 proc_scan.signal_process = send
-is_ended = guardian_main.end_job(b"", 0, {}, _signal.SIGTERM, 0.5)
+is_ended = guardian_main.Job(b"", 0, {}, 1, []).end(_signal.SIGTERM, 0.5, True)
 sys.exit(not is_ended or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
 """
 

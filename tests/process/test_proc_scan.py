@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from elastic_aio.process.proc_scan import (
     ProcEntry,
     ScanCache,
     find_descendants,
+    may_adopt,
     open_pidfd,
     parse_stat,
     read_process,
@@ -132,6 +132,9 @@ class Family:
         self.grandchildren: list[int] = []
         self.cache = ScanCache()
 
+    def adopters(self) -> set[int]:
+        return {os.getpid()} | may_adopt(os.getpid())
+
     def start(self, *argv: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
             argv,
@@ -158,7 +161,7 @@ class Family:
     def found(
         self, sessions: dict[int, WorkerSession] | None = None, **options: object
     ) -> set[int]:
-        options = {"known": {}, "cache": self.cache, **options}
+        options = {"known": {}, "cache": self.cache, "adopters": self.adopters, **options}
         scan = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
         while True:
             try:
@@ -235,9 +238,9 @@ class FakeExec:
         self.pid = 0
         self.hidden_looks = 0
         self.looks = 0
-        self._read, self._look_again = proc_scan._read, proc_scan._look_again
+        self._read, self._is_hidden = proc_scan._read, proc_scan._Found.is_hidden
         monkeypatch.setattr(proc_scan, "_read", self._fake_read)
-        monkeypatch.setattr(proc_scan, "_look_again", self._count)
+        monkeypatch.setattr(proc_scan._Found, "is_hidden", lambda *args: self._count(*args))
 
     def hide(self, child: int, looks: int = 1_000_000) -> None:
         """Hide a child from the first look of the next scan and from some later ones."""
@@ -251,9 +254,9 @@ class FakeExec:
             return b""
         return self._read(path)
 
-    def _count(self, hidden: list[ProcEntry], *args: Any) -> Iterator[ProcEntry]:
-        self.looks += any(process.pid == self.pid for process in hidden)
-        return self._look_again(hidden, *args)
+    def _count(self, found: proc_scan._Found, former: ProcEntry) -> bool:
+        self.looks += former.pid == self.pid
+        return self._is_hidden(found, former)
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.marker = f"ELASTIC_AIO_JOB_TREE_{os.urandom(8).hex()}"
-        self.sessions = GuardedJob.create().session_list
+        self.job = GuardedJob.create()
+        self.sessions = self.job.session_list
         self.clock = PausableClock()
         self.tree = ProcessTree(self.marker, self.clock, self.sessions)
         self.devnull = os.open(os.devnull, os.O_RDWR)
@@ -88,7 +89,8 @@ class Bench:
     async def aclose(self) -> None:
         await self.stop(StopPlan(()))
         await self.tree.aclose()
-        for descriptor in (self.sessions, self.devnull, self.reader, self.writer):
+        self.job.close()
+        for descriptor in (self.devnull, self.reader, self.writer):
             os.close(descriptor)
 
 
