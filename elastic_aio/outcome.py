@@ -121,6 +121,8 @@ class WorkerError:
     """Unix seconds."""
     path: str
     """The error file; empty for a function, whose error comes back with its result."""
+    pid: int | None = None
+    """The process that wrote the file; None if the file does not say, as torch's."""
 
 
 @dataclass(frozen=True, slots=True)

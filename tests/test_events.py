@@ -287,7 +287,8 @@ def test_the_json_of_a_nested_event() -> None:
     failure = (
         '{"rank":1,"local_rank":1,"pid":42,"host":"here","status":{"code":null,"signal":9},'
         '"time":1.5,"order":0,"is_victim":false,"error":{"message":"ValueError: x",'
-        '"traceback":null,"timestamp":1.5,"path":"/logs/error.json"},"message":"",'
+        '"traceback":null,"timestamp":1.5,"path":"/logs/error.json","pid":null},'
+        '"message":"",'
         '"stderr_tail":["a","b"],"stderr_path":null,"notes":[],"reason":"","cause":""}'
     )
     assert event_to_json(event).decode() == (

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts
-from elastic_aio.aio import read_file, run_in_thread
+from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.file_end import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import (
@@ -24,7 +24,7 @@ from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import known_cause, plain_lines, reason_of
-from elastic_aio.worker.errorfile import ERROR_FILE_MAX, parse_error_file
+from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
 # Bytes in which the beginnings of long lines are looked for.
@@ -100,6 +100,16 @@ class WorkerRecord(Struct):
         code = self.status.shell_code - 128
         return code in self.stop_signals
 
+    def end_began(self, stopped_at: float) -> float:
+        """Return when it began to end: it hung, was stopped, or exited by itself.
+
+        Args:
+            stopped_at: when the stop of its group began.  All are Unix seconds.
+        """
+        if self.hang:
+            return self.hung_at
+        return min(self.exited_at, stopped_at) if self.is_victim else self.exited_at
+
     def result(self, status: ExitStatus, call: CallResult | None) -> WorkerResult:
         """Return the public result.
 
@@ -135,7 +145,8 @@ async def collect_failures(
     A worker that recorded an error before the stop began is a culprit even if the
     stop was faster than its own exit.  Its status is then that of its error: the signal of
     the stop says nothing about why it failed.  A worker whose function's value did not arrive
-    has failed, whatever its exit code.  A file that cannot be read is left out.
+    has failed, whatever its exit code.  A file that cannot be read is left out; an error that
+    is no reason for the end (see `_is_reason`) is a note.
 
     Args:
         workers: the workers of an attempt; those still running are skipped.
@@ -154,8 +165,7 @@ async def collect_failures(
         has_failed = worker.exit is not None and not worker.exit.status.is_success
         if not (has_failed or worker.hang or (worker.exit is not None and result.problem)):
             continue
-        # An error file has precedence: it was written by the worker's own code.
-        error = await _read_error(worker.logs.error_file) or result.error
+        error, noted = await _error_of(worker, result.error, stopped_at)
         is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
         if worker.hang and not is_own:
             error = None  # of its stop
@@ -178,7 +188,7 @@ async def collect_failures(
             message=worker.hang or worker.expired_timer or result.problem,
             stderr_path=worker.logs.stderr.path,
             stderr_tail=_last_lines(lines),
-            notes=() if is_victim else (*_notes(worker, error), *notes),
+            notes=noted if is_victim else (*noted, *_notes(worker, error), *notes),
         )
         failures.append(failure if is_victim else _with_reason(failure, lines, oom_kills))
     ordered = root_cause_first(failures)
@@ -235,10 +245,10 @@ def reason_now(worker: WorkerRecord) -> str:
     """
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
-    path = worker.logs.error_file
-    error = parse_error_file(_end_of_file(path, ERROR_FILE_MAX), path, 0.0) if path else None
+    error, written_at = _read_error(worker.logs.error_file)
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
-    message = error.message if error else worker.expired_timer
+    is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
+    message = error.message if error and is_reason else worker.expired_timer
     return _explain(worker.exit.status, message, lines)[0]
 
 
@@ -274,18 +284,54 @@ def _shorten(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2][:_LINES_MAX]
 
 
-async def _read_error(path: str) -> WorkerError | None:
+async def _error_of(
+    worker: WorkerRecord, of_call: WorkerError | None, stopped_at: float
+) -> tuple[WorkerError | None, tuple[str, ...]]:
+    """Return the error that is the reason for a worker's end, and a note of one that is not."""
+    path = worker.logs.error_file
+    if not os.access(path, os.F_OK):
+        return of_call, ()
+    # The file has precedence: the worker's own code may say more in it.
+    error, written_at = await run_in_thread(_read_error, path, daemon=True)
+    age = worker.end_began(stopped_at) - written_at
+    if error is None or _is_reason(worker, error, age):
+        return error or of_call, ()
+    when = f"{abs(age):.3g} s {'before' if age > 0 else 'after'} the end"
+    who = "" if error.pid is None else f", by process {error.pid}"
+    return of_call, (f"an error was recorded {when}{who}: {reason_of(error.message)}",)
+
+
+def _is_reason(worker: WorkerRecord, error: WorkerError, age: float) -> bool:
+    """Return whether an error in the file of a worker says why the worker ended.
+
+    Each process that a worker starts inherits the name of the file, and may fail although the
+    worker handles that.  The worker's own error counts; that of another process, the program of
+    a wrapper for example, only if the worker ended by itself at that time; and so does one of
+    an unknown process (torch's), also if the worker was stopped at that time.  A process in
+    another pid namespace does not know its number here: it counts as another one.
+
+    Args:
+        worker: the worker, which has ended.
+        error: what its error file holds.
+        age: seconds from the writing of the file to the end.
+    """
+    if error.pid == worker.pid:
+        return True
+    is_known = error.pid is not None
+    return -_MARGIN_S <= age <= NEAR_S and not (is_known and worker.is_victim)
+
+
+def _read_error(path: str) -> tuple[WorkerError | None, float]:
+    """Return what an error file holds, if it can be read, and when it was written.  Blocks."""
     try:
         status = os.stat(path)
-        if not status.st_size:
-            return None
         if status.st_size > ERROR_FILE_MAX:
             message = f"its error file is too large ({status.st_size} bytes): {path}"
-            return WorkerError(message, None, status.st_mtime, path)
-        content = await read_file(path, 0, ERROR_FILE_MAX)
+            return WorkerError(message, None, status.st_mtime, path), status.st_mtime
+        content = read_end(path, ERROR_FILE_MAX)
     except OSError:
-        return None
-    return parse_error_file(content, path, status.st_mtime)
+        return None, 0.0
+    return parse_error_file(content, path, status.st_mtime), status.st_mtime
 
 
 def _end_of_text(content: bytes, unkept: bytes) -> str:

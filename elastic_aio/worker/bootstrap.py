@@ -319,15 +319,15 @@ def _write_end(result: int, kind: int, content: object) -> None:
 
 
 def record_error(error: Exception) -> None:
-    """Write an error file for what has ended a script, unless the script has written one."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not os.path.exists(path):
-        message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
-        stack = _abridge(format_error(error), interpreter.TRACEBACK_MAX)
-        _write_error_file(message, stack, time.time())
+    """Write an error file for what has ended a script, unless one says so already."""
+    message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
+    stack = _abridge(format_error(error), interpreter.TRACEBACK_MAX)
+    _write_error_file(message, stack, time.time(), keeps_reason=True)
 
 
-def _write_error_file(message: str, stack: str, timestamp: float) -> None:
+def _write_error_file(
+    message: str, stack: str, timestamp: float, *, keeps_reason: bool = False
+) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -335,7 +335,7 @@ def _write_error_file(message: str, stack: str, timestamp: float) -> None:
         from elastic_aio.outcome import WorkerError
         from elastic_aio.worker.errorfile import write_error_file
 
-        write_error_file(WorkerError(message, stack, timestamp, path))
+        write_error_file(WorkerError(message, stack, timestamp, path), keeps_reason=keeps_reason)
     except (ImportError, OSError):
         pass  # the result has the same error
 

@@ -6,7 +6,9 @@ One line of JSON at the path in `TORCHELASTIC_ERROR_FILE`::
         {"py_callstack": "Traceback ...", "timestamp": "1700000000"}}}
 
 `message` may also be a plain string, with `timestamp` beside it.  Reader and writer are
-both here; torch reads these files, and its files are read here.
+both here; torch reads these files, and its files are read here.  Beside `message`, where torch
+does not look, `writer_pid` has the process that wrote the file: processes that a worker starts
+inherit the variable.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import re
 import stat
+import time
 
 from elastic_aio.outcome import Failure, WorkerError
 from elastic_aio.text import abridge
@@ -23,6 +26,14 @@ from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
 
 ERROR_FILE_MAX = 1024 * 1024
 """Bytes; a larger one would block the loop, and ours have a tenth of that."""
+WRITER = "writer_pid"
+"""The key of the process that wrote a file."""
+
+NEAR_S = 5.0
+"""Seconds before its end in which an error may be the reason, whichever process has recorded it.
+
+An interpreter with torch may take seconds to end; what a program has survived for longer, it has
+handled."""
 
 _SHOWN = 2000  # bytes of an overwritten file
 
@@ -32,20 +43,27 @@ def is_temporary(name: str) -> bool:
     return re.fullmatch(r"error\.json\.[0-9]+", name) is not None
 
 
-def write_error_file(error: WorkerError) -> None:
+def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:
     """Write the error file that `error` names, atomically.
+
+    Args:
+        error: what it shall hold.
+        keeps_reason: leave a file that this process wrote, or another one in the last seconds,
+            such as a child that it waited for: it says already why this process ends.
 
     Raises:
         OSError: the file cannot be written.
     """
-    _write(error.path, render_error_file(error))
+    if not (keeps_reason and _has_reason(error.path)):
+        _write(error.path, render_error_file(error))
 
 
 def _write(path: str, content: bytes) -> None:
+    document = {**json.loads(content), WRITER: os.getpid()}
     temporary = f"{path}.{os.getpid()}"
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            file.write(json.dumps(document).encode("ascii"))
         os.replace(temporary, path)
     except OSError:
         if os.path.exists(temporary):
@@ -71,9 +89,11 @@ def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerErro
     except (ValueError, RecursionError):
         return None
     value = document.get("message") if isinstance(document, dict) else None
+    pid = document.get(WRITER) if value else None
+    pid = pid if type(pid) is int else None
     if isinstance(value, str) and value:
         value = abridge(value, MESSAGE_MAX)
-        return WorkerError(value, None, _time(document.get("timestamp"), written_at), path)
+        return WorkerError(value, None, _time(document.get("timestamp"), written_at), path, pid)
     if not isinstance(value, dict):
         return None
     extra = value.get("extraInfo")
@@ -87,6 +107,7 @@ def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerErro
         abridge(stack, TRACEBACK_MAX) if isinstance(stack, str) and stack else None,
         _time(extra.get("timestamp"), written_at),
         path,
+        pid,
     )
 
 
@@ -99,6 +120,16 @@ def _time(value: object, written_at: float) -> float:
     if not 0 <= stamp < 1e11:
         return written_at
     return stamp if abs(stamp - written_at) > 2 else written_at
+
+
+def _has_reason(path: str) -> bool:
+    try:
+        written_at = os.stat(path).st_mtime
+        error = parse_error_file(_read_start(path, ERROR_FILE_MAX), path, written_at)
+    except OSError:
+        return False
+    is_own = error is not None and error.pid == os.getpid()
+    return is_own or time.time() - written_at <= NEAR_S
 
 
 def render_error_file(error: WorkerError) -> bytes:

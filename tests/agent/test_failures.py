@@ -12,9 +12,11 @@ from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_poi
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
-from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from elastic_aio.process.base import ChildExit
+from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import NodeSize, assign_node_ranks
+from elastic_aio.worker.errorfile import WRITER
 
 STOPPED_AT = 1_700_000_000.0
 CONSOLE = StreamPlan(StreamTarget.CONSOLE)
@@ -61,10 +63,12 @@ class Case:
             )
         )
 
-    async def failures(self, *, oom_before: OomCounts | None = None) -> tuple[Failure, ...]:
+    async def failures(
+        self, *, oom_before: OomCounts | None = None, call: CallResult | None = None
+    ) -> tuple[Failure, ...]:
         return await collect_failures(
             self.workers,
-            {},
+            {} if call is None else {0: call},
             host="h",
             stopped_at=STOPPED_AT,
             oom_before=oom_before or OomCounts(),
@@ -81,8 +85,11 @@ def case(tmp_path: Path) -> Case:
     return Case(tmp_path)
 
 
-def said(message: str = "ValueError: x", **extra: object) -> bytes:
-    return json.dumps({"message": {"message": message, "extraInfo": extra}}).encode()
+def said(message: str = "ValueError: x", *, writer: int | None = None, **extra: object) -> bytes:
+    document: dict[str, object] = {"message": {"message": message, "extraInfo": extra}}
+    if writer is not None:
+        document[WRITER] = writer
+    return json.dumps(document).encode()
 
 
 BAD = ExitStatus(code=1)
@@ -177,6 +184,89 @@ async def test_a_recorded_error_wins_over_the_signal_of_the_stop(
     """What ended the worker first is its error; the stop met it on its way out."""
     case.worker(ended, is_victim=True, error=said())
     assert (await case.failure()).status == BAD
+
+
+OWN, OTHER, UNKNOWN = 100, 999, None
+
+
+# Who wrote the error file, whether the worker was stopped, seconds from the error to the end,
+# and whether it is the reason.
+@pytest.mark.parametrize(
+    ("writer", "is_victim", "age", "counts"),
+    [
+        (OWN, True, 1.0, True),
+        (OWN, True, 900.0, True),
+        (OWN, False, 900.0, True),
+        (OTHER, True, 1.0, False),
+        (OTHER, True, 900.0, False),
+        (OTHER, False, 4.0, True),
+        (OTHER, False, 9.0, False),
+        (OTHER, False, -1.0, False),
+        (UNKNOWN, True, 4.0, True),
+        (UNKNOWN, True, 9.0, False),
+        (UNKNOWN, True, -1.0, False),
+        (UNKNOWN, False, 4.0, True),
+        (UNKNOWN, False, 9.0, False),
+        (UNKNOWN, False, -1.0, False),
+    ],
+)
+async def test_whose_error_counts(
+    case: Case, writer: int | None, is_victim: bool, age: float, counts: bool
+) -> None:
+    """The worker's own; another's only at its end; the rest is a note, whatever the program did.
+
+    The end of a victim is the stop, and not its exit, for which the stop may wait.
+    """
+    ended = TERM if is_victim else ExitStatus(code=3)
+    case.worker(
+        ended,
+        is_victim=is_victim,
+        ended_at=STOPPED_AT + 30 if is_victim else STOPPED_AT,
+        error=said("ValueError: no cache\nyet", writer=writer),
+        error_time=STOPPED_AT - age,
+        stderr=b"the disk is gone\n",
+    )
+    one = await case.failure()
+    assert (one.error is not None) is counts
+    assert one.is_victim is (is_victim and not counts)
+    if counts:
+        assert (one.notes, one.reason) == ((), "ValueError: no cache")
+        assert one.status == (BAD if is_victim else ended)
+        assert one.time == STOPPED_AT - age
+    else:
+        when = "1 s after" if age < 0 else f"{age:.0f} s before"
+        who = "" if writer is None else ", by process 999"
+        assert one.notes == (f"an error was recorded {when} the end{who}: ValueError: no cache",)
+        assert one.reason == ("" if is_victim else "the disk is gone")
+        assert one.status == ended
+        assert one.time == case.workers[0].exited_at
+    assert reason_now(case.workers[0]) == ("" if is_victim else one.reason)
+
+
+async def test_the_error_of_a_helper_hides_no_error_of_a_function(case: Case) -> None:
+    """What the function raised comes back with its result."""
+    case.worker(BAD, error=said("of a helper", writer=OTHER), error_time=STOPPED_AT - 60)
+    own = WorkerError("ValueError: own", "T", STOPPED_AT - 1, "")
+    (one,) = await case.failures(call=CallResult(2, error=own))
+    assert (one.error, one.reason) == (own, "ValueError: own")
+    assert one.notes == ("an error was recorded 59 s before the end, by process 999: of a helper",)
+
+
+async def test_an_error_before_a_hang(case: Case) -> None:
+    """A worker that hangs after its own error has failed by it; another's error is a note."""
+    for writer in (100, OTHER):
+        case.worker(
+            ExitStatus(signal=9), is_victim=True, error=said(writer=writer),
+            error_time=STOPPED_AT - 60,
+        )  # fmt: skip
+        case.workers[-1].hang = "no heartbeat for 30 s"
+        case.workers[-1].hung_at = STOPPED_AT - 1
+    own, other = await case.failures()
+    assert (own.rank, own.reason, own.status) == (0, "ValueError: x", BAD)
+    assert (other.reason, other.time) == ("no heartbeat for 30 s", STOPPED_AT - 1)
+    assert other.notes == (
+        "an error was recorded 59 s before the end, by process 999: ValueError: x",
+    )
 
 
 @pytest.mark.parametrize("ended", [ExitStatus(signal=11), ExitStatus(code=7)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from elastic_aio.compat.torch.errors import (
 )
 from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
+from elastic_aio.worker.errorfile import WRITER
 from tests.support.children import shell
 
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
@@ -168,6 +170,14 @@ def test_the_root_cause_is_passed_on(own_file: Path, tmp_path: Path) -> None:
         fail(failed(tmp_path / "e.json", code=-11))
     message = json.loads(own_file.read_text())["message"]
     assert (message["message"], message["errorCode"]) == ("ValueError: boom", -11)
+
+
+def test_the_writer_of_a_passed_on_file_is_this_process(own_file: Path, tmp_path: Path) -> None:
+    """To its launcher it is the worker; a file of torch's has no writer."""
+    for document in ({"message": "m", WRITER: 7}, {"message": "m"}):
+        get_error_handler().dump_error_file(written(tmp_path / "e.json", document))
+        own = json.loads(own_file.read_text())
+        assert own == {**document, **({WRITER: os.getpid()} if WRITER in document else {})}
 
 
 def test_a_broken_file_does_not_hide_the_error(own_file: Path, tmp_path: Path) -> None:

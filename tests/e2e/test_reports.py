@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,8 @@ from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import plan_logs
 from elastic_aio.process.base import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
-from tests.support.children import shell
-from tests.support.cli import run_cli
+from tests.support.children import shell, until_sync
+from tests.support.cli import run_cli, running_cli
 
 pytestmark = pytest.mark.e2e
 
@@ -243,6 +244,133 @@ async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
     assert root.error is not None
     assert root.error.message == "boom"
     assert (other.rank, other.is_victim) == (0, False)
+
+
+HELPED = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+way, then = sys.argv[1:]
+notes, path = Path(os.environ["NOTES"]), os.environ["TORCHELASTIC_ERROR_FILE"]
+if os.environ["RANK"] == "0":
+    if way == "torch":  # long ago, since the file does not say who wrote it
+        past = time.time() - 10
+        extra = {"py_callstack": "Traceback ...", "timestamp": str(int(past))}
+        message = {"message": "ValueError: no cache yet", "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}))
+    else:
+        helper = [sys.executable, str(notes / "helper.py")]
+        assert subprocess.run(helper, stderr=subprocess.DEVNULL).returncode == 1
+        past = time.time() - 10 if then == "exit" else time.time()
+    os.utime(path, (past, past))
+    if then == "exit":
+        sys.exit(3)
+    (notes / "ready").touch()
+    time.sleep(99)
+elif then == "crash":
+    while not (notes / "ready").exists():
+        pass
+    os._exit(5)
+time.sleep(99)
+"""
+HELPER = """
+from elastic_aio.worker import record
+
+@record
+def main():
+    raise ValueError("no cache yet")
+
+main()
+"""
+
+
+@pytest.fixture(params=["record", "torch"])
+def helped(request: pytest.FixtureRequest, tmp_path: Path) -> list[object]:
+    """Write a script whose rank 0 handles an error that a helper of it has recorded."""
+    (tmp_path / "train.py").write_text(HELPED)
+    (tmp_path / "helper.py").write_text(HELPER)
+    return ["--nproc-per-node", 2, tmp_path / "train.py", request.param]
+
+
+NO_REASON = "note      : an error was recorded "
+
+
+def test_a_handled_error_of_a_helper_is_no_cause(helped: list[object], tmp_path: Path) -> None:
+    """The other rank crashes later: its rank and its exit code are the job's."""
+    ended = run_cli(*helped, "crash", env={"NOTES": str(tmp_path)})
+    assert ended.code == 5
+    others, root = ended.err.split("Root Cause (first observed failure):")
+    assert "rank      : 1 (local_rank: 1)" in root
+    assert "exitcode  : 5 (pid: " in root
+    assert NO_REASON in others
+    assert NO_REASON not in root
+
+
+def test_a_handled_error_of_a_helper_is_no_failure(helped: list[object], tmp_path: Path) -> None:
+    """A stop by SIGTERM stays one."""
+    with running_cli(*helped, "wait", env={"NOTES": str(tmp_path)}) as job:
+        until_sync((tmp_path / "ready").exists)
+        job.send(signal.SIGTERM)
+        ended = job.ended()
+    assert ended.code == 143
+    assert "was stopped: SIGTERM was received" in ended.err
+    assert "no cache yet" not in ended.err
+
+
+def test_an_old_error_of_a_helper_is_no_reason(helped: list[object], tmp_path: Path) -> None:
+    """The worker's own exit code stays, and nothing else is said about it."""
+    ended = run_cli(*helped, "exit", env={"NOTES": str(tmp_path)})
+    assert ended.code == 3
+    first, report = ended.err.split("=====", 1)
+    assert re.search(r"attempt 0 failed: rank 0 \(pid [0-9]+\): exit code 3$", first, re.MULTILINE)
+    assert re.search(rf"{NO_REASON}1[0-9.]* s before the end.*: ValueError: no cache yet", report)
+
+
+@pytest.mark.parametrize("wrapper", ["timeout 99 {}", "{}; exit $?"])
+def test_the_program_of_a_wrapper_says_why(wrapper: str, recorded: Path) -> None:
+    """Its process is not the worker's, but it has failed just before."""
+    script = wrapper.format(f"{sys.executable} {recorded}")
+    ended = run_cli("--nproc-per-node", 2, *BASH, script)
+    assert ended.code == 1
+    assert re.search(r"rank 1 \(pid [0-9]+\): exit code 1: ValueError: no data$", ended.err, re.M)
+    assert "error_file: /" in ended.err.split("Root Cause")[1]
+
+
+LEAVING = """
+import atexit, os, time
+from pathlib import Path
+from elastic_aio.worker import record
+
+recorded = Path(os.environ["NOTES"], "recorded")
+
+def leave():
+    past = time.time() - 60
+    os.utime(os.environ["TORCHELASTIC_ERROR_FILE"], (past, past))
+    recorded.touch()
+    time.sleep(99)
+
+@record
+def main():
+    raise ValueError("own")
+
+if os.environ["RANK"] == "0":
+    atexit.register(leave)
+    main()
+while not recorded.exists():
+    pass
+os._exit(5)
+"""
+
+
+def test_a_stop_meets_a_worker_on_its_way_out(tmp_path: Path) -> None:
+    """Its own error is still the cause, however long it takes to leave."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVING)
+    ended = run_cli("--nproc-per-node", 2, script, env={"NOTES": str(tmp_path)})
+    assert ended.code == 1
+    root = ended.err.split("Root Cause (first observed failure):")[1]
+    assert "rank      : 0 (local_rank: 0)" in root
+    assert "ValueError: own" in root
 
 
 async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from elastic_aio.worker.errorfile import (
+    NEAR_S,
+    WRITER,
     parse_error_file,
     pass_on_error_file,
     render_error_file,
@@ -93,6 +96,38 @@ def test_an_error_file_survives_a_round_trip(tmp_path: Path) -> None:
     assert error.traceback is not None
     assert "KeyError: 'x'" in error.traceback
     assert (error.path, error.timestamp) == (str(path), path.stat().st_mtime)
+    assert error.pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("writer", "age", "is_kept"),
+    [
+        (os.getpid(), 900.0, True),
+        (os.getpid() + 1, NEAR_S - 2, True),
+        (os.getpid() + 1, NEAR_S + 2, False),
+        (None, NEAR_S - 2, True),
+        (None, NEAR_S + 2, False),
+    ],
+)
+def test_what_the_end_of_a_script_overwrites(
+    tmp_path: Path, writer: int | None, age: float, is_kept: bool
+) -> None:
+    """What a helper has recorded long ago says nothing about the end."""
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": "older", WRITER: writer}))
+    past = time.time() - age
+    os.utime(path, (past, past))
+    write_error_file(worker_error(ValueError("x"), str(path)), keeps_reason=True)
+    error = read(path)
+    assert error is not None
+    assert error.message == ("older" if is_kept else "ValueError: x")
+
+
+@pytest.mark.parametrize("pid", [True, "7", 7.0, None, []])
+def test_an_invalid_process_is_none(pid: object) -> None:
+    """The file does not say who wrote it."""
+    error = parse_error_file(json.dumps({"message": "m", WRITER: pid}).encode(), "p", NOW)
+    assert error == WorkerError("m", None, NOW, "p", None)
 
 
 def test_writing_is_atomic(tmp_path: Path) -> None:
@@ -503,14 +538,19 @@ def failure_with(path: Path, message: str = "m", code: int = 3) -> Failure:
 
 
 def test_an_error_file_is_passed_on_whole(tmp_path: Path) -> None:
-    """Also what another tool has added; a file of another host is rendered."""
+    """Also what another tool has added; a file of another host is rendered.
+
+    The writer is the launcher, which is the worker of its own launcher.
+    """
     path, own = tmp_path / "theirs.json", tmp_path / "own.json"
     extra = {"py_callstack": "stack", "timestamp": "1700000000", "more": "kept"}
     document = {"message": {"message": "m", "extraInfo": extra}, "errorTraits": {"a": "b"}}
+    document[WRITER] = 7
     path.write_text(json.dumps(document))
     assert pass_on_error_file(failure_with(path), str(own)) is None
     passed = json.loads(own.read_text())
     assert passed["errorTraits"] == {"a": "b"}
+    assert passed[WRITER] == os.getpid()
     assert passed["message"]["extraInfo"] == extra
     assert passed["message"]["errorCode"] == 3
     warning = pass_on_error_file(failure_with(path, "of another host"), str(own))

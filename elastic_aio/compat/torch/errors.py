@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import Failure
 from elastic_aio.worker.context import ERROR_FILE
-from elastic_aio.worker.errorfile import render_error_file, write_error_file
+from elastic_aio.worker.errorfile import WRITER, render_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -291,6 +291,8 @@ class ErrorHandler:
             logger.error(text, rootcause_error_file)
             return
         self._rm(own)
+        if WRITER in content:  # not in torch's
+            content[WRITER] = os.getpid()
         self._write_error_file(own, json.dumps(content))
         logger.info("dumped error file to parent's %s", own)
 

@@ -51,8 +51,8 @@ def _record_at_exit(path: str) -> None:
 def _make_hook(path: str, pid: int) -> "Callable[[], None]":
     def record() -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # A fork has inherited the hook; `record` of the script has written the file already.
-        if os.getpid() != pid or not isinstance(error, Exception) or os.path.exists(path):
+        # A fork has inherited the hook.
+        if os.getpid() != pid or not isinstance(error, Exception):
             return
         if not _has_ended_main(error):
             return
@@ -61,7 +61,8 @@ def _make_hook(path: str, pid: int) -> "Callable[[], None]":
             from elastic_aio.worker.errorfile import write_error_file
             from elastic_aio.worker.recorder import worker_error
 
-            write_error_file(worker_error(error, path))
+            # `record` of the script may have written the file.
+            write_error_file(worker_error(error, path), keeps_reason=True)
         except Exception:  # noqa: BLE001  # another version of Python, a full disk
             pass  # stderr has the exception
 
