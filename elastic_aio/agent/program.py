@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class PerRankOverrides(Struct, frozen=True):
     """How the workers of a bare group differ from each other, by local rank.
 
-    Such workers get no torch variables (`RANK` and the like).  With `with_index` a
+    Such workers get no torch variables (`RANK` and the like), and KeyboardInterrupt is a
+    success of them, as in torch.  With `with_index` a
     function is called with its local rank before the arguments.  With `waits_for_stop` a
     failure does not end the group: its owner stops it.
     """
@@ -121,6 +122,7 @@ class Program:
                     self._spec.entrypoint.call,
                     args,
                     is_quiet=self._options.is_quiet,
+                    may_interrupt=overrides is not None,
                     is_daemon=self._options.is_daemon,
                     with_index=self._options.with_index,
                 )
@@ -197,7 +199,10 @@ class Program:
                 bootstrap.become_daemon()
             return entrypoint.call, args
 
-        return lambda: bootstrap.perform(prepare, result, is_quiet=options.is_quiet)
+        may_interrupt = self.overrides is not None
+        return lambda: bootstrap.perform(
+            prepare, result, is_quiet=options.is_quiet, may_interrupt=may_interrupt
+        )
 
     async def results(self) -> dict[int, CallResult]:
         """Return, by local rank, how the functions of the current attempt ended.

@@ -118,6 +118,7 @@ def make_payload(
     args: Sequence[Any],
     *,
     is_quiet: bool = False,
+    may_interrupt: bool = False,
     is_daemon: bool = False,
     with_index: bool = False,
 ) -> Payload:
@@ -127,6 +128,7 @@ def make_payload(
         function: the function that workers call.
         args: its arguments.
         is_quiet: print no traceback, which the result has anyway; drop values.
+        may_interrupt: take a KeyboardInterrupt for a success.
         is_daemon: mark the workers as daemons for multiprocessing.
         with_index: put the worker's index before the arguments.
 
@@ -143,6 +145,7 @@ def make_payload(
             "argv": list(sys.argv),
             "python": sys.executable,
             "is_quiet": is_quiet,
+            "may_interrupt": may_interrupt,
             "is_daemon": is_daemon,
             "with_index": with_index,
         }

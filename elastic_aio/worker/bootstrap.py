@@ -44,7 +44,6 @@ RAISED = 2  # an Exception: (message, traceback, Unix time)
 RAISED_BASE = 3  # another BaseException: the same
 UNPICKLABLE = 4  # a value that cannot be pickled: (message, traceback, Unix time)
 EXITED = 5  # SystemExit: (text or "", None, Unix time)
-INTERRUPTED = 6  # KeyboardInterrupt: a success, as in torch
 
 _HEADER = 16
 _MAIN_ALIAS = "__mp_main__"  # multiprocessing's name, so that both find each other's pickles
@@ -54,6 +53,8 @@ _MAIN_ALIAS = "__mp_main__"  # multiprocessing's name, so that both find each ot
 _importing_main = False
 # Descriptors here by their numbers in the parent, where these differ.
 _numbers: Mapping[int, int] = {}
+# The process that performs a call: a fork of it may leave the function too, without a result.
+_performer = 0
 
 
 def is_importing_main() -> bool:
@@ -84,7 +85,7 @@ def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
     Args:
         header: `path` and `argv` for `sys`, the parent's `python`, and optionally
             `main` (name and path of the main script), `mp` (multiprocessing's settings),
-            `is_quiet` (see `perform`), `is_daemon` and `with_index`.
+            `is_quiet` and `may_interrupt` (see `perform`), `is_daemon` and `with_index`.
         body: the pickled pair of function and arguments; or a plain triple of a
             module, the function's name there, and the arguments.
     """
@@ -113,6 +114,8 @@ def _find(module: str, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _write_result(descriptor: int, kind: int, content: Any) -> None:
+    if os.getpid() != _performer:
+        return
     if plain := plain_value.dump(content):
         end = _HEADER + os.pwrite(descriptor, plain, _HEADER)
     else:
@@ -228,36 +231,41 @@ def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
         function, args = load()
         return function, (int(arguments[2]), *args) if header.get("with_index") else args
 
-    return perform(prepare, result, is_quiet=bool(header.get("is_quiet")))
+    options = {name: bool(header.get(name)) for name in ("is_quiet", "may_interrupt")}
+    return perform(prepare, result, **options)
 
 
-def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) -> int:
+def perform(
+    prepare: Callable[[], Any], result: int, *, is_quiet: bool = False, may_interrupt: bool = False
+) -> int:
     """Perform a call and write its result; raises nothing.
 
     Args:
         prepare: returns the pair of function and arguments.  A coroutine function is awaited.
         result: descriptor of the result's file.
         is_quiet: print no traceback of an Exception, and drop the value.
+        may_interrupt: a KeyboardInterrupt of the function is a success, as in torch.
 
     Returns:
-        The worker's exit code.
+        The worker's exit code; -SIGINT if this signal shall be its exit status.
     """
+    global _performer
+    _performer = os.getpid()
     enable_faulthandler()
     interpreter.offer_stacks()
     is_called = False
     try:
         function, args = prepare()
         is_called = True
-        value = interpreter.await_result(function(*args))
+        return _returned(interpreter.await_result(function(*args)), result, is_quiet)
     except BaseException as raised:  # noqa: BLE001  # it is recorded, and ends the worker
         error = raised
-    else:
-        return _returned(value, result, is_quiet)
     # Here it is not being handled any more: it is no context of an error of a hook.
     if is_called and isinstance(error, SystemExit):
         return _exited(error, result)
+    if isinstance(error, KeyboardInterrupt) and not may_interrupt:
+        return interpreter.report_error(error)  # as in a script
     if is_called and isinstance(error, KeyboardInterrupt):
-        _write_end(result, INTERRUPTED, None)
         return 0
     return _raised(error, result, is_quiet)
 
@@ -265,6 +273,8 @@ def perform(prepare: Callable[[], Any], result: int, *, is_quiet: bool = False) 
 def _returned(value: object, result: int, is_quiet: bool) -> int:
     try:
         _write_result(result, VALUE, None if is_quiet else value)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001  # a user's __reduce__ can raise anything
         return _unpicklable(value, error, result)
     return 0
@@ -318,16 +328,7 @@ def _write_end(result: int, kind: int, content: object) -> None:
         pass  # no memory left: the exit code still reports the failure
 
 
-def record_error(error: Exception) -> None:
-    """Write an error file for what has ended a script, unless one says so already."""
-    message = _abridge(describe_error(error), interpreter.MESSAGE_MAX)
-    stack = _abridge(format_error(error), interpreter.TRACEBACK_MAX)
-    _write_error_file(message, stack, time.time(), keeps_reason=True)
-
-
-def _write_error_file(
-    message: str, stack: str, timestamp: float, *, keeps_reason: bool = False
-) -> None:
+def _write_error_file(message: str, stack: str, timestamp: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -335,7 +336,7 @@ def _write_error_file(
         from elastic_aio.outcome import WorkerError
         from elastic_aio.worker.errorfile import write_error_file
 
-        write_error_file(WorkerError(message, stack, timestamp, path), keeps_reason=keeps_reason)
+        write_error_file(WorkerError(message, stack, timestamp, path))
     except (ImportError, OSError):
         pass  # the result has the same error
 

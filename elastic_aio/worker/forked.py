@@ -48,7 +48,7 @@ def run_forked(
         _renew_streams()
         code = call()
     except BaseException as error:  # noqa: BLE001  # the frames above are the parent's
-        interpreter.call_excepthook(error)
+        code = interpreter.report_error(error)
     finally:
         interpreter.finalize(code)
 

@@ -78,6 +78,15 @@ def _record(error: Exception, path: str) -> None:
         logging.getLogger(__name__).warning("%s", warning)
 
 
+def record_end(error: Exception, path: str) -> None:
+    """Write the error file of what has ended a script, unless it may say why already.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_error_file(worker_error(error, path), keeps_reason=True)
+
+
 def worker_error(error: BaseException, path: str) -> WorkerError:
     """Return an exception, raised now, as the content of the error file at `path`."""
     message = abridge(describe_error(error), MESSAGE_MAX)

@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
-from elastic_aio.worker import bootstrap, interpreter
-from elastic_aio.worker.context import REAL_LOCAL_RANK
+from elastic_aio.worker import interpreter
+from elastic_aio.worker.context import ERROR_FILE, REAL_LOCAL_RANK
 
 
 def run_script(path: str, *args: str) -> None:
@@ -22,14 +22,7 @@ def run_script(path: str, *args: str) -> None:
     rank = os.environ.get(REAL_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
     if not sys.flags.safe_path:
         del sys.path[0]  # the launcher's own script or working directory
-    try:
-        _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])
-        return
-    except KeyboardInterrupt as raised:  # a success only of functions
-        error = raised
-    code = interpreter.report_error(error)
-    del error  # with the frames and the objects of the script
-    interpreter.finalize(code)
+    _run([path, *(arg.replace("${local_rank}", rank) for arg in args)])
 
 
 def run_as_interpreter(arguments: list[str]) -> int:
@@ -45,8 +38,14 @@ def run_as_interpreter(arguments: list[str]) -> int:
     except BaseException as raised:  # noqa: BLE001  # the script's
         error = raised
     code = interpreter.report_error(error)
-    if isinstance(error, Exception):
-        bootstrap.record_error(error)
+    path = os.environ.get(ERROR_FILE)
+    if path and isinstance(error, Exception):
+        try:
+            from elastic_aio.worker.recorder import record_end
+
+            record_end(error, path)
+        except (ImportError, OSError):
+            pass  # stderr has the exception
     return code
 
 

@@ -24,6 +24,8 @@ from elastic_aio import (
     Agent,
     Failure,
     JobFailed,
+    JobState,
+    JobStopped,
     LaunchResult,
     LaunchSpec,
     LogSpec,
@@ -88,7 +90,6 @@ ENDS_WELL: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (functions.leave, (0,), None),
     (functions.leave, (False,), None),
     (functions.leave_hard, (0,), None),
-    (functions.interrupt, (), None),
     (functions.give_cut_short, (), None),
     (functions.run_a_loop, (), "looped"),
     (functions.give_later, ("later",), "later"),
@@ -119,6 +120,8 @@ async def test_a_function_that_has_raised_and_is_stopped(method: Any) -> None:
     assert error.result.exit_code == 1
     assert [one.status for one in error.result.attempts[0].workers] == [root.status, other.status]
 
+
+INTERRUPTED = ExitStatus(signal=signal.SIGINT)
 
 # Function, arguments, status, the failure's message, whether an error file is written.
 ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, bool]] = [
@@ -160,6 +163,11 @@ ENDS_BADLY: list[tuple[Callable[..., Any], tuple[Any, ...], ExitStatus, str, boo
     (functions.raise_exiting, (), ExitStatus(1), "ExitsError: <str() failed>", True),
     (functions.raise_later, (), ExitStatus(1), "ValueError: boom", True),
     (functions.leave_later, (3,), ExitStatus(3), "", False),
+    (functions.interrupt, (), INTERRUPTED, "", False),
+    (functions.kill_self, (signal.SIGINT,), INTERRUPTED, "", False),
+    (functions.interrupt_from_thread, (), INTERRUPTED, "", False),
+    (functions.interrupt_later, (), INTERRUPTED, "", False),
+    (functions.give_interrupting, (), INTERRUPTED, "", False),
 ]
 
 
@@ -363,6 +371,33 @@ async def test_an_exit_before_the_call_is_a_failure() -> None:
     error = await failed(spec_of(functions.give, "spawn", functions.ExitsThere()))
     (failure,) = error.failures
     assert (failure.status, said(failure)) == (ExitStatus(1), "SystemExit: 0")
+
+
+async def test_an_interrupt_before_the_call_is_a_failure() -> None:
+    """SIGINT during the imports, which may take long."""
+    error = await failed(spec_of(functions.give, "spawn", functions.Interrupting(is_value=False)))
+    assert error.failures[0].status == INTERRUPTED
+
+
+async def test_a_stop_by_sigint_is_no_failure(method: Any, tmp_path: Path) -> None:
+    """The interrupt is then the stop's, and not the function's own."""
+    spec = spec_of(functions.note_and_sleep, method, str(tmp_path), nproc_per_node=2)
+    async with Agent(spec) as agent:
+        await until(noted(tmp_path, 2))
+        await agent.stop(signal=signal.SIGINT)
+        with pytest.raises(JobStopped) as caught:
+            await agent.wait()
+    result = caught.value.result
+    assert (result.state, result.exit_code) == (JobState.STOPPED, 130)
+    assert [worker.status for worker in result.attempts[0].workers] == [INTERRUPTED] * 2
+    assert result.failures == ()
+
+
+async def test_a_fork_of_a_function_has_no_result(method: Any) -> None:
+    """Its error is not the worker's."""
+    error = await failed(spec_of(functions.fork_and_end, method, logs=OFF))
+    (failure,) = error.failures
+    assert (failure.status, failure.error) == (ExitStatus(signal=9), None)
 
 
 async def test_a_value_that_blocks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

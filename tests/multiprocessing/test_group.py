@@ -49,6 +49,14 @@ async def test_functions_with_their_own_arguments(method: Any, tmp_path: Path) -
     assert [Path(result.stderrs[rank]).read_text() for rank in (0, 1)] == ["", ""]
 
 
+async def test_an_interrupt_is_a_success(method: Any) -> None:
+    """As in torch, where the parent of the processes gets the Ctrl-C too."""
+    args: dict[int, tuple[Any, ...]] = {0: (), 1: ()}
+    result = await result_of("g", functions.interrupt, args, NO_ENVS, start_method=method)
+    assert not result.is_failed()
+    assert dict(result.return_values) == {0: None, 1: None}
+
+
 async def test_processes_are_bound_to_cpus(method: Any) -> None:
     bound = worker_cpus(LaunchSpec("x.py", nproc_per_node=2, numa_binding="cpu"), 2)
     rows = {0: (0,), 1: (0,)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import ctypes
 import os
@@ -117,6 +118,43 @@ def raise_base() -> NoReturn:
 
 def interrupt() -> NoReturn:
     raise KeyboardInterrupt
+
+
+def interrupt_from_thread() -> NoReturn:
+    """As a watchdog does."""
+    threading.Thread(target=_thread.interrupt_main).start()
+    while True:
+        time.sleep(0.01)
+
+
+async def interrupt_later() -> None:
+    """Get SIGINT in an event loop."""
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(99)
+
+
+class Interrupting:
+    """A value and an argument: SIGINT comes while it is pickled, or unpickled elsewhere."""
+
+    def __init__(self, is_value: bool) -> None:
+        self.is_value = is_value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_value:
+            kill_self(signal.SIGINT)
+        return kill_self, (signal.SIGINT,)
+
+
+def give_interrupting() -> object:
+    return Interrupting(is_value=True)
+
+
+def fork_and_end() -> None:
+    """Let a fork leave the function by an error; then die without a result."""
+    if (pid := os.fork()) == 0:
+        raise_error("of a fork")
+    os.waitpid(pid, 0)
+    kill_self(signal.SIGKILL)
 
 
 def leave(*code: Any) -> NoReturn:

@@ -81,7 +81,7 @@ def test_an_exception_is_recorded(script: Path) -> None:
 
 
 def test_a_keyboard_interrupt(script: Path) -> None:
-    """A script ends by SIGINT, forked or not; only for a function it is a success."""
+    """A script ends by SIGINT, forked or not."""
     for options in (["--run-path"], ["--start-method=forkserver"], []):
         ended = run_script(options, script, "interrupt")
         assert ended.code == 128 + 2

@@ -58,11 +58,9 @@ def _make_hook(path: str, pid: int) -> "Callable[[], None]":
             return
         sys.path.insert(0, _ROOT)
         try:
-            from elastic_aio.worker.errorfile import write_error_file
-            from elastic_aio.worker.recorder import worker_error
+            from elastic_aio.worker.recorder import record_end
 
-            # `record` of the script may have written the file.
-            write_error_file(worker_error(error, path), keeps_reason=True)
+            record_end(error, path)
         except Exception:  # noqa: BLE001  # another version of Python, a full disk
             pass  # stderr has the exception
 
