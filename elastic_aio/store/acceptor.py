@@ -69,6 +69,7 @@ class Acceptor:
             OSError: another program listens at the port.
         """
         for sock in self._sockets:
+            sock.setblocking(False)  # a client may be gone again before accept(2)
             sock.listen(BACKLOG)
         self.resume()
 

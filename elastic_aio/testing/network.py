@@ -192,6 +192,9 @@ class Listener:
     def getsockname(self) -> tuple[str, int]:
         return self.name
 
+    def setblocking(self, flag: bool) -> None:
+        """Do nothing: `accept` never blocks."""
+
     def listen(self, backlog: int) -> None:
         """Do nothing: it listens already."""
 

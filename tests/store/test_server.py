@@ -320,6 +320,16 @@ async def test_the_port_is_bound_on_entering_and_closed_on_leaving() -> None:
         reader.connect(("127.0.0.1", server.port or 1))
 
 
+async def test_a_given_socket_does_not_block_the_loop() -> None:
+    """In whatever mode it is given: accept(2) waits for a second client in blocking mode."""
+    given = socket.create_server(("127.0.0.1", 0))
+    assert given.getblocking()
+    async with StoreServer(listening=[given]) as server:
+        assert not given.getblocking(), "the next line would never end"
+        async with connect(f"localhost:{server.port}", timeout=5) as store:
+            await store.set("k", b"v")
+
+
 @pytest.mark.parametrize("host", [None, "::", "::1", "0.0.0.0", "localhost"])
 async def test_families(host: str | None) -> None:
     """IPv4, IPv6 or both, on one port."""
