@@ -134,8 +134,9 @@ def parse_conf(text: str, backend: str) -> Conf:
             problem = f"must be 'tcp'{reason}"
             raise invalid_value("--rdzv-conf: store_type", problem, store_type)
         warnings += _unknown(pairs, _KNOWN)
-    if backend == "static" and settings.pop("is_host", None) is not None:
-        warnings.append("--rdzv-conf: is_host has no effect: the node of rank 0 serves the store")
+    if backend in ("static", *ENGINES) and settings.pop("is_host", None) is not None:
+        server = "the node of rank 0 serves" if backend == "static" else f"{backend} is"
+        warnings.append(f"--rdzv-conf: is_host has no effect: {server} the store")
     files = pairs.get("token_file"), pairs.get("password_file")
     return Conf(settings, tls, engine, *files, pairs, tuple(warnings))
 

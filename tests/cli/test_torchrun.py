@@ -335,11 +335,6 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
         ["--rdzv-backend", "'foo'", "etcd-v2, redis, static, tcp, valkey"],
     ),
     (
-        ["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-conf=is_host=1"],
-        {},
-        ["is_host", "no node serves the store of the backend 'etcd'"],
-    ),
-    (
         ["--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-conf=protocol=https"],
         {},
         ["protocol=https needs tls_ca"],

@@ -16,9 +16,12 @@ from elastic_aio.compat.torch.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    get_rendezvous_handler,
 )
+from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
 from elastic_aio.compat.torch.rendezvous.outcomes import rendezvous_error
 from elastic_aio.outcome import EndCause, JobOutcome, JobState
+from elastic_aio.spec.job import LaunchSpec
 
 
 def parameters(**settings: Any) -> RendezvousParameters:
@@ -98,6 +101,16 @@ def test_a_handler_of_another_backend_is_refused() -> None:
     registry.register("mine", lambda params: Handler("theirs"))
     with pytest.raises(RuntimeError, match="'theirs' does not match"):
         registry.create_handler(parameters())
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_no_node_serves_the_store_at_etcd(is_host: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As with torch's handlers, `is_host` has no effect there."""
+    settings = RendezvousParameters("etcd", "localhost:1", "run", 1, 2, is_host=is_host)
+    handler = get_rendezvous_handler(settings)
+    assert isinstance(handler, DynamicRendezvousHandler)
+    LaunchSpec(["true"], nnodes=(1, 2), rendezvous=handler.rendezvous)
+    assert "is_host has no effect: etcd is the store" in caplog.text
 
 
 class DictStore:
