@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
@@ -155,7 +155,7 @@ async def _supervise(
         if notifier is not None:
             listeners.append(stack.enter_context(notifier))
         if request.http is not None:
-            listeners.append(await stack.enter_async_context(_server(request.http, printer)))
+            listeners += await _serve(request.http, request.variables, stack, printer)
         return await supervise(
             request.spec,
             request.signals,
@@ -166,15 +166,24 @@ async def _supervise(
         )
 
 
-@asynccontextmanager
-async def _server(address: str, printer: EventPrinter) -> AsyncIterator[StatusServer]:
+async def _serve(
+    address: str, variables: Mapping[str, str], stack: AsyncExitStack, printer: EventPrinter
+) -> list[StatusServer]:
     """Serve `--http`; print the port if it was chosen here."""
     from elastic_aio.http.server import StatusServer  # most jobs have none
 
-    async with StatusServer(address) as server:
-        if server.address != address:
-            printer.print(f"--http: listening at http://{server.address}")
-        yield server
+    server = StatusServer(address)
+    try:
+        await stack.enter_async_context(server)
+    except SpecError as error:
+        if "--http" not in variables:
+            raise
+        # torch's variable is often that of all agents of a host, and only one gets the port.
+        printer.warn(as_option_error(error, variables))
+        return []
+    if server.address != address:
+        printer.print(f"--http: listening at http://{server.address}")
+    return [server]
 
 
 def _level(text: str) -> int:

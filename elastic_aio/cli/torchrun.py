@@ -84,7 +84,7 @@ _SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "PBS_", "JOB_COMPLETI
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 _UNINTERRUPTIBLE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
-_HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -122,7 +122,7 @@ def parse_run(
         variables["--signals-to-handle"] = _SIGNALS_VARIABLE
     if values["http"] is None and (address := health_address_from(env)):
         values["http"] = address
-        variables["--http"] = _HEALTH_VARIABLE
+        variables["--http"] = HEALTH_VARIABLE
     if is_launch:
         program = _with_local_rank(values, program)
     try:
@@ -289,12 +289,12 @@ def health_address_from(env: Mapping[str, str]) -> str | None:
     Raises:
         UsageError: the variable is not a port.
     """
-    port = env.get(_HEALTH_VARIABLE)
+    port = env.get(HEALTH_VARIABLE)
     # In a worker the port is that of its own job.
     if not port or RUN_ID in env:
         return None
     if parse_port(port) is None:
-        raise invalid_value(_HEALTH_VARIABLE, "must be a port from 1 to 65535", port)
+        raise invalid_value(HEALTH_VARIABLE, "must be a port from 1 to 65535", port)
     return f"127.0.0.1:{port}"
 
 

@@ -254,8 +254,12 @@ def test_a_health_check_without_a_port(
     assert "TORCHELASTIC_HEALTH_CHECK_PORT: must be a port" in caplog.text
 
 
-def test_a_health_check_whose_port_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_health_check_whose_port_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a second agent of the host, for example: the job goes on."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ValueError, match="cannot listen: address already in use"):
-            agent(nproc=1).run()
+        assert not agent(nproc=1).run().is_failed()
+    (warning,) = (one.message for one in caplog.records if "HEALTH_CHECK" in one.message)
+    assert "CHECK_PORT: cannot listen: address already in use (got '127.0.0.1:" in warning

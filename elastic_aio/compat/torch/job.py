@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack
 from typing import Any
 
 from elastic_aio.agent.agent import Agent
@@ -17,7 +17,12 @@ from elastic_aio.agent.event_log import EventListener
 from elastic_aio.cli.event_handlers import load_event_handler
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torch_logs import TorchLogLayout
-from elastic_aio.cli.torchrun import health_address_from, timers_from
+from elastic_aio.cli.torchrun import (
+    HEALTH_VARIABLE,
+    as_option_error,
+    health_address_from,
+    timers_from,
+)
 from elastic_aio.compat.torch.console import console_descriptors
 from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
@@ -213,12 +218,15 @@ class AgentJob:
 async def _served(
     server: StatusServer | None, work: Coroutine[Any, Any, LaunchResult]
 ) -> LaunchResult:
-    """Run a job while a server, if there is one, shows its state."""
-    try:
-        async with server or nullcontext():
-            return await work
-    finally:
-        work.close()  # if the server could not listen
+    """Run a job while a server, if there is one and its port is free, shows its state."""
+    async with AsyncExitStack() as stack:
+        stack.callback(work.close)  # if a cancellation comes first
+        try:
+            if server is not None:
+                await stack.enter_async_context(server)
+        except SpecError as error:  # as by another agent of this host
+            log.warning("%s", as_option_error(error, {"--http": HEALTH_VARIABLE}))
+        return await work
 
 
 async def _wait(agent: Agent) -> LaunchResult:
