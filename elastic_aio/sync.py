@@ -277,13 +277,23 @@ def start_context(
     start_method: StartMethod = "spawn",
     *,
     signals: bool = True,
+    _on_terminate: Callable[[int], None] | None = None,
 ) -> SyncProcessContext | None:
     """Run `fn(index, *args)` by any start method (see `multiprocessing.start_context`).
 
     Args:
         signals: whether stop signals stop the processes first (see the module).
     """
-    start = partial(multiprocessing.start_context, fn, args, nprocs, False, daemon, start_method)
+    start = partial(
+        multiprocessing.start_context,
+        fn,
+        args,
+        nprocs,
+        False,
+        daemon,
+        start_method,
+        _on_terminate=_on_terminate,
+    )
     if join:
         received = _stop_signals(signals)
         with received if received.numbers else nullcontext():

@@ -78,10 +78,13 @@ class ProcessContext:
     the processes that still run at the end of the block.
     """
 
-    def __init__(self, group: BareGroup) -> None:
+    def __init__(
+        self, group: BareGroup, _on_terminate: Callable[[int], None] | None = None
+    ) -> None:
         """Use `spawn` to get one."""
         self._group = group
         self._joined: set[int] = set()
+        self._on_terminate = _on_terminate
 
     def __repr__(self) -> str:
         return f"<ProcessContext {self._group!r}>"
@@ -158,6 +161,9 @@ class ProcessContext:
     async def _stop(self, grace_period: float | None) -> None:
         if grace_period is not None:
             await self._group.wait_exited(len(self._group.local_ranks), grace_period)
+        if self._on_terminate is not None:
+            for rank in sorted(self._group.records.keys() - self._group.exited()):
+                self._on_terminate(self._group.records[rank].pid)
         grace = _GRACE_S if grace_period is None else grace_period
         self._joined.update(self._group.local_ranks)
         await self._group.stop(StopPlan((StopStep(signals.SIGTERM, grace),)))
@@ -211,6 +217,8 @@ async def start_context(
     join: bool = True,
     daemon: bool = False,
     start_method: StartMethod = "spawn",
+    *,
+    _on_terminate: Callable[[int], None] | None = None,
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` processes: torch.multiprocessing's `start_processes`.
 
@@ -248,7 +256,7 @@ async def start_context(
     )
     group = BareGroup(spec, overrides)
     await group.start()
-    context = ProcessContext(group)
+    context = ProcessContext(group, _on_terminate)
     if not join:
         return context
     async with context:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,6 +385,44 @@ def test_join_times_out_and_raises(tmp_path: Path) -> None:
     assert context.join()
     with pytest.raises(ProcessRaisedException, match=r"(?s)-- Process 1 .*ValueError: boom"):
         spawn(functions.indexed_end, ("raise",), 2)
+
+
+@pytest.mark.slow
+def test_the_processes_that_a_failed_join_ends_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By torch's logger, with its text; not those that have exited."""
+    context = spawn(functions.indexed_wait, (str(tmp_path),), 3, join=False)
+    assert context is not None
+    until_sync(noted(tmp_path, 3))
+    context.processes[1].kill()
+    with pytest.raises(ProcessExitedException):
+        context.join()
+    assert caplog.record_tuples == [
+        (
+            "torch.multiprocessing.spawn",
+            logging.WARNING,
+            f"Terminating process {context.pids()[index]} via signal SIGTERM",
+        )
+        for index in (0, 2)
+    ]
+    caplog.clear()
+    with pytest.raises(ProcessRaisedException):
+        spawn(functions.indexed_end, ("raise",), 2)
+    assert [one.name for one in caplog.records] == ["torch.multiprocessing.spawn"]
+
+
+@pytest.mark.parametrize("default", ["fork", "forkserver"])
+def test_no_start_method_is_that_of_multiprocessing(
+    default: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that cannot be pickled needs "fork"."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: default)
+    lock = threading.Lock()
+    with nullcontext() if default == "fork" else pytest.raises(pickle.PicklingError):
+        start_context(lambda index: lock.locked(), start_method=None)
+    with nullcontext() if default == "fork" else pytest.raises(pickle.PicklingError):
+        started(lock.locked, (), start_method=None).wait()
 
 
 @pytest.mark.slow

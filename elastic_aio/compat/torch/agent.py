@@ -99,7 +99,7 @@ class LocalElasticAgent(ElasticAgent):
         self,
         spec: WorkerSpec,
         logs_specs: LogsSpecs,
-        start_method: str = "spawn",
+        start_method: str | None = "spawn",
         exit_barrier_timeout: float = 300,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: int = 30,
@@ -113,7 +113,8 @@ class LocalElasticAgent(ElasticAgent):
         Args:
             spec: what the workers run.
             logs_specs: where their output goes.
-            start_method: "spawn", "fork" or "forkserver", for functions.
+            start_method: "spawn", "fork" or "forkserver", for functions; None is
+                multiprocessing's default.
             exit_barrier_timeout: seconds that a finished node waits for the others.
             log_line_prefix_template: prefix of shown lines, with `${role_name}`,
                 `${local_rank}` and `${rank}`.

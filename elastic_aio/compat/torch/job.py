@@ -28,7 +28,7 @@ from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
 from elastic_aio.compat.torch.multiprocessing.context import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
-from elastic_aio.compat.torch.multiprocessing.processes import numa_mode
+from elastic_aio.compat.torch.multiprocessing.processes import numa_mode, start_method_of
 from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
@@ -59,7 +59,7 @@ class JobSettings:
     """The settings of an agent that are not in its `WorkerSpec` (see `LocalElasticAgent`)."""
 
     logs_specs: LogsSpecs
-    start_method: str
+    start_method: str | None
     exit_barrier_timeout: float
     prefix: str | None
     shutdown_timeout: float
@@ -118,7 +118,7 @@ class AgentJob:
             virtual_local_rank=spec.virtual_local_rank,
             timers=timers_from(os.environ),
             uninterruptible_timeout=settings.uninterruptible_timeout or None,
-            start_method=settings.start_method,  # type: ignore[arg-type]  # LaunchSpec checks it
+            start_method=start_method_of(settings.start_method),
         )
 
     def _log_spec(self) -> LogSpec:

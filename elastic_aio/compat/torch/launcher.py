@@ -59,7 +59,7 @@ class LaunchConfig:
     """How many failed attempts may be followed by another one."""
     monitor_interval: float = 0.1
     """Seconds between two looks for waiting nodes of a handler that is not ours."""
-    start_method: str = "spawn"
+    start_method: str | None = "spawn"
     """How functions are started: "spawn", "fork" or "forkserver"."""
     log_line_prefix_template: str | None = None
     """Prefix of shown lines, with `${role_name}`, `${local_rank}` and `${rank}`."""

@@ -31,6 +31,7 @@ from elastic_aio.compat.torch.multiprocessing.processes import (
     WorkerProcess,
     numa_mode,
     processes_of,
+    start_method_of,
     torch_errors,
 )
 from elastic_aio.multiprocessing import group as native
@@ -353,7 +354,7 @@ class MultiprocessContext(PContext):
         entrypoint: Callable[..., Any],
         args: Mapping[int, tuple[Any, ...]],
         envs: Mapping[int, Mapping[str, str]],
-        start_method: StartMethod,
+        start_method: StartMethod | None,
         logs_specs: LogsSpecs,
         log_line_prefixes: Mapping[int, str] | None = None,
         numa_options: Any = None,
@@ -376,7 +377,7 @@ class MultiprocessContext(PContext):
 
     @property
     def _start_method(self) -> StartMethod:
-        return self.start_method
+        return start_method_of(self.start_method)
 
     def _failures(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         return dict(list(failures.items())[:1])  # torch reports the first one only
@@ -389,7 +390,7 @@ def start_processes(
     envs: Mapping[int, Mapping[str, str]],
     logs_specs: LogsSpecs,
     log_line_prefixes: Mapping[int, str] | None = None,
-    start_method: StartMethod = "spawn",
+    start_method: StartMethod | None = "spawn",
     numa_options: Any = None,
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
@@ -403,7 +404,8 @@ def start_processes(
         envs: variables by local rank, which override the inherited environment.
         logs_specs: where output goes.
         log_line_prefixes: prefixes of lines on the console by local rank.
-        start_method: how functions start: "spawn", "fork" or "forkserver".
+        start_method: how functions start: "spawn", "fork" or "forkserver"; None is
+            multiprocessing's default.
         numa_options: torch `NumaOptions`, or a mode of `--numa-binding`.
         duplicate_stdout_filters: copy shown lines of stdout that contain one of these texts
             to a file.

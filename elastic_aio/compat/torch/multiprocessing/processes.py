@@ -8,6 +8,8 @@ they are daemons.
 from __future__ import annotations
 
 import atexit
+import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait as wait_for_sentinels
-from typing import Any
+from typing import Any, cast
 
 from elastic_aio import sync
 from elastic_aio.agent.bare_group import BareGroup
@@ -41,6 +43,8 @@ __all__ = [
     "spawn",
     "start_context",
 ]
+
+logger = logging.getLogger("torch.multiprocessing.spawn")  # programs and tests look there
 
 
 class WorkerProcess:
@@ -289,7 +293,7 @@ def start_context(
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
-    start_method: StartMethod = "spawn",
+    start_method: StartMethod | None = "spawn",
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` processes: torch.multiprocessing's `start_processes`.
 
@@ -299,7 +303,7 @@ def start_context(
         nprocs: how many processes.
         join: wait until all have exited.
         daemon: mark them as daemons, which may have no multiprocessing children.
-        start_method: "spawn", "fork" or "forkserver".
+        start_method: "spawn", "fork" or "forkserver"; None is multiprocessing's default.
 
     Returns:
         None if `join` is true, else the context.
@@ -310,13 +314,26 @@ def start_context(
         ValueError: there is no such start method.
         pickle.PicklingError: the function or an argument cannot be pickled.
     """
-    if start_method not in ("spawn", "fork", "forkserver"):
-        raise ValueError(f"cannot find context for {start_method!r}")
+    method = start_method_of(start_method)
+    if method not in ("spawn", "fork", "forkserver"):
+        raise ValueError(f"cannot find context for {method!r}")
     if nprocs <= 0:
         return None if join else ProcessContext(None)
     with torch_errors():
-        context = sync.start_context(fn, args, nprocs, join, daemon, start_method)
+        context = sync.start_context(
+            fn, args, nprocs, join, daemon, method, _on_terminate=_log_termination
+        )
     return None if context is None else ProcessContext(context, daemon)
+
+
+def start_method_of(method: str | None) -> StartMethod:
+    """Return a start method, which is not checked; None is multiprocessing's default."""
+    name = multiprocessing.get_start_method() if method is None else method
+    return cast("StartMethod", name)
+
+
+def _log_termination(pid: int) -> None:
+    logger.warning("Terminating process %s via signal SIGTERM", pid)
 
 
 @contextmanager
