@@ -22,6 +22,9 @@ MAX_NUMBER: Final = 999_999_999
 TOKEN_MIN: Final = 16
 """Characters of a token.  Its proofs can be compared with guesses, so it must not be guessed."""
 
+_LABEL: Final = re.compile(r"(?=[_-]*[^\W_])[\w-]{1,63}")
+_IPV6: Final = re.compile(r"[0-9a-fA-F:.]+(?:%[\w.-]+)?")
+
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
 
 
@@ -214,7 +217,12 @@ def checked_host(name: str, value: object) -> str:
 
 
 def is_host_name(host: str) -> bool:
-    """Return whether a text can be a name or an address: its labels have RFC 1035's sizes."""
+    """Return whether a text can be a name or an address.
+
+    The labels of a name have RFC 1035's sizes; beside RFC 1123's characters they may have
+    underscores, as names of containers do, and letters of other scripts.
+    """
+    if ":" in host:
+        return _IPV6.fullmatch(host) is not None
     labels = host.removesuffix(".").split(".")
-    has_sizes = len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
-    return has_sizes and host.isprintable() and not set(host) & set(" ,/@")
+    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)

@@ -113,6 +113,13 @@ def test_no_node_serves_the_store_at_etcd(is_host: bool, caplog: pytest.LogCaptu
     assert "is_host has no effect: etcd is the store" in caplog.text
 
 
+@pytest.mark.parametrize("endpoint", ["~", "~:123", "a.com :123", ":123", "-", "_:1"])
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_an_endpoint_names_a_host(backend: str, endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"rendezvous.endpoint: must be HOST:PORT, .* or HOST"):
+        get_rendezvous_handler(RendezvousParameters(backend, endpoint, "run", 1, 2))
+
+
 class DictStore:
     """A torch store as far as `build` uses it."""
 

@@ -116,8 +116,10 @@ def test_an_enum_member_becomes_a_plain_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["node0", "10.0.0.1", "::1", "fe80::1%eth0", "a_b.c", "a.b.", "x" * 63]
-)
+    "host",
+    ["node0", "10.0.0.1", "::1", "fe80::1%eth0.7", "::ffff:10.0.0.1", "a_b.c", "a.b.", "x" * 63,
+     "my_host", "project_web-1_", "b\u00fccher.example", "xn--bcher-kva"],
+)  # fmt: skip
 def test_hosts(host: str) -> None:
     """Names, IPv4 and IPv6 addresses."""
     assert checked_host("x", host) == host
@@ -125,8 +127,9 @@ def test_hosts(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["", "a:1", "[::1]", "a b", "a,b", "user@a", "http://a", "a..b", ".", "x" * 64, "x." * 130, 5],
-)
+    ["", "a:1", "[::1]", "a b", "a,b", "user@a", "http://a", "a..b", ".", "x" * 64, "x." * 130, 5,
+     "~", "-", "_", "--", "a.-", "a~b", "*.a", "a\n", "a!", "::g", "::1%", "fe80::1%a b"],
+)  # fmt: skip
 def test_other_texts_are_not_hosts(host: object) -> None:
     with pytest.raises(SpecError, match=r"^x: must be "):
         checked_host("x", host)
@@ -166,6 +169,9 @@ def test_a_default_port() -> None:
         ("a:0", "must have a port from 1 to 65535 (got 'a:0')"),
         ("a..b:1", "must be HOST:PORT or [IPV6]:PORT (got 'a..b:1')"),
         ("a:\u0661", "must have a port from 1 to 65535 (got 'a:\u0661')"),
+        ("~:1", "must be HOST:PORT or [IPV6]:PORT (got '~:1')"),
+        ("a :1", "must be HOST:PORT or [IPV6]:PORT (got 'a :1')"),
+        ("[::~]:1", "must be HOST:PORT or [IPV6]:PORT (got '[::~]:1')"),
         (7, "must be text without NUL (got 7)"),
     ],
 )
