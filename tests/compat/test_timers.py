@@ -136,6 +136,39 @@ def test_a_server_that_runs_once(tmp_path: Path) -> None:
     server.stop()
 
 
+class CountingServer(FileTimerServer):
+    """Notes the runs of the watchdog, with the scopes of the requests in each."""
+
+    def __init__(self, path: Path) -> None:
+        self.runs: list[list[str]] = []
+        self.events: list[str] = []
+        super().__init__(str(path), "run", 60, log_event=lambda name, _: self.events.append(name))
+
+    def _run_watchdog(self) -> None:
+        self.runs.append([])
+        super()._run_watchdog()
+
+    def register_timers(self, timer_requests: Any) -> None:
+        self.runs[-1] += [request.scope_id for request in timer_requests]
+        super().register_timers(timer_requests)
+
+
+def test_the_requests_of_an_interval_are_one_step(tmp_path: Path) -> None:
+    """As torch's server reads them: a timer released in it is none.  A stop ends the interval."""
+    server = CountingServer(tmp_path / "pipe")
+    server.start()
+    until_sync(lambda: server.runs)
+    client = FileTimerClient(str(tmp_path / "pipe"))
+    with expires(-1, "late", client):
+        pass
+    client.release("never acquired")
+    server.stop()
+    assert server.runs == [["late", "late", "never acquired"]]
+    assert server.events == ["watchdog started", "watchdog stopped"]
+    server.stop()
+    server.run_once()
+
+
 def test_a_client_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[float] = []
     monkeypatch.setattr(time, "sleep", tries.append)

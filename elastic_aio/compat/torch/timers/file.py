@@ -12,6 +12,7 @@ import select
 import signal as signals
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from elastic_aio.compat.torch.timers.api import RequestQueue, TimerClient, TimerRequest
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 10
 _RETRY_S = 0.1
+
+_PIPE_MAX = 1 << 20
+"""Bytes; what a pipe can hold at most, pipe(7)."""
 
 LogEvent = Callable[[str, "FileTimerRequest | None"], None]
 
@@ -119,17 +123,33 @@ class _PipeQueue(RequestQueue):
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._descriptor, select.POLLIN)
+        self._is_woken = False
         self._rest = b""
+        self.is_used = False
+        """Whether there was a request yet."""
 
     def size(self) -> int:
         return 1
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        poller = select.poll()
-        poller.register(self._descriptor, select.POLLIN)
-        if not poller.poll(timeout * 1000):
-            return []
-        *lines, self._rest = (self._rest + os.read(self._descriptor, 1 << 16)).split(b"\n")
+        """Return all that comes in `timeout` seconds, which begin with the very first request.
+
+        So a timer that is released soon is never acquired, as with torch's server.
+        """
+        if not self.is_used:
+            self._poller.poll()  # for a request, or `wake`
+            self.is_used = True
+        end = time.monotonic() + timeout
+        data = self._rest
+        is_over = False
+        while not is_over:
+            left = max(0.0, end - time.monotonic())
+            is_over = self._is_woken or not left or not self._poller.poll(left * 1000)
+            with suppress(BlockingIOError):
+                data += os.read(self._descriptor, _PIPE_MAX)
+        *lines, self._rest = data.split(b"\n")
         requests: list[TimerRequest] = []
         for line in filter(None, lines):
             try:
@@ -141,7 +161,10 @@ class _PipeQueue(RequestQueue):
         return requests
 
     def wake(self) -> None:
-        os.write(self._descriptor, b"\n")
+        """Let `get` return at once from now on, with all that was written before."""
+        self._is_woken = True
+        with suppress(BlockingIOError):  # it is full, and wakes the reader too
+            os.write(self._descriptor, b"\n")
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -186,34 +209,37 @@ class FileTimerServer(ProcessTimerServer):
 
     def stop(self) -> None:
         """End the thread and remove the pipe.  Idempotent."""
-        if not self._is_closed:
-            self._close()
+        if self._close():
             self._log_event("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Handle all requests that wait, then stop."""
-        self._close()
+        """Handle all requests that wait, then stop.  Idempotent."""
+        self._close(handles_rest=True)
 
-    def _close(self) -> None:
+    def _close(self, *, handles_rest: bool = False) -> bool:
+        """Close everything; return False if that has been done before."""
+        if self._is_closed:
+            return False
         self._is_closed = True
         self._stop_signaled = True
         self._pipe.wake()
         if self._watchdog_thread is not None:
             self._watchdog_thread.join()
             self._watchdog_thread = None
-        self._max_interval = 0
-        self._run_watchdog()  # what came after the thread's last look
+        if handles_rest:
+            self._run_watchdog()  # what came after the thread's last look
         self._pipe.close()
         if os.path.lexists(self._file_path):
             os.remove(self._file_path)
+        return True
 
     def _run_watchdog(self) -> None:
         super()._run_watchdog()
         self._last_progress_time = int(time.time())
 
     def get_last_progress_time(self) -> int:
-        """Return when the timers were looked at last, in Unix seconds."""
-        return self._last_progress_time
+        """Return when the timers were looked at last, in Unix seconds; now before any request."""
+        return self._last_progress_time if self._pipe.is_used else int(time.time())
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
