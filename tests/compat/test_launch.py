@@ -166,15 +166,15 @@ def test_two_nodes(backend: str) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_two_nodes_at_etcd(backend: str, etcd_endpoint: str, tmp_path: Path) -> None:
-    """Without torch, and without a client of etcd."""
+    """Without torch, and without a client of etcd; `is_host` has no effect."""
 
-    def node(_: int) -> dict[int, Any]:
+    def node(number: int) -> dict[int, Any]:
         job = config(
             min_nodes=2,
             max_nodes=2,
             rdzv_backend=backend,
             rdzv_endpoint=etcd_endpoint,
-            rdzv_configs={"etcd_prefix": str(tmp_path)},
+            rdzv_configs={"etcd_prefix": str(tmp_path), "is_host": number == 0},
         )
         return elastic_launch(job, functions.give_rank)()
 
