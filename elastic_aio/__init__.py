@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import GuardianRestarted as GuardianRestarted
     from elastic_aio.events import JobFinished as JobFinished
     from elastic_aio.events import JobStarted as JobStarted
+    from elastic_aio.events import LeftoversFound as LeftoversFound
     from elastic_aio.events import LogDiskFull as LogDiskFull
     from elastic_aio.events import OutputLost as OutputLost
     from elastic_aio.events import Restarting as Restarting
@@ -152,8 +153,8 @@ else:
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.events": """
                 AttemptFailed ConsoleLost ControlUnavailable DeadlineMissed Event EventsMissed
-                GuardianLost
-                GuardianRestarted JobFinished JobStarted LogDiskFull OutputLost
+                GuardianLost GuardianRestarted JobFinished JobStarted LeftoversFound
+                LogDiskFull OutputLost
                 Restarting SignalForwarded StacksDumped StopEscalated StopRequested
                 TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited
                 WorkerReady WorkersIdle WorkerStarted WorkerStoreRefused

@@ -115,6 +115,18 @@ class StopRequested(Event, frozen=True, kw_only=True):
     """The signal that the launcher received, if that is the reason."""
 
 
+class LeftoversFound(Event, frozen=True, kw_only=True):
+    """The workers have succeeded, and processes that they have started still run.
+
+    They are stopped after `linger` seconds.
+    """
+
+    pids: tuple[int, ...]
+    programs: tuple[str, ...]
+    """Their names, as the kernel shortens them."""
+    linger: float
+
+
 class StopEscalated(Event, frozen=True, kw_only=True):
     """The grace period expired, or `reason` cut it short; the plan's next `signal` is sent."""
 

@@ -13,6 +13,7 @@ from elastic_aio.text import counted, format_duration, one_line, printable
 _GUIDE = "aio-elastic help failures"
 _HINT = f"none was recorded; see {_GUIDE}"
 _WIDTH_MAX = 60
+_LEFTOVERS_SHOWN = 5
 
 
 class Level:
@@ -45,6 +46,8 @@ def _describe(event: Event) -> tuple[int, str]:
         case events.StopRequested():
             level = Level.INFO if event.signal is None else Level.WARNING
             return level, f"stopping the workers ({event.plan}): {event.reason}"
+        case events.LeftoversFound():
+            return Level.WARNING, _leftovers_found(event)
         case events.StopEscalated():
             return Level.WARNING, _stop_escalated(event)
         case events.WorkerAbandoned(pid=0):
@@ -180,6 +183,17 @@ def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.Outp
             lost = "output" if event.lost is None else counted(event.lost, "byte")
             text = f"{lost} of {event.stream} of rank {event.rank} lost: {event.why}"
             return f"{text} ({event.path})"
+
+
+def _leftovers_found(event: events.LeftoversFound) -> str:
+    count = len(event.pids)
+    shown = [f"{name} ({pid})" for pid, name in zip(event.pids, event.programs, strict=True)]
+    named = ", ".join(shown[:_LEFTOVERS_SHOWN]) + (", ..." if count > _LEFTOVERS_SHOWN else "")
+    what = f"{count} process{'' if count == 1 else 'es'}"
+    fate = (
+        f"they may run for another {event.linger:g} s" if event.linger else "they are stopped now"
+    )
+    return f"the workers have succeeded and left {what} behind, {fate}: {named}"
 
 
 def _stop_escalated(event: events.StopEscalated) -> str:

@@ -51,6 +51,7 @@ PUBLIC = [
     "JobStopped",
     "LaunchResult",
     "LaunchSpec",
+    "LeftoversFound",
     "LivenessSpec",
     "LogDiskFull",
     "LogLine",

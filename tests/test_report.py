@@ -24,6 +24,7 @@ from elastic_aio import (
     JobStarted,
     JobState,
     LaunchResult,
+    LeftoversFound,
     LogDiskFull,
     MembershipChanged,
     NodeJoined,
@@ -411,6 +412,17 @@ EVENTS: list[tuple[Event, int, str]] = [
         StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),
         Level.WARNING,
         "stacks (no heartbeat): rank 0 waits in barrier (/logs/s)",
+    ),
+    (
+        LeftoversFound(pids=(7,), programs=("tar",), linger=0.0),
+        Level.WARNING,
+        "the workers have succeeded and left 1 process behind, they are stopped now: tar (7)",
+    ),
+    (
+        LeftoversFound(pids=tuple(range(1, 7)), programs=("sh",) * 6, linger=30.0),
+        Level.WARNING,
+        "the workers have succeeded and left 6 processes behind, they may run for another 30 s:"
+        " sh (1), sh (2), sh (3), sh (4), sh (5), ...",
     ),
     (GuardianRestarted(pid=9), Level.WARNING, "guardian process exited, restarted as pid 9"),
     (

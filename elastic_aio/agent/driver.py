@@ -32,6 +32,7 @@ from elastic_aio.agent.messages import (
     DecisionFailed,
     DecisionMade,
     Effect,
+    EffectResult,
     Finish,
     GroupStarted,
     GroupStopped,
@@ -240,6 +241,8 @@ class Driver:
         if self._is_handling or self.is_copy:
             return
         self._is_handling = True
+        if self.group is not None and not isinstance(received, EffectResult):
+            self.group.end_linger()  # what follows does not wait for what workers have left
         try:
             while self._inputs and not self._is_broken:
                 for effect in self._machine.handle(self._inputs.popleft()):

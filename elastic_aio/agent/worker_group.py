@@ -15,15 +15,17 @@ from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.uninterruptible import StuckWatch
-from elastic_aio.aio import create_task
+from elastic_aio.aio import create_task, set_result_if_pending
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
+    LeftoversFound,
     StopRequested,
     WorkerExited,
     WorkerStarted,
 )
 from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
+from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.process.tree import Survivor
@@ -34,6 +36,9 @@ from elastic_aio.status import JobStatus
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
 # suspended.  Its imports are not waited for.
 _SPAWN_S = 5.0
+# Seconds in which helpers end by themselves after their parents, such as the resource tracker
+# of multiprocessing.
+_SETTLE_S = 0.1
 
 
 class WorkerGroup:
@@ -49,6 +54,8 @@ class WorkerGroup:
         calls: how the workers' functions ended, once `result` was called; empty for commands.
         failures: all failures by then, victims too, the root cause first.
     """
+
+    _linger_over: asyncio.Future[None] | None = None
 
     def __init__(
         self,
@@ -222,12 +229,39 @@ class WorkerGroup:
         """
         self._stopped_at = self._stopped_at or time.time()
         survivors: list[Survivor] = []
-        if not (leftovers_only and await self._runtime.tree.forget_if_empty()):
+        if not (leftovers_only and await self._have_leftovers_ended(plan)):
             if leftovers_only:
                 self.announce_stop(plan, "the workers have left processes behind")
             survivors = await self.stop_processes(plan)
         await self.close()
         return survivors
+
+    async def _have_leftovers_ended(self, plan: StopPlan) -> bool:
+        """Wait as long as what succeeded workers have left may run; return whether it ended."""
+        tree = self._runtime.tree
+        if await tree.forget_if_empty():
+            return True
+        if self._linger_over is None:
+            self._linger_over = asyncio.get_running_loop().create_future()
+        if await tree.linger(_SETTLE_S, self._linger_over):
+            return True
+        left = {entry.pid: proc_scan.name_of(entry.pid) for entry in await tree.descendants() or ()}
+        if left:
+            self._runtime.publish(
+                LeftoversFound(
+                    attempt=self.attempt,
+                    pids=tuple(left),
+                    programs=tuple(left.values()),
+                    linger=plan.linger,
+                )
+            )
+        return await tree.linger(plan.linger, self._linger_over)
+
+    def end_linger(self) -> None:
+        """Stop what workers have left behind, without waiting for it.  Idempotent."""
+        if self._linger_over is None:
+            self._linger_over = asyncio.get_running_loop().create_future()
+        set_result_if_pending(self._linger_over, None)
 
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
         """Spawn no further worker and stop every process; return those that survive SIGKILL.

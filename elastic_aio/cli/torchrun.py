@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -39,7 +40,7 @@ from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
-from elastic_aio.spec.stop import SignalSpec, StopPlan
+from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope, StopStep
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE
 from elastic_aio.worker.scripts import run_script
 
@@ -204,7 +205,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         timers=timers_from(env),
         logs=logs,
-        stop=_stop_plan(values["shutdown_timeout"], env),
+        stop=_stop_plan(values, env),
         liveness=_liveness(values),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
         rendezvous=rendezvous.spec,
@@ -298,11 +299,17 @@ def health_address_from(env: Mapping[str, str]) -> str | None:
     return f"127.0.0.1:{port}"
 
 
-def _stop_plan(value: str | None, env: Mapping[str, str]) -> StopPlan:
-    option = "--shutdown-timeout"
+def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
+    option, value = "--shutdown-timeout", values["shutdown_timeout"]
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
         option = _GRACE_VARIABLE
-    return StopPlan() if value is None else StopPlan.within(parse_seconds(option, value, limit=1e9))
+    grace = DEFAULT_GRACE if value is None else parse_seconds(option, value, limit=1e9)
+    linger = values["linger"]
+    return StopPlan(
+        (StopStep("SIGTERM", grace),),
+        scope=cast("StopScope", values["stop_scope"] or "leaders"),  # checked there
+        linger=0.0 if linger is None else parse_seconds("--linger", linger, limit=1e9),
+    )
 
 
 def _liveness(values: Values) -> LivenessSpec:
@@ -355,6 +362,7 @@ _OPTION_OF_FIELD = {
     "run_id": "--rdzv-id",
     "restart.window": "--restart-window",
     "signals.stop": "--signals-to-handle",
+    "stop.scope": "--stop-scope",
     "signals.forward": "--signals-to-handle",
     "entrypoint": "script",
     "python": "PYTHON_EXEC",

@@ -406,6 +406,14 @@ def read_status(pid: int) -> dict[bytes, bytes]:
     return {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
 
 
+def name_of(pid: int) -> str:
+    """Return the name of a process's program, as the kernel shortens it; "?" if it is gone."""
+    try:
+        return (_read(f"/proc/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
+    except OSError:
+        return "?"  # no descriptor is left
+
+
 def parent_of(pid: int) -> int:
     """Return the parent of a process; 0 if it has none that /proc shows, or is gone.
 
@@ -481,7 +489,7 @@ def signal_process(process: ProcEntry, number: int) -> None:
 
 def needs_continue(process: ProcEntry, number: int) -> bool:
     """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
-    return process.state == "T" and number not in (signal.SIGKILL, signal.SIGSTOP)
+    return process.state == "T" and number not in (0, signal.SIGKILL, signal.SIGSTOP)
 
 
 def send(descriptor: int, number: int) -> bool:

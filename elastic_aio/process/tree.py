@@ -287,14 +287,32 @@ class ProcessTree:
                 continue
             if position and (left := await self._remaining()):
                 on_escalation(step.signal, tuple(one.pid for one in left if one.pid))
-            is_ordered = not (is_last or plan.reaches_all(step))
-            is_empty = await self._signal_until_gone(step, is_last, is_ordered)
+            is_empty = await self._signal_until_gone(
+                step.signal,
+                step.grace,
+                is_last=is_last,
+                is_ordered=not (is_last or plan.reaches_all(step)),
+            )
             if is_empty:
                 break
         survivors = [] if is_empty else await self._remaining()
         self._forget_ended()
         self._keep_descriptors()
         return survivors
+
+    async def linger(self, seconds: float, until: asyncio.Future[Any]) -> bool:
+        """Wait for all processes to end, and signal none; return whether they have ended.
+
+        Args:
+            seconds: the longest time to wait.
+            until: ends the wait, as a kill does.
+        """
+        if self._must_kill.done() or until.done():
+            return False
+        is_empty = await self._signal_until_gone(0, seconds, until=until)
+        if is_empty:
+            self._forget_ended()
+        return is_empty
 
     async def wait_reaped(self, seconds: float) -> list[Survivor]:
         """Wait until the leaders are reaped that others have killed; return the rest."""
@@ -318,16 +336,33 @@ class ProcessTree:
         ]
         return survivors
 
-    async def _signal_until_gone(self, step: StopStep, is_last: bool, is_ordered: bool) -> bool:
-        """Take one step of a stop; return whether all processes ended within its grace."""
-        end = self._clock.now() + step.grace
+    async def _signal_until_gone(
+        self,
+        number: int,
+        grace: float,
+        *,
+        is_last: bool = False,
+        is_ordered: bool = False,
+        until: asyncio.Future[Any] | None = None,
+    ) -> bool:
+        """Take one step of a stop; return whether all processes ended within its grace.
+
+        Args:
+            number: the signal; 0 for none.
+            grace: seconds.
+            is_last: the step is not cut short by a kill, and lasts only as long as something
+                can be killed.
+            is_ordered: leaders are signalled first.
+            until: ends the step.
+        """
+        end = self._clock.now() + grace
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        must_kill = never if is_last else self._must_kill
+        early = (never if is_last else self._must_kill, until or never)
         await self._record_descendants()
         yielder = _Yielder()
         with Watches() as watches:
             for pid, leader in self._running():
-                self._signal_leader(pid, leader, step.signal, watches, is_ordered)
+                self._signal_leader(pid, leader, number, watches, is_ordered)
                 await yielder.maybe_yield()
             # The signalled processes are queued on this CPU: let them run before the
             # scan (several ms).
@@ -337,7 +372,7 @@ class ProcessTree:
                 began = self._clock.now()
                 alive = await self.descendants()
                 watches.has_room = bool(self._reserve) and not self._is_foreign
-                holders = await self._signal_due(alive or [], step.signal, watches, is_ordered)
+                holders = await self._signal_due(alive or [], number, watches, is_ordered)
                 scan_s = self._clock.now() - began
                 running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
@@ -351,13 +386,13 @@ class ProcessTree:
                 left = end - self._clock.now()
                 if pending:
                     ended = when_all_done(pending)
-                    await self._clock.wait_for(ended, must_kill, *holders, seconds=left)
+                    await self._clock.wait_for(ended, *early, *holders, seconds=left)
                     # Scans for each of many leaders that end would take a processor.
                     pause = min(scan_s / _SCAN_SHARE, _PAUSE_MAX_S, end - self._clock.now())
-                    await self._clock.wait_for(ended, must_kill, seconds=pause)
+                    await self._clock.wait_for(ended, *early, seconds=pause)
                 else:  # they ended after the scan, or no event reports their end
-                    await self._clock.wait_for(must_kill, seconds=min(left, _RETRY_S))
-                if self._clock.now() >= end or must_kill.done():
+                    await self._clock.wait_for(*early, seconds=min(left, _RETRY_S))
+                if self._clock.now() >= end or any(event.done() for event in early):
                     return False
         await _run_exit_callbacks()
         return True
