@@ -45,9 +45,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -66,10 +66,12 @@ _RESERVE = 2
 # Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
 _BLIND_S = 0.25
-# Part of the time that scans may take while leaders end one after the other.
+# While leaders end one after the other: seconds of scans at once, then their part of the time.
+_SCANS_AT_ONCE_S = 0.05
 _SCAN_SHARE = 0.1
 _PAUSE_MAX_S = 0.5
 
+T = TypeVar("T")
 OnEscalation = Callable[[int, tuple[int, ...]], None]
 
 
@@ -367,13 +369,11 @@ class ProcessTree:
             # The signalled processes are queued on this CPU: let them run before the
             # scan (several ms).
             os.sched_yield()
-            clean_scans = 0
+            clean_scans, pace = 0, _ScanPace(self._clock)
             while clean_scans < 2:
-                began = self._clock.now()
-                alive = await self.descendants()
+                alive = await pace.timed(self.descendants())
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
-                scan_s = self._clock.now() - began
                 running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
                 if not alive and not pending:
@@ -387,8 +387,7 @@ class ProcessTree:
                 if pending:
                     ended = when_all_done(pending)
                     await self._clock.wait_for(ended, *early, *holders, seconds=left)
-                    # Scans for each of many leaders that end would take a processor.
-                    pause = min(scan_s / _SCAN_SHARE, _PAUSE_MAX_S, end - self._clock.now())
+                    pause = min(pace.pause(), end - self._clock.now())
                     await self._clock.wait_for(ended, *early, seconds=pause)
                 else:  # they ended after the scan, or no event reports their end
                     await self._clock.wait_for(*early, seconds=min(left, _RETRY_S))
@@ -492,6 +491,27 @@ class ProcessTree:
         self._listed.detach()
         self._free_descriptors()
         await self.orphans.aclose()
+
+
+class _ScanPace:
+    """Spaces the scans of a step: one for each of many leaders that end would take a processor."""
+
+    def __init__(self, clock: PausableClock) -> None:
+        self._clock = clock
+        self._began = clock.now()
+        self._scans_s = 0.0
+
+    async def timed(self, scan: Awaitable[T]) -> T:
+        """Return the result of a scan."""
+        began = self._clock.now()
+        result = await scan
+        self._scans_s += self._clock.now() - began
+        return result
+
+    def pause(self) -> float:
+        """Return the seconds until another scan may begin; it may be negative."""
+        next_at = self._began + (self._scans_s - _SCANS_AT_ONCE_S) / _SCAN_SHARE
+        return min(next_at - self._clock.now(), _PAUSE_MAX_S)
 
 
 class _Yielder:
