@@ -129,6 +129,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.restart import RestartWindow as RestartWindow
     from elastic_aio.spec.stop import SignalSpec as SignalSpec
     from elastic_aio.spec.stop import StopPlan as StopPlan
+    from elastic_aio.spec.stop import StopScope as StopScope
     from elastic_aio.spec.stop import StopStep as StopStep
     from elastic_aio.spec.tls import TlsSpec as TlsSpec
     from elastic_aio.stacks import StackDump as StackDump
@@ -184,7 +185,7 @@ else:
             "elastic_aio.spec.restart": (
                 "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
             ),
-            "elastic_aio.spec.stop": "SignalSpec StopPlan StopStep",
+            "elastic_aio.spec.stop": "SignalSpec StopPlan StopScope StopStep",
             "elastic_aio.spec.engine": "EngineSpec",
             "elastic_aio.spec.tls": "TlsSpec",
             "elastic_aio.status": "JobStatus WorkerStatus",

@@ -97,6 +97,7 @@ PUBLIC = [
     "StopEscalated",
     "StopPlan",
     "StopRequested",
+    "StopScope",
     "StopStep",
     "StoreClosed",
     "StoreError",
@@ -133,7 +134,8 @@ def test_the_public_names() -> None:
     assert vars(elastic_aio)["__all__"] == PUBLIC
 
 
-ALIASES = {"ConsoleTarget", "Decide", "EventListener", "NumaMode", "StartMethod", "__version__"}
+ALIASES = {"ConsoleTarget", "Decide", "EventListener", "NumaMode", "StartMethod", "StopScope"}
+ALIASES |= {"__version__"}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ALIASES])
