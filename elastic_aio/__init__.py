@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import JobStarted as JobStarted
     from elastic_aio.events import LeftoversFound as LeftoversFound
     from elastic_aio.events import LogDiskFull as LogDiskFull
+    from elastic_aio.events import LogsNotRemoved as LogsNotRemoved
     from elastic_aio.events import OutputLost as OutputLost
     from elastic_aio.events import Restarting as Restarting
     from elastic_aio.events import SignalForwarded as SignalForwarded
@@ -155,7 +156,7 @@ else:
             "elastic_aio.events": """
                 AttemptFailed ConsoleLost ControlUnavailable DeadlineMissed Event EventsMissed
                 GuardianLost GuardianRestarted JobFinished JobStarted LeftoversFound
-                LogDiskFull OutputLost
+                LogDiskFull LogsNotRemoved OutputLost
                 Restarting SignalForwarded StacksDumped StopEscalated StopRequested
                 TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited
                 WorkerReady WorkersIdle WorkerStarted WorkerStoreRefused

@@ -298,6 +298,12 @@ class LogDiskFull(Event, frozen=True, kw_only=True):
     """The error of a write."""
 
 
+class LogsNotRemoved(Event, frozen=True, kw_only=True):
+    """Old runs' logs are left in the log directory, because of `why` (`LogSpec.keep_runs`)."""
+
+    why: str
+
+
 class OutputLost(Event, frozen=True, kw_only=True):
     """Output of the worker `rank` (on this node `local_rank`) is not shown or kept (`why`)."""
 

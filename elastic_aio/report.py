@@ -67,6 +67,8 @@ def _describe(event: Event) -> tuple[int, str]:
             return Level.WARNING, f"guardian process exited, the job is unguarded: {event.why}"
         case events.ControlUnavailable():
             return Level.WARNING, f"no control socket for this job: {event.why}"
+        case events.LogsNotRemoved():
+            return Level.WARNING, f"logs of old runs are not removed: {event.why}"
         case events.ConsoleLost() | events.LogDiskFull() | events.OutputLost():
             return Level.WARNING, _missing_output(event)
         case events.WorkerStoreRefused():

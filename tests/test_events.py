@@ -25,6 +25,7 @@ from elastic_aio.events import (
     JobStarted,
     LeftoversFound,
     LogDiskFull,
+    LogsNotRemoved,
     OutputLost,
     Restarting,
     SignalForwarded,
@@ -226,6 +227,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     RendezvousStoreRecovered: drawn(
         RendezvousStoreRecovered, endpoint=texts, is_host=st.booleans()
     ),
+    LogsNotRemoved: drawn(LogsNotRemoved, why=texts),
     ControlUnavailable: drawn(ControlUnavailable, why=texts),
     EventsMissed: drawn(EventsMissed, count=counts, why=texts),
     JobFinished: drawn(

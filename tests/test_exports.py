@@ -57,6 +57,7 @@ PUBLIC = [
     "LogLine",
     "LogReader",
     "LogSpec",
+    "LogsNotRemoved",
     "MembershipChanged",
     "Module",
     "NodeJoined",

@@ -26,6 +26,7 @@ from elastic_aio import (
     LaunchResult,
     LeftoversFound,
     LogDiskFull,
+    LogsNotRemoved,
     MembershipChanged,
     NodeJoined,
     NodeLeft,
@@ -434,6 +435,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         ControlUnavailable(why="permission denied"),
         Level.WARNING,
         "no control socket for this job: permission denied",
+    ),
+    (
+        LogsNotRemoved(why="stale file handle"),
+        Level.WARNING,
+        "logs of old runs are not removed: stale file handle",
     ),
     (
         ConsoleLost(stream="stdout", why="broken pipe"),

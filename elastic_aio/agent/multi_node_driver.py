@@ -79,6 +79,8 @@ class MultiNodeDriver(Driver):
         """Take an instruction."""
         if isinstance(instruction, StartRound):
             self._decide_error = None
+            # A backend may not know it: then all jobs of this run id are one run.
+            self.output.directory.note_job(self._rendezvous.job or self._runtime.run_id)
             if instruction.placement.span.group_rank == 0:
                 self._runtime.master_ports.claim(instruction.placement.master_port)
         self._on_input(InstructionReceived(instruction))
@@ -173,6 +175,8 @@ class MultiNodeDriver(Driver):
             self._leaving = self._run(effect, self._leave(effect))
 
     async def _finish(self, effect: Finish) -> None:
+        if self._rendezvous.job:
+            self.output.directory.note_job(self._rendezvous.job)
         if self._is_member:
             # A defect ended the job; an error that follows from it must not hide it.
             with contextlib.suppress(Exception):

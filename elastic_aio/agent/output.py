@@ -196,11 +196,6 @@ class JobOutput:
             self.logged, lambda one: one.is_one_of(ranks, names), follow=follow, since=since
         )
 
-    def remove_old_attempts(self, attempt: int) -> None:
-        """Remove the directories of the attempts that are not kept, before one begins; blocks."""
-        if (kept := self._spec.logs.keep_attempts) is not None:
-            self.directory.remove_attempts(attempt - kept)
-
     # ------------------------------------------------------------ an attempt
 
     def attempt_directory(self, attempt: int) -> str | None:

@@ -29,6 +29,7 @@ no step may release what a later step, or the guardian in place of this process,
 9. The descriptor limit is released: everything that needed the higher one is closed.
 10. The directory is tidied: empty files and directories are removed, which the tee had
     open until step 3.  The answer, whether logs remain, goes into the job's result.
+11. Old runs are removed, for some seconds at most.  The lock on the directory is released.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
+from elastic_aio.agent.retention import remove_old_attempts, remove_old_runs
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
-from elastic_aio.aio import PausableClock, run_in_thread, run_shielded
+from elastic_aio.aio import PausableClock, run_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
     Event,
@@ -240,8 +242,7 @@ class LocalRuntime:
             limit.release(self._reserved)
             self._reserved = 0
         has_logs = self.output.remove_empty()
-        if (kept := self.spec.logs.keep_runs) is not None:
-            await run_in_thread(partial(self.output.directory.remove_old_runs, kept))
+        await remove_old_runs(self.spec, self.output.directory, self.publish)
         self.output.directory.close()
         self.attempt = -1
         return has_logs
@@ -323,8 +324,7 @@ class LocalRuntime:
             SpawnError: the directory cannot be made.
         """
         await self.program.forget_results()
-        if self.spec.logs.keep_attempts is not None:
-            await run_in_thread(partial(self.output.remove_old_attempts, attempt))
+        await remove_old_attempts(self.spec, self.output.directory, attempt)
         self.output.begin_attempt(attempt)
 
     def _stacks_directory(self, attempt: int) -> str | None:

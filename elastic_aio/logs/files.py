@@ -6,7 +6,10 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
+import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -26,6 +29,8 @@ from elastic_aio.text import error_reason
 from elastic_aio.worker.errorfile import is_temporary
 
 _LOCK = ".elastic_aio.lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC  # NFS locks what can be written (flock(2))
+_JOB_MAX = 1 << 16
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -50,6 +55,8 @@ class RunDirectory:
     ) -> None:
         """Use an existing directory; `make` creates one."""
         self.path = path
+        self.job = ""
+        """What the directories of one job on several nodes have in common; see `note_job`."""
         self._has_logs = has_logs
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
@@ -100,8 +107,23 @@ class RunDirectory:
         Raises:
             OSError: the lock file cannot be made.
         """
-        self._lock = os.open(f"{self.path}/{_LOCK}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path, flags = f"{self.path}/{_LOCK}", os.O_CREAT | os.O_EXCL | _LOCK_FLAGS
+        self._lock = os.open(f"{path}.new", flags, 0o644)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        # Not earlier: without the lock it is the directory of a run that has ended.
+        os.rename(f"{path}.new", path)
+
+    def note_job(self, job: str) -> None:
+        """Note which job this is: the directories of its nodes are kept or removed together.
+
+        Args:
+            job: the same on all nodes, and of no other job, with the same run id for example.
+        """
+        if self._lock >= 0 and job != self.job:
+            self.job = job
+            with suppress(OSError):  # the disk is full, and takes no logs either
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, job.encode(errors="replace"), 0)
 
     @property
     def log_dir(self) -> str | None:
@@ -196,24 +218,29 @@ class RunDirectory:
     def remove_old_runs(self, keep: int) -> None:
         """Remove the directories of older runs beside this one that have ended; blocks.
 
-        With this one `keep` are left.  Only directories with our lock file count.
+        With this one `keep` are left.  Only directories of this user with our lock file count,
+        those of one job as one run.
         """
         if self.path is None:
             return
-        parent, own = os.path.split(self.path)
-        ended: list[tuple[float, str]] = []
+        parent = os.path.dirname(self.path)
+        runs: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
+        kept = {self.job, self.path}
         for name in os.listdir(parent):
-            lock = f"{parent}/{name}/{_LOCK}"
-            with suppress(OSError):  # it is not ours, or its job runs
-                if name != own:
-                    descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-                    try:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        ended.append((os.fstat(descriptor).st_mtime, f"{parent}/{name}"))
-                    finally:
-                        os.close(descriptor)
-        for _, path in sorted(ended, reverse=True)[keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
+            path = f"{parent}/{name}"
+            with suppress(OSError), _open_lock(path) as lock:  # or it is no directory of ours
+                job = os.read(lock, _JOB_MAX).decode(errors="replace") or path
+                runs[job].append((os.fstat(lock).st_mtime, path))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # it is in use
+                    kept.add(job)
+        ended = sorted((max(found), found) for job, found in runs.items() if job not in kept)
+        for _, found in ended[: max(0, len(ended) - keep + 1)]:
+            for _, path in found:
+                # The lock file last: a removal that does not come to its end is continued later.
+                RunDirectory(path).remove_attempts(sys.maxsize)
+                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Note that the run has ended.  Idempotent."""
@@ -250,6 +277,31 @@ class RunDirectory:
         if not entry.is_file(follow_symlinks=False):
             return False
         return is_temporary(entry.name) or (self._is_temporary and not entry.stat().st_size)
+
+
+@contextmanager
+def _open_lock(directory: str) -> Iterator[int]:
+    """Open the lock file of a run's directory, both this user's; a context that closes it.
+
+    Nothing else is opened: another user's named pipe would block.
+
+    Raises:
+        OSError: there is none.
+    """
+    path = f"{directory}/{_LOCK}"
+    for one, is_kind in ((directory, stat.S_ISDIR), (path, stat.S_ISREG)):
+        _check_own(os.lstat(one), is_kind)
+    lock = os.open(path, os.O_NONBLOCK | os.O_NOFOLLOW | _LOCK_FLAGS)
+    try:
+        _check_own(os.fstat(lock), stat.S_ISREG)  # it may be another one by now
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _check_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:

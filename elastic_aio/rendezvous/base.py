@@ -204,6 +204,14 @@ class AgentPort(Protocol):
 class Rendezvous(abc.ABC):
     """One node's part in the rendezvous of one job; used once."""
 
+    @property
+    def job(self) -> str:
+        """What all nodes of this job, and no other jobs of its run id, have in common.
+
+        Empty before that is known, or where it never is: the default.
+        """
+        return ""
+
     @abc.abstractmethod
     async def open(self) -> None:
         """Begin to take part; instructions are sent from now on.

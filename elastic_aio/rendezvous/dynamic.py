@@ -136,6 +136,10 @@ class DynamicRendezvous(Rendezvous):
         return f"<DynamicRendezvous {self._member!r}, {self._session or 'no store'}>"
 
     @property
+    def job(self) -> str:
+        return self._member.job
+
+    @property
     def _shares_store(self) -> bool:
         return self._round_settings.shared_store
 

@@ -6,14 +6,28 @@ import asyncio
 import errno
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_aio import Agent, Event, LaunchSpec, LogSpec, OutputLost, SpecError, launch
+from elastic_aio import (
+    Agent,
+    Event,
+    JobFailed,
+    LaunchSpec,
+    LogsNotRemoved,
+    LogSpec,
+    OutputLost,
+    RendezvousSpec,
+    SpecError,
+    launch,
+)
+from elastic_aio.agent import retention
 from elastic_aio.logs import trimmer
-from tests.support.children import DEADLINE_S, file_console, python, shell
+from elastic_aio.logs.files import RunDirectory
+from tests.support.children import DEADLINE_S, file_console, python, shell, until
 
 LINES = 40_000
 WRITER = python(f"import sys\nfor n in range({LINES}): sys.stdout.write(f'{{n:099}}\\n')")
@@ -118,6 +132,54 @@ async def test_only_the_latest_runs_are_kept(tmp_path: Path) -> None:
             names.append(Path(result.log_dir or "").name)
         assert set(os.listdir(tmp_path)) == {*left, running, *names[-2:]}
         agent.kill()
+
+
+@pytest.mark.slow
+async def test_the_nodes_of_a_job_are_one_run(tmp_path: Path, unused_tcp_port: int) -> None:
+    """Also after a job with the same run id; each node has a directory."""
+    rendezvous = RendezvousSpec(endpoint=f"127.0.0.1:{unused_tcp_port}", last_call_timeout=0.1)
+    logs = LogSpec(log_dir=tmp_path, redirects=1, keep_runs=2)
+    spec = LaunchSpec(shell("exit 3"), nnodes=3, rendezvous=rendezvous, logs=logs)
+    runs: list[set[str]] = []
+    for _ in range(3):
+        nodes = await asyncio.gather(*(launch(spec) for _ in range(3)), return_exceptions=True)
+        assert [type(node) for node in nodes] == [JobFailed] * 3
+        runs.append(set(os.listdir(tmp_path)) - set().union(*runs))
+    assert [len(names) for names in runs] == [3, 3, 3]
+    assert set(os.listdir(tmp_path)) == runs[1] | runs[2]
+
+
+async def test_a_node_that_finds_no_store_removes_nothing(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    """It does not know which directories are those of its run."""
+    logs = LogSpec(log_dir=tmp_path, keep_runs=1)
+    for _ in range(2):
+        await launch(LaunchSpec(["true"], logs=LogSpec(log_dir=tmp_path, keep_runs=9)))
+    before = set(os.listdir(tmp_path))
+    endpoint = f"127.0.0.1:{unused_tcp_port}"
+    rendezvous = RendezvousSpec(endpoint=endpoint, is_host=False)
+    async with Agent(LaunchSpec(["true"], nnodes=2, rendezvous=rendezvous, logs=logs)):
+        pass
+    assert before < set(os.listdir(tmp_path))
+
+
+async def test_a_directory_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job ends without it, and says so."""
+    answer = threading.Event()
+    monkeypatch.setattr(RunDirectory, "remove_old_runs", lambda *_: answer.wait(DEADLINE_S))
+    monkeypatch.setattr(retention, "_RUNS_S", 0.1)
+    seen: list[Event] = []
+    spec = LaunchSpec(["true"], logs=LogSpec(log_dir=tmp_path, keep_runs=1))
+    try:
+        result = await launch(spec, listeners=[seen.append])
+    finally:
+        answer.set()
+    assert result.exit_code == 0
+    assert "more than 0.1 s" in next(one for one in seen if isinstance(one, LogsNotRemoved)).why
+    await until(lambda: "run_in_thread" not in [thread.name for thread in threading.enumerate()])
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,74 @@ def test_what_a_killed_worker_was_writing_is_removed(tmp_path: Path, devnull: in
     assert directory.remove_empty()
     left = sorted(path.name for path in worker.iterdir())
     assert left == ["error.json", "error.json.old", "stderr.log", "stdout.log"]
+
+
+KEPT = LogSpec(log_dir="logs", keep_runs=1)
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log directory of `KEPT`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "logs"
+
+
+def make_ended(job: str = "", second: int = 0) -> str:
+    """Make the directory of a run that has ended at a second; return its name."""
+    directory = RunDirectory.make(KEPT, "r")
+    directory.note_job(job)
+    directory.make_attempt(0)
+    directory.close()
+    path = str(directory.path)
+    os.utime(f"{path}/{LOCK}", (second, second))
+    return os.path.basename(path)
+
+
+LOCK = ".elastic_aio.lock"
+
+
+def test_old_runs_are_counted_by_job(logs: Path) -> None:
+    """A job counts where its last node ended, and stays while a node of it runs."""
+    oldest, other, newest = ([make_ended(job, second) for second in seconds] for job, seconds in
+                             [("a", (1, 4)), ("b", (5, 2)), ("c", (3, 6))])  # fmt: skip
+    alone = [make_ended("", 2), make_ended("", 1)]
+    running = RunDirectory.make(KEPT, "r")
+    running.note_job("d")
+    begun, own = make_ended("d"), make_ended("e")
+    directory = RunDirectory.make(KEPT, "r")
+    directory.note_job("e")
+    left = {os.path.basename(str(one.path)) for one in (running, directory)} | {begun, own}
+    directory.remove_old_runs(4)
+    assert set(os.listdir(logs)) == {*oldest, *other, *newest, *left}
+    directory.remove_old_runs(2)
+    assert set(os.listdir(logs)) == {*newest, *left}
+    directory.remove_old_runs(1)
+    assert set(os.listdir(logs)) == left
+    assert set(alone).isdisjoint(os.listdir(logs))
+    running.close()
+    directory.remove_old_runs(1)
+    assert set(os.listdir(logs)) == {os.path.basename(str(directory.path)), own}
+    directory.close()
+
+
+def test_nothing_of_strangers_is_opened_or_removed(logs: Path, tmp_path: Path) -> None:
+    """Named pipes would block, and links lead elsewhere."""
+    elsewhere = tmp_path / make_ended()
+    (logs / elsewhere.name).rename(elsewhere)
+    (logs / "link").symlink_to(elsewhere)
+    (logs / "pipe").mkdir()
+    os.mkfifo(logs / "pipe" / LOCK)
+    (logs / "linked").mkdir()
+    (logs / "linked" / LOCK).symlink_to(elsewhere / LOCK)
+    (logs / "file").write_text("")
+    if os.geteuid() == 0:
+        foreign = logs / make_ended()
+        os.chown(foreign, 12345, 12345)
+        foreign = logs / make_ended()
+        os.chown(foreign / LOCK, 12345, 12345)
+    before = set(os.listdir(logs))
+    directory = RunDirectory.make(KEPT, "r")
+    directory.remove_old_runs(1)
+    directory.close()
+    assert set(os.listdir(logs)) == {*before, os.path.basename(str(directory.path))}
+    assert elsewhere.is_dir()
