@@ -26,7 +26,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic_aio.aio import set_result_if_pending
@@ -159,6 +159,8 @@ class ReceivedSignals:
         """Whether the main thread is to leave the block at the next signal."""
         self.numbers = sorted(set(numbers))
         """The chosen signals."""
+        self.on_signal: Callable[[int], object] = bool  # no callback by default
+        """Called with each signal by its handler, also while the event loop is blocked."""
         self._unread: collections.deque[int] = collections.deque()
         self._due: set[int] = set()
         self._discarded: frozenset[int] = frozenset()
@@ -210,6 +212,7 @@ class ReceivedSignals:
 
     def put(self, number: int) -> None:
         """Add a signal that has arrived; called by the handler."""
+        self.on_signal(number)
         self._unread.append(number)
         if self._waiter is not None and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(set_result_if_pending, self._waiter, None)

@@ -8,6 +8,7 @@ host lacks something that the job needs.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from elastic_aio._version import __version__
+from elastic_aio.cli.forced_exit import forced_exit
 
 _ALL_SIGNALS = signal.valid_signals()
 
@@ -76,6 +78,7 @@ def entry_launch() -> int:
 
 
 def _run_to_exit(main: Callable[[], int]) -> int:
+    atexit.register(forced_exit.close)  # first, so that it is called last
     try:
         # The mask is inherited: signals that the parent has blocked could not stop a job.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL_SIGNALS)
@@ -83,9 +86,8 @@ def _run_to_exit(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         # The modules were still being imported, or the sub-command handles no signals.
         code = 128 + signal.SIGINT
-    # The exit code is settled.  The interpreter's shutdown restores default actions, so
-    # a late signal would replace the code.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+        forced_exit.note(signal.SIGINT)
+    forced_exit.handle_late()
     # The shutdown collects garbage several times; without this each collection traverses
     # all live objects (10 ms).
     gc.freeze()

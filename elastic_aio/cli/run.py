@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from elastic_aio.cli.forced_exit import forced_exit
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
@@ -60,13 +60,16 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     notifier = _service_notifier() if owns_process else None
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
+            if owns_process:
+                forced_exit.choose(request.signals.stop)
+                received.on_signal = forced_exit.note
             code = run_coroutine(
                 lambda: _run(request, events, level, received, make_handler, notifier),
                 loop_factory=factory,
             )
             if owns_process:
-                # The exit code is settled.  Outside, a signal would find the default actions.
-                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                # Outside, a signal would find the default actions.
+                forced_exit.handle_late()
             return code
     except SpecError as error:
         _write_error_file(error)
