@@ -1,4 +1,8 @@
-"""Jobs of many nodes in virtual time: random scenarios and chosen ones."""
+"""Jobs of many nodes in virtual time: random scenarios and chosen ones.
+
+`ELASTIC_AIO_SIMULATIONS` is the number of random ones, and `ELASTIC_AIO_SIMULATIONS_SEED` the
+first seed.  A failure names its seed.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ from elastic_aio.testing import (
 )
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "40"))
+FIRST = int(os.environ.get("ELASTIC_AIO_SIMULATIONS_SEED", "0"))
 CHUNKS = max(10, COUNT // 250)
 
 
@@ -52,7 +57,7 @@ def _few_collections() -> Iterator[None]:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_scenarios(chunk: int) -> None:
-    for seed in range(chunk, COUNT, CHUNKS):
+    for seed in range(FIRST + chunk, FIRST + COUNT, CHUNKS):
         run_random_scenario(seed)
 
 
