@@ -2,9 +2,9 @@
 
 With fixed ranks, two members may claim one rank: most often a node and its replacement,
 which starts before the lease of its predecessor has ended.  One of them holds the rank,
-and the other stands by: it takes the rank when the holder is gone, or is rejected after
-the join timeout.  The holder is the member that takes part in the round, else the one of
-the newest placement, else the one that arrived first.
+and the other stands by: it takes the rank when the holder is gone, and is rejected once the
+lease of a dead holder would have ended.  The holder is the member that takes part in the
+round, else the one of the newest placement, else the one that arrived first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from elastic_aio.rendezvous.members import MemberRecord
 from elastic_aio.rendezvous.messages import Reject, StandBy, version_problem
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.job import NodeRange
+
+_LATE_S = 2.0
+"""Seconds after which a coordinator knows of the end of a lease."""
 
 _DIFFERENCES_MAX = 100
 """Different settings that are published at most."""
@@ -118,9 +121,8 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         why = f"node rank {status.preferred_rank} is held by {node.name} (pid {node.pid})"
         if record.refused_because != why:
             state.refuse(record, why)
-        if not state.arm(record.refused_at + state.settings.join_timeout):
-            waited = f"waited {state.settings.join_timeout:g} s (join_timeout)"
-            _reject(state, record, f"{why}; {waited}")
+        if not state.arm(record.refused_at + state.settings.heartbeat_timeout + _LATE_S):
+            _reject(state, record, why)
         elif status.is_in_round:
             state.outbox.send(record, StopRound(status.round, why))
         else:

@@ -63,6 +63,8 @@ class Member:
         self.started_round = -1
         """The last round whose workers have started."""
         self._is_standing_by = False
+        self._refused_because = ""
+        """Which other node holds the rank of this one; empty if none does."""
         self.has_ended = False
         """Whether the job is over for this member."""
 
@@ -109,6 +111,8 @@ class Member:
         """Take the recorded end of the job, in which this member may have no part."""
         if self.has_ended:
             return []
+        if self._refused_because:
+            return self._refuse(self._refused_because)
         self.has_ended = True
         if self.status.placement is None:
             why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
@@ -143,12 +147,15 @@ class Member:
             case WaitForNodes(forming):
                 return [forming]
             case StandBy(round, maximum, why):
+                self._refused_because = why
                 if self._is_standing_by:
                     return []
                 self._is_standing_by = True
                 return [NodeStandby(round=round, maximum=maximum, why=why)]
             case Reject(why):
-                return self.fail(f"the other nodes refused this one: {why}")
+                return self._refuse(why)
+            case EndJob() if self._refused_because:
+                return self._refuse(self._refused_because)  # the job ended without this node
             case EndJob(outcome):
                 self.has_ended = True
                 # The next coordinator learns the outcome from this status.
@@ -171,6 +178,9 @@ class Member:
             return []
         self.has_ended = True
         return [EndJob(rendezvous_failure(why, cause))]
+
+    def _refuse(self, why: str) -> list[MemberEffect]:
+        return self.fail(f"the other nodes refused this one: {why}")
 
     def isolate(self, why: str) -> list[MemberEffect]:
         """Stop the workers: after this long without the store, this node is replaced."""
@@ -228,6 +238,7 @@ class Member:
             # acknowledgement that the order was dropped.
             return []
         self._stopping = -1
+        self._refused_because = ""
         self._update(
             phase=MemberPhase.RUNNING,
             placement=placement,

@@ -14,6 +14,7 @@ from elastic_aio import (
     JobFinished,
     JobStarted,
     MembershipChanged,
+    NodeStandby,
     RoundFormed,
     RoundForming,
     WorkerStarted,
@@ -312,3 +313,32 @@ async def test_a_static_rank_twice(tmp_path: Path) -> None:
         assert ended.code == 75
         assert "another node of rank 0 serves the run" in last_line(ended.err)
         await cluster.workers(zero, start_static(cluster, 1, port))
+
+
+async def test_another_static_rank_twice(tmp_path: Path) -> None:
+    """The second node is refused, also if the job ends before the first one is known to live."""
+    port = free_port()
+    async with Cluster(tmp_path, 2, conf={"heartbeat_timeout": 2}) as cluster:
+        zero, one = (start_static(cluster, rank, port) for rank in (0, 1))
+        await cluster.workers(zero, one)
+        twin = start_static(cluster, 1, port)
+        ended = await twin.ended()
+        assert ended.code == 75
+        held = f"the other nodes refused this one: node rank 1 is held by {{}} (pid {one.pid})"
+        assert held.format(socket.gethostname()) in last_line(ended.err)
+        twin = start_static(cluster, 1, port)
+        await twin.event(NodeStandby)
+        assert {end.code for end in await cluster.finish(zero, one)} == {0}
+        assert (await twin.ended()).code == 75
+
+
+async def test_a_static_node_that_comes_back(tmp_path: Path) -> None:
+    """It takes its rank when the lease of its predecessor, which was killed, has ended."""
+    port = free_port()
+    async with Cluster(tmp_path, 2) as cluster:
+        zero, one = (start_static(cluster, rank, port) for rank in (0, 1))
+        await cluster.workers(zero, one)
+        one.send(signal.SIGKILL)
+        again = start_static(cluster, 1, port)
+        await cluster.workers(zero, again, attempt=1)
+        assert {end.code for end in await cluster.finish(zero, again, attempt=1)} == {0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -602,9 +604,9 @@ def test_fixed_ranks_are_in_range() -> None:
 HELD = "node rank 1 is held by b (pid 1)"
 
 
-def ranked(*names: str) -> CoordinatorHarness:
+def ranked(*names: str, **settings: Any) -> CoordinatorHarness:
     """Return a job with fixed ranks, the first node with rank 0, all others with rank 1."""
-    harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True, join_timeout=600))
+    harness = CoordinatorHarness(RoundSettings(2, 2, fixed_ranks=True, **settings))
     for rank, name in enumerate(names):
         harness.join(name, preferred_rank=min(rank, 1))
     return harness
@@ -634,17 +636,17 @@ def test_a_replacement_waits_while_the_round_is_forming() -> None:
     assert harness.ranks == {"a": 0, "b2": 1}
 
 
-def test_a_second_claimant_of_a_rank_waits_for_the_join_timeout() -> None:
-    harness = ranked("a", "b", "b2")
-    harness.settle(599)
+def test_a_second_claimant_of_a_rank_is_refused() -> None:
+    """The lease of a dead holder would have ended."""
+    harness = ranked("a", "b", "b2", heartbeat_timeout=5)
+    harness.settle(6.9)
     assert len(harness.done["b2"]) == 1
-    assert harness.coordinator.deadline == 600
-    harness.settle(600)
+    assert harness.coordinator.deadline == 7
+    harness.settle(7)
     end = harness.last("b2")
     assert isinstance(end, EndJob)
-    assert end.outcome.why == (
-        f"the other nodes refused this one: {HELD}; waited 600 s (join_timeout)"
-    )
+    assert end.outcome.why == f"the other nodes refused this one: {HELD}"
+    assert end.outcome.exit_code == 75
     assert harness.ranks == {"a": 0, "b": 1}
 
 
@@ -674,10 +676,15 @@ def test_a_predecessor_that_returns_stops_its_workers_and_stands_by() -> None:
     ]
 
 
-def test_a_claimant_gets_the_outcome() -> None:
+def test_a_claimant_is_refused_when_the_job_ends() -> None:
+    """It has run nothing, so the success is not its own."""
     harness = ranked("a", "b", "b2")
     harness.succeed("a", "b")
     assert harness.end_orders().keys() == {"a", "b", "b2"}
+    end = harness.last("b2")
+    assert isinstance(end, EndJob)
+    assert end.outcome.why == f"the other nodes refused this one: {HELD}"
+    assert end.outcome.exit_code == 75
 
 
 def test_a_coordinator_with_other_nnodes_takes_those_of_the_round() -> None:

@@ -216,6 +216,22 @@ def test_standby_is_one_event_and_ends_with_a_promotion() -> None:
     assert ordered.order(StandBy(3, 3)) == [NodeStandby(round=3, maximum=3)]
 
 
+def test_a_recorded_end_is_not_that_of_a_node_whose_rank_is_held() -> None:
+    ordered = OrderedMember()
+    ordered.order(StandBy(0, 3, "node rank 1 is held by b (pid 1)"))
+    (end,) = ordered.member.on_end(JobOutcome(JobState.SUCCEEDED, "done", 0))
+    assert isinstance(end, EndJob)
+    assert end.outcome.why.endswith("refused this one: node rank 1 is held by b (pid 1)")
+
+
+def test_a_node_that_has_got_its_rank_takes_the_end() -> None:
+    ordered = OrderedMember()
+    ordered.order(StandBy(0, 3, "node rank 1 is held by b (pid 1)"))
+    ordered.order(StartRound(place(2)))
+    end = EndJob(JobOutcome(JobState.SUCCEEDED, "done", 0))
+    assert ordered.order(end) == [end]
+
+
 def test_waiting_is_an_event() -> None:
     (event,) = OrderedMember().order(
         WaitForNodes(RoundForming(round=0, joined=1, minimum=2, maximum=3, time_left=4.0))
