@@ -110,7 +110,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
 
     reason: str
     plan: str
-    """The signals and graces in order, such as `SIGTERM 30 s, SIGKILL`."""
+    """The signals and graces in order, such as `SIGTERM 25 s, SIGKILL`."""
     signal: int | None = None
     """The signal that the launcher received, if that is the reason."""
 

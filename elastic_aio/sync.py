@@ -33,7 +33,7 @@ from elastic_aio.multiprocessing.context import warn_of_start_method
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.stop import SignalSpec
+from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec
 
 __all__ = ["SyncGroupContext", "SyncProcessContext", "spawn", "start_context", "start_processes"]
 
@@ -166,7 +166,7 @@ class SyncGroupContext:
         """Return the process ids by local rank."""
         return self._group.pids()
 
-    def close(self, signal: int = signals.SIGTERM, timeout: float = 30.0) -> None:
+    def close(self, signal: int = signals.SIGTERM, timeout: float = DEFAULT_GRACE) -> None:
         """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
         self._loop.call(self._group.close(signal, timeout))
 

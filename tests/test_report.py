@@ -309,14 +309,14 @@ EVENTS: list[tuple[Event, int, str]] = [
         "restarting as attempt 1: restart 1 of 2 (max restarts)",
     ),
     (
-        StopRequested(reason="SIGTERM was received", plan="SIGTERM 30 s, SIGKILL", signal=15),
+        StopRequested(reason="SIGTERM was received", plan="SIGTERM 25 s, SIGKILL", signal=15),
         Level.WARNING,
-        "stopping the workers (SIGTERM 30 s, SIGKILL): SIGTERM was received",
+        "stopping the workers (SIGTERM 25 s, SIGKILL): SIGTERM was received",
     ),
     (
-        StopRequested(reason="local rank 1 failed", plan="SIGTERM 30 s, SIGKILL"),
+        StopRequested(reason="local rank 1 failed", plan="SIGTERM 25 s, SIGKILL"),
         Level.INFO,
-        "stopping the workers (SIGTERM 30 s, SIGKILL): local rank 1 failed",
+        "stopping the workers (SIGTERM 25 s, SIGKILL): local rank 1 failed",
     ),
     (
         StopEscalated(signal=9, pids=(5,)),

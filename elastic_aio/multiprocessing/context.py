@@ -17,7 +17,7 @@ from elastic_aio.spec.job import Function, LaunchSpec, StartMethod
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan, StopStep
 
-_GRACE_S = 30.0
+_GRACE_S = 30.0  # that of torch's `spawn`
 
 
 class ProcessException(Exception):

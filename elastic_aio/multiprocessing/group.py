@@ -17,9 +17,7 @@ from elastic_aio.outcome import Failure, signal_name
 from elastic_aio.spec.checks import checked_console, checked_items
 from elastic_aio.spec.job import Command, Function, LaunchSpec, NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.stop import StopPlan, StopStep
-
-_GRACE_S = 30.0
+from elastic_aio.spec.stop import DEFAULT_GRACE, StopPlan, StopStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class RunProcsResult:
 class GroupContext:
     """The processes of `start_processes`: an async context manager.
 
-    Entering starts them; leaving stops those that still run, by SIGTERM and after 30
+    Entering starts them; leaving stops those that still run, by SIGTERM and after 25
     seconds SIGKILL.
     """
 
@@ -133,7 +131,7 @@ class GroupContext:
         """Return the process ids by local rank."""
         return self._group.pids()
 
-    async def close(self, signal: int = signals.SIGTERM, timeout: float = _GRACE_S) -> None:
+    async def close(self, signal: int = signals.SIGTERM, timeout: float = DEFAULT_GRACE) -> None:
         """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
         self._check_started()
         await self._group.stop(StopPlan((StopStep(signal, timeout),)))

@@ -16,8 +16,8 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 
-DEFAULT_GRACE: Final = 30.0
-"""Seconds between SIGTERM and SIGKILL, torchrun's."""
+DEFAULT_GRACE: Final = 25.0
+"""Seconds between SIGTERM and SIGKILL: Kubernetes and Slurm kill the launcher after 30."""
 
 
 StopScope = Literal["leaders", "all"]

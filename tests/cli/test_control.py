@@ -287,7 +287,7 @@ def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None
         assert all(worker["usage"]["max_rss_bytes"] > 1 << 20 for worker in status["workers"])
         why = ask(capfd, "why", script.name)
         for line in (
-            r"  the workers are stopped \(SIGTERM 30 s, SIGKILL\)\n    rule:     local rank 1 ",
+            r"  the workers are stopped \(SIGTERM 25 s, SIGKILL\)\n    rule:     local rank 1 ",
             r"  attempt 0 failed\n    evidence: rank 1 \(pid \d+\): exit code 1",
             r"    evidence: stderr: ValueError: no such data\n|ValueError: no such data \(on",
             r"  attempt 1 follows\n    rule:     restart 1 of 3 \(max restarts\)",

@@ -304,6 +304,10 @@ def test_the_config_changes_nothing_of_the_caller(monkeypatch: pytest.MonkeyPatc
     assert LaunchConfig(1, 1, 1, rdzv_timeout=3).rdzv_configs["timeout"] == 3
 
 
+def test_torchs_default_time_of_a_stop() -> None:
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
+
+
 @pytest.mark.parametrize(("text", "given"), [("soon", None), ("30", -1)])
 def test_a_shutdown_timeout_is_checked(
     text: str, given: int | None, monkeypatch: pytest.MonkeyPatch

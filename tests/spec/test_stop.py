@@ -11,11 +11,11 @@ from elastic_aio.errors import SpecError
 from elastic_aio.spec.stop import SignalSpec, StopPlan, StopStep
 
 
-def test_the_default_plan_is_sigterm_for_thirty_seconds() -> None:
-    """SIGTERM, 30 s, SIGKILL."""
-    assert StopPlan().steps == (StopStep(15, 30.0),)
-    assert str(StopPlan()) == "SIGTERM 30 s, SIGKILL"
-    assert StopPlan().grace == 30.0
+def test_the_default_plan_is_sigterm_for_25_seconds() -> None:
+    """SIGTERM, 25 s, SIGKILL: a scheduler's own SIGKILL comes after 30 s."""
+    assert StopPlan().steps == (StopStep(15, 25.0),)
+    assert str(StopPlan()) == "SIGTERM 25 s, SIGKILL"
+    assert StopPlan().grace == 25.0
     assert StopPlan.within(2.5) == StopPlan(((15, 2.5),))
 
 

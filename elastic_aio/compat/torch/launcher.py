@@ -17,13 +17,13 @@ from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, Logs
 from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elastic_aio.compat.torch.rendezvous.registry import get_rendezvous_handler
 from elastic_aio.compat.torch.worker_group import WorkerSpec
-from elastic_aio.spec.stop import DEFAULT_GRACE
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 log = logging.getLogger(__name__)
 
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_GRACE_S = "30"  # torch's
 _STATIC_TIMEOUT = 900
 
 
@@ -95,7 +95,7 @@ class LaunchConfig:
         if not callable(getattr(self.logs_specs, "reify", None)):  # torch's own will do
             raise ValueError(f"logs_specs: must be a LogsSpecs (got {self.logs_specs!r})")
         if self.shutdown_timeout is None:
-            text = os.environ.get(_GRACE_VARIABLE) or str(int(DEFAULT_GRACE))
+            text = os.environ.get(_GRACE_VARIABLE) or _GRACE_S
             self.shutdown_timeout = _whole_number(_GRACE_VARIABLE, text)
         if self.shutdown_timeout < 0:
             problem = "must be at least 0"
