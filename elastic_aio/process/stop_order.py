@@ -10,7 +10,9 @@ The exception is the foreground of a shell.  A shell runs no trap, and passes no
 while it waits for a command: bash(1), Signals.  So that command gets the signal with the
 shell.  A command of the background (`&`) does not: its shell handles signals at once, and may
 pass them on.  POSIX tells the two apart: without job control, a command of the background
-ignores SIGINT (Shell Command Language, 2.11), and so do its children, unless they change it.
+ignores SIGINT and SIGQUIT (Shell Command Language, 2.11).  Programs change the action of
+SIGINT, and rarely that of SIGQUIT, so SIGQUIT decides.  A shell that is itself below a command
+of the background ignores SIGINT, and so do all its children: that says nothing about them.
 
 The guardian runs this file in a bare interpreter, as `proc_scan`.
 """
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _SHELLS = {"ash", "bash", "busybox", "dash", "ksh", "ksh93", "mksh", "rbash", "sh", "yash", "zsh"}
-_SIGINT_BIT = 1 << 1
+_SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
 def due_for_signal(
@@ -75,13 +77,19 @@ def foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
         shell = shells.pop()
         if not _is_shell(shell):
             continue
+        tells = not _ignored(shell) & _SIGINT_BIT
         for child in proc_scan.list_children(shell):
             process = proc_scan.read_process(child)
-            ignored = proc_scan.read_status(child).get(b"SigIgn", b"0")
-            if process is not None and not int(ignored, 16) & _SIGINT_BIT:
+            # A shell keeps SIGINT as it is; bash ignores SIGQUIT always.
+            sign = _SIGINT_BIT if _is_shell(child) else _SIGQUIT_BIT
+            if process is not None and not (tells and _ignored(child) & sign):
                 found.append(process)
                 shells.append(child)
     return found
+
+
+def _ignored(pid: int) -> int:
+    return int(proc_scan.read_status(pid).get(b"SigIgn", b"0"), 16)
 
 
 def _is_shell(pid: int) -> bool:

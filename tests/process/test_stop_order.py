@@ -296,6 +296,33 @@ def test_a_pipeline(shell: list[str], run: MakeShell) -> None:
     assert parent.foreground() == parent.below()
 
 
+# Changes the action of SIGINT, and prints its pid.
+CHANGING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignore" else print)
+print(os.getpid(), flush=True)
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize("action", ["ignore", "handle"])
+@pytest.mark.parametrize("end", ["; true", "& wait"])
+def test_a_command_that_changes_the_action_of_sigint(
+    shell: list[str], action: str, end: str, run: MakeShell
+) -> None:
+    """It is in the foreground or in the background as before."""
+    parent = run(*shell, f"{sys.executable} -I -S -c '{CHANGING}' {action} {end}")
+    command = int(parent.line())
+    assert parent.foreground() == ({command} if end == "; true" else set())
+
+
+def test_a_shell_that_ignores_sigint(shell: list[str], run: MakeShell) -> None:
+    """As each does below a command of the background: its own command may be any."""
+    parent = run(*shell, f"trap '' INT QUIT; {shell[0]} -c 'echo $$; {NAP}; true'; true")
+    between, command = int(parent.line()), int(parent.line())
+    assert parent.foreground() == {between, command}
+
+
 def test_what_a_command_has_started_is_not_in_the_foreground(run: MakeShell) -> None:
     """Its parent is no shell."""
     code = "import os, subprocess; subprocess.call(['sh', '-c', os.environ['NAP']])"
