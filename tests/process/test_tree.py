@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.session_list import STARTING, read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
+from tests.support.children import until
 from tests.support.leaks import alive
 
 pytestmark = pytest.mark.both_loops
@@ -71,6 +73,18 @@ class Bench:
             assert poller.poll(GUARD * 1000), "nothing was printed"
             text += os.read(self.reader, 1)
         return text.decode().strip()
+
+    async def next_line(self) -> str:
+        """Wait, while the loop runs, for a line that a worker prints."""
+        await until(lambda: select.select([self.reader], [], [], 0)[0], "a line")
+        return self.line()
+
+    def rest(self) -> list[str]:
+        """Read the lines that are left when all workers have ended."""
+        lines = []
+        while select.select([self.reader], [], [], 0)[0]:
+            lines.append(self.line())
+        return lines
 
     async def states(self, pids: set[int], wanted: Callable[[set[str]], bool]) -> None:
         """Wait until the states of the tree's processes, which are `pids`, are as wanted."""
@@ -521,3 +535,288 @@ async def test_a_stop_without_watches_takes_the_grace_and_no_longer(
     assert status(leader) == ExitStatus(signal=15)
     assert not alive(child)
     assert bench.escalations == [(9, (child,))]
+
+
+# ------------------------------------------------------------------ the order of a stop
+
+# A leader and its helper, which print the signals that they get, the helper with the state of
+# the leader.  After SIGTERM the leader waits at a gate if it has one (a named pipe), uses its
+# helper and exits; with "all" it waits for the signal of its helper instead.
+HOLDER = """
+import os, select, signal, sys
+kind, gate = sys.argv[1:]
+me = os.getpid()
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def handle_signals(handle):
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: handle(signal.Signals(number).name))
+    signal.set_wakeup_fd(waker)
+    return woken
+asks, orders = os.pipe()
+replies, answers = os.pipe()
+if os.fork() == 0:
+    leader = os.pidfd_open(me)
+    os.close(orders)
+    if kind in ("session", "daemon"):
+        os.setsid()
+    if kind == "daemon" and os.fork():
+        os._exit(0)
+    def handle(name):
+        say("helper", name, "after" if select.select([leader], [], [], 0)[0] else "before")
+        os.write(answers, b"s")
+    woken = handle_signals(handle)
+    say(os.getpid())
+    while os.read(asks, 1):
+        os.write(answers, b"!")
+    os.read(woken, 1)
+    os._exit(0)
+os.close(answers)
+names = []
+woken = handle_signals(lambda name: (names.append(name), say("leader", name)))
+if kind == "daemon":
+    os.wait()
+say("ready")
+while "SIGTERM" not in names:
+    os.read(woken, 1)
+if gate:
+    open(gate).close()
+if kind == "all":
+    while os.read(replies, 1) != b"s":
+        pass
+else:
+    for _ in range(3):
+        os.write(orders, b"!")
+        if os.read(replies, 1) != b"!":
+            sys.exit("the helper has gone")
+    say("served")
+os._exit(7)
+"""
+
+
+def holder(kind: str, gate: Path | None = None) -> list[str]:
+    """Return the command of a leader with a helper."""
+    return [sys.executable, "-I", "-S", "-c", HOLDER, kind, str(gate or "")]
+
+
+async def add_holder(bench: Bench, *argv: str) -> tuple[Child, int]:
+    """Add a leader with a helper; return it and the helper's pid when both are ready."""
+    leader = await bench.add(*argv)
+    lines = {bench.line(), bench.line()} - {"ready"}
+    return leader, int(lines.pop())
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A named pipe at which a leader waits."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+class Scans:
+    """Notes what the scans of a test find; each takes `extra` seconds longer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, extra: float = 0.0) -> None:
+        self.count = 0
+        self.found: list[set[int]] = []
+        self._extra = extra
+        self._scan = proc_scan.find_descendants
+        monkeypatch.setattr(proc_scan, "find_descendants", self)
+
+    def __call__(self, *args: Any) -> Generator[float, None, list[proc_scan.ProcEntry]]:
+        self.count += 1
+        yield self._extra
+        entries = yield from self._scan(*args)
+        self.found.append({entry.pid for entry in entries})
+        return entries
+
+
+async def stop_after_a_scan(bench: Bench, plan: StopPlan, gate: Path, scans: Scans) -> None:
+    """Stop the tree; its leader waits at a gate until a scan has found its helper."""
+    task = asyncio.create_task(bench.stop(plan))
+    assert await bench.next_line() == "leader SIGTERM"
+    await until(lambda: scans.found, "a scan")
+    with gate.open("w"):
+        pass
+    assert await task == []
+
+
+@pytest.mark.parametrize("kind", ["child", "session", "daemon"])
+async def test_a_helper_gets_the_signal_after_its_leader(
+    bench: Bench, kind: str, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, with a session of its own too, and as a daemon, which may belong to any leader."""
+    leader, helper = await add_holder(bench, *holder(kind, gate))
+    await stop_after_a_scan(bench, LONG, gate, Scans(monkeypatch))
+    assert bench.rest() == ["served", "helper SIGTERM after"]
+    assert (status(leader), alive(helper)) == (ExitStatus(code=7), False)
+    assert bench.escalations == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StopPlan((StopStep(15, 1000.0),), scope="all"),
+        StopPlan((StopStep(15, 1000.0, "all"),)),
+    ],
+    ids=["scope", "target"],
+)
+async def test_a_signal_for_all_reaches_helpers_at_once(bench: Bench, plan: StopPlan) -> None:
+    leader, helper = await add_holder(bench, *holder("all"))
+    assert await bench.stop(plan) == []
+    assert sorted(bench.rest()) == ["helper SIGTERM before", "leader SIGTERM"]
+    assert (status(leader), alive(helper)) == (ExitStatus(code=7), False)
+
+
+async def test_a_step_for_leaders_in_a_plan_for_all(
+    bench: Bench, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_holder(bench, *holder("child", gate))
+    plan = StopPlan((StopStep(15, 1000.0, "leaders"),), scope="all")
+    await stop_after_a_scan(bench, plan, gate, Scans(monkeypatch))
+    assert bench.rest() == ["served", "helper SIGTERM after"]
+
+
+@pytest.mark.parametrize("target", ["leaders", "all"])
+async def test_each_step_has_its_target(bench: Bench, target: Any) -> None:
+    """The leader goes on after the first signal, so its helper does not get that one."""
+    kind = "all" if target == "all" else "child"
+    leader, helper = await add_holder(bench, *holder(kind))
+    plan = StopPlan((StopStep(2, 0.05), StopStep(15, 1000.0, target)))
+    assert await bench.stop(plan) == []
+    lines = bench.rest()
+    assert lines.pop(0) == "leader SIGINT"
+    if target == "all":
+        assert sorted(lines) == ["helper SIGTERM before", "leader SIGTERM"]
+    else:
+        assert lines == ["leader SIGTERM", "served", "helper SIGTERM after"]
+    assert status(leader) == ExitStatus(code=7)
+    (escalation,) = bench.escalations
+    assert (escalation[0], {*escalation[1]}) == (15, {leader.pid, helper})
+
+
+async def test_a_stopped_helper_is_continued_for_its_leader(bench: Bench) -> None:
+    leader, helper = await add_holder(bench, *holder("child"))
+    os.kill(helper, signal.SIGSTOP)
+    await bench.states({leader.pid, helper}, lambda states: "T" in states)
+    assert await bench.stop(LONG) == []
+    assert bench.rest() == ["leader SIGTERM", "served", "helper SIGTERM after"]
+
+
+async def test_a_program_below_a_shell_keeps_its_helpers(
+    bench: Bench, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell ends at once, and its program, which saves, leads then; it gets one signal."""
+    script = '"$@"; true'
+    leader = await bench.add("sh", "-c", script, "sh", *holder("child", gate))
+    assert len({bench.line(), bench.line()}) == 2
+    scans = Scans(monkeypatch)
+    task = asyncio.create_task(bench.stop(LONG))
+    async with asyncio.timeout(GUARD):
+        assert await bench.next_line() == "leader SIGTERM"
+        await asyncio.shield(leader.exited)
+        await until(lambda: any(leader.pid not in pids for pids in scans.found), "another scan")
+        with gate.open("w"):
+            pass
+        assert await task == []
+    assert bench.rest() == ["served", "helper SIGTERM after"]
+    assert status(leader) == ExitStatus(signal=15)
+    assert bench.escalations == []
+
+
+async def test_helpers_do_not_wait_for_the_leaders_of_others(bench: Bench, gate: Path) -> None:
+    """They get the signal when their own leader ends, while another one saves."""
+    slow, slow_helper = await add_holder(bench, *holder("child", gate))
+    quick, quick_helper = await add_holder(bench, *holder("session"))
+    task = asyncio.create_task(bench.stop(LONG))
+    lines = [await bench.next_line() for _ in range(4)]
+    assert sorted(lines) == ["helper SIGTERM after", "leader SIGTERM", "leader SIGTERM", "served"]
+    await until(lambda: not alive(quick_helper))
+    assert (quick.exited.done(), slow.exited.done(), alive(slow_helper)) == (True, False, True)
+    with gate.open("w"):
+        pass
+    assert await task == []
+    assert bench.rest() == ["served", "helper SIGTERM after"]
+
+
+async def test_a_daemon_of_unknown_origin_waits_for_all_leaders(bench: Bench, gate: Path) -> None:
+    slow, slow_helper = await add_holder(bench, *holder("child", gate))
+    quick, daemon = await add_holder(bench, *holder("daemon"))
+    task = asyncio.create_task(bench.stop(LONG))
+    lines = [await bench.next_line() for _ in range(3)]
+    assert sorted(lines) == ["leader SIGTERM", "leader SIGTERM", "served"]
+    async with asyncio.timeout(GUARD):
+        await asyncio.shield(quick.exited)
+    with gate.open("w"):
+        pass
+    assert await task == []
+    lines = bench.rest()
+    assert lines[0] == "served"
+    assert lines[1:] == ["helper SIGTERM after"] * 2
+    assert not any(map(alive, (slow.pid, slow_helper, daemon)))
+
+
+@pytest.mark.parametrize("kind", ["child", "session", "daemon"])
+async def test_the_end_of_the_grace_kills_helpers_that_wait(
+    bench: Bench, gate: Path, kind: str
+) -> None:
+    leader, helper = await add_holder(bench, *holder(kind, gate))
+    assert await bench.stop(SHORT) == []
+    assert bench.rest() == ["leader SIGTERM"]
+    assert (status(leader), alive(helper)) == (ExitStatus(signal=9), False)
+    (escalation,) = bench.escalations
+    assert (escalation[0], {*escalation[1]}) == (9, {leader.pid, helper})
+
+
+async def test_escalate_to_kill_reaches_helpers_that_wait(bench: Bench, gate: Path) -> None:
+    leader, helper = await add_holder(bench, *holder("session", gate))
+    task = asyncio.create_task(bench.stop(LONG))
+    assert await bench.next_line() == "leader SIGTERM"
+    bench.tree.escalate_to_kill("a reason")
+    assert await task == []
+    assert (status(leader), alive(helper)) == (ExitStatus(signal=9), False)
+    assert bench.rest() == []
+
+
+async def test_a_leader_that_has_ended_holds_no_helper(bench: Bench) -> None:
+    """Before the stop: what it left gets the signal at once, while another leader runs."""
+    ended = await bench.add("bash", "-c", "set -m; sleep 99 & echo $!")
+    left = int(bench.line())
+    async with asyncio.timeout(GUARD):
+        await asyncio.shield(ended.exited)
+    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
+    bench.line()
+    task = asyncio.create_task(bench.stop(LONG))
+    await until(lambda: not alive(left))
+    assert not ignoring.exited.done()
+    bench.tree.escalate_to_kill("a reason")
+    assert await task == []
+
+
+@pytest.mark.slow
+async def test_leaders_that_end_one_after_the_other_cost_few_scans(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scans take a tenth of the time, however many leaders end in it."""
+    script = "sleep 99 & trap '' TERM; echo $!; exec sleep 99"
+    leaders = []
+    helpers = []
+    for _ in range(200):
+        leaders.append(await bench.add("sh", "-c", script))
+        helpers.append(int(bench.line()))
+    scan_s = 0.02
+    scans = Scans(monkeypatch, scan_s)
+    began = bench.clock.now()
+    task = asyncio.create_task(bench.stop(LONG))
+    async with asyncio.timeout(GUARD):
+        for leader in leaders:
+            os.kill(leader.pid, signal.SIGKILL)
+            await asyncio.shield(leader.exited)
+            await asyncio.sleep(scan_s / 4)  # how fast they end, not a wait
+        assert await task == []
+    # The last ones belong to no end of a leader: they prove that nothing is left.
+    assert scans.count <= (bench.clock.now() - began) / (11 * scan_s) + 6
+    assert not any(map(alive, helpers))
