@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import (
     GuardedJob,
     GuardianProcess,
+    KeptPipes,
     spawned_early,
     take_early,
 )
 from elastic_aio.spec.stop import StopPlan
 from tests.support.children import until_sync
-from tests.support.cli import running
-from tests.support.leaks import alive, leaked_processes
+from tests.support.cli import Running, running
+from tests.support.holder import holder
+from tests.support.leaks import alive, leaked_processes, open_descriptors
 
 pytestmark = pytest.mark.both_loops
 
@@ -545,3 +547,277 @@ def test_a_stranger_with_the_launchers_interpreter_holds_no_guardian(tmp_path: P
             assert launcher.wait() == 128 + signal.SIGKILL
         until_sync(lambda: set(leaked_processes()) == {stranger.pid}, "the end of the worker", 10)
         stranger.communicate(b"\n")
+
+
+# ------------------------------------------------------- what workers need to save
+
+# A launcher whose workers have 60 s to save when it is killed.  At the end of its stdin it
+# becomes another program.
+SAVING = """
+import asyncio, os, sys
+from elastic_aio import LaunchSpec, StopPlan, launch
+async def main():
+    become = lambda: os.execv("/bin/sleep", ["sleep", "99"])
+    asyncio.get_running_loop().add_reader(0, become)
+    plan = StopPlan([("SIGTERM", 60)], guardian_grace=60, scope=os.environ.get("SCOPE", "leaders"))
+    await launch(LaunchSpec(sys.argv[1:], stop=plan))
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def launched(directory: Path, *worker: str, **env: str) -> Iterator[Running]:
+    """Run a launcher whose worker notes in files of a directory."""
+    argv = [sys.executable, "-c", SAVING, *worker]
+    environment = {"NOTES": str(directory), **env}
+    with running(argv, env=environment, cwd=directory, stdin_pipe=True) as launcher:
+        yield launcher
+    until_sync(lambda: not leaked_processes(), "the end of the worker and of the guardian")
+
+
+def end(launcher: Running, how: str) -> None:
+    """Kill a launcher, or let it become another program."""
+    if how == "kill":
+        launcher.send(signal.SIGKILL)
+    else:
+        assert launcher.process.stdin is not None
+        launcher.process.stdin.close()
+
+
+def guardian_of(launcher: Running) -> int:
+    """Return the pid of the guardian of a launcher, which runs."""
+    (pid,) = (pid for pid, line in leaked_processes().items() if "guardian_main.py" in line)
+    assert pid in children_of(launcher.pid)
+    return pid
+
+
+def wait_for_scans(guardian: int, count: int = 5) -> None:
+    """Wait until a guardian, which sleeps after each scan, has scanned so many times more."""
+
+    def sleeps() -> int:
+        lines = Path(f"/proc/{guardian}/status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("voluntary_ctxt_switches"))
+        return int(line.split()[1])
+
+    before = sleeps()
+    until_sync(lambda: sleeps() >= before + count, "scans of the guardian")
+
+
+REDIRECTED = 'exec "$@" > "$NOTES/lines"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "exec"])
+@pytest.mark.parametrize("kind", ["child", "session", "daemon", "below a shell"])
+def test_a_helper_gets_the_signal_of_the_guardian_after_its_leader(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    """Each gets it once; the leader of a shell's session is what the shell leaves."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    is_below = kind == "below a shell"
+    script = f"({REDIRECTED}); true" if is_below else REDIRECTED
+    worker = holder("child" if is_below else kind, gate)
+    lines = tmp_path / "lines"
+
+    def printed() -> list[str]:
+        return lines.read_text().splitlines() if lines.exists() else []
+
+    with launched(tmp_path, "sh", "-c", script, "sh", *worker) as launcher:
+        until_sync(lambda: len(printed()) == 2, "the start of the worker")
+        guardian = guardian_of(launcher)
+        end(launcher, how)
+        until_sync(lambda: len(printed()) == 3, "a signal")
+        wait_for_scans(guardian)
+        assert printed()[2:] == ["leader SIGTERM"]
+        with gate.open("w"):
+            pass
+        until_sync(lambda: not alive(guardian), "the end of the guardian")
+        assert printed()[3:] == ["served", "helper SIGTERM after"]
+
+
+@pytest.mark.slow
+def test_a_plan_for_all_is_the_guardians_too(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    worker = ["sh", "-c", REDIRECTED, "sh", *holder("all")]
+    with launched(tmp_path, *worker, SCOPE="all") as launcher:
+        until_sync(lambda: lines.exists() and "ready" in lines.read_text(), "the worker")
+        launcher.send(signal.SIGKILL)
+        until_sync(lambda: not leaked_processes(), "the end of the worker and of the guardian")
+    assert sorted(lines.read_text().splitlines()[2:]) == ["helper SIGTERM before", "leader SIGTERM"]
+
+
+# Prints 4 MB while it saves.
+TALKING = """
+import os, signal, sys, time
+notes = os.environ["NOTES"]
+def save(*_):
+    for number in range(400):
+        os.write(int(sys.argv[1]), b"x" * 9999 + b"\\n")
+    with open(notes + "/saving", "w") as file:
+        file.write("whole")
+    os.rename(notes + "/saving", notes + "/saved")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+open(notes + "/up", "w").close()
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "exec"])
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_worker_may_print_while_it_saves_after_its_launcher(
+    stream: str, how: str, tmp_path: Path
+) -> None:
+    """The launcher was the reader of its captured streams: neither SIGPIPE nor a full pipe."""
+    with launched(tmp_path, sys.executable, "-S", "-c", TALKING, stream) as launcher:
+        until_sync((tmp_path / "up").exists, "the start of the worker")
+        end(launcher, how)
+        until_sync((tmp_path / "saved").exists, "a checkpoint")
+        assert (launcher.process.poll() is None) == (how == "exec")
+    assert (tmp_path / "saved").read_text() == "whole"
+
+
+@pytest.mark.slow
+def test_a_guardian_that_was_restarted_keeps_the_pipes(tmp_path: Path) -> None:
+    """They are on the way to any guardian, and the first one took none."""
+    with launched(tmp_path, sys.executable, "-S", "-c", TALKING, "2") as launcher:
+        until_sync((tmp_path / "up").exists, "the start of the worker")
+        former = guardian_of(launcher)
+        os.kill(former, signal.SIGKILL)
+
+        def others() -> list[int]:
+            return [
+                pid
+                for pid, line in leaked_processes().items()
+                if "guardian_main.py" in line and pid != former
+            ]
+
+        (successor,) = until_sync(others, "another guardian")
+        until_sync(lambda: sleeps_in_lock(successor), "a guardian that works")
+        launcher.send(signal.SIGKILL)
+        until_sync((tmp_path / "saved").exists, "a checkpoint")
+
+
+def sleeps_in_lock(pid: int) -> bool:
+    """Return whether a guardian waits for the lock of its session list."""
+    files = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    has_report = any(file.startswith("pipe:") for file in files)
+    is_asleep = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return is_asleep and not has_report
+
+
+# ------------------------------------------------------------------ kept pipes
+
+
+def is_read(writer: int) -> bool:
+    """Return whether a pipe has a reader; it gets a byte then."""
+    try:
+        os.write(writer, b"x")
+    except BrokenPipeError:
+        return False
+    return True
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Yield the reader, which the test closes, and the writer of a pipe."""
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(writer)
+
+
+def test_kept_pipes_have_a_reader(pipe: tuple[int, int]) -> None:
+    """Until they are replaced by others, or by none; no descriptor is left."""
+    reader, writer = pipe
+    before = open_descriptors()
+    kept = KeptPipes()
+    own = open_descriptors()
+    kept.replace([])
+    kept.replace([reader])
+    assert open_descriptors() == own, "they are on the way"
+    kept.replace([reader, reader])
+    os.close(reader)
+    assert is_read(writer)
+    other_reader, other_writer = os.pipe()
+    kept.replace([other_reader])
+    os.close(other_reader)
+    assert not is_read(writer)
+    assert is_read(other_writer)
+    kept.replace([])
+    assert not is_read(other_writer)
+    os.close(other_writer)
+    kept.close()
+    kept.close()
+    assert open_descriptors().keys() == before.keys() - {reader}
+
+
+def test_closing_releases_kept_pipes(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    kept = KeptPipes()
+    kept.replace([reader])
+    os.close(reader)
+    assert is_read(writer)
+    kept.close()
+    assert not is_read(writer)
+
+
+MANY = 600
+
+
+def test_more_pipes_than_a_message_takes(pipe: tuple[int, int]) -> None:
+    """All of them are kept, and released."""
+    reader, writer = pipe
+    own = open_descriptors()
+    kept = KeptPipes()
+    pipes = [os.pipe() for _ in range(3)]
+    last_reader, last_writer = pipes[-1]
+    kept.replace([*[reader] * (MANY - 3), *(item for item, _ in pipes)])
+    for item in (reader, *(item for item, _ in pipes)):
+        os.close(item)
+    assert is_read(writer)
+    assert is_read(last_writer)
+    kept.replace([])
+    assert not any(is_read(item) for item in (writer, *(item for _, item in pipes)))
+    kept.close()
+    for _, item in pipes:
+        os.close(item)
+    assert open_descriptors().keys() == own.keys() - {reader}
+    assert last_reader not in open_descriptors()
+
+
+RECEIVING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import guardian_main
+pipes = guardian_main._receive_pipes(int(sys.argv[2]))
+guardian_main.Job(b"", 0, {}, 1, pipes)._drain()
+print(len(set(pipes)), sum(map(os.get_inheritable, pipes)))
+"""
+
+
+def test_a_guardian_receives_all_pipes(pipe: tuple[int, int]) -> None:
+    """It reads what is in them, and waits for nothing."""
+    reader, writer = pipe
+    os.set_blocking(reader, False)  # as those of a relay are
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    kept = KeptPipes()
+    kept.replace([reader] * MANY)
+    os.close(reader)
+    main = ROOT / "elastic_aio" / "process"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", RECEIVING, str(main), str(kept.descriptor)],
+        pass_fds=[kept.descriptor],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == f"{MANY} 0\n"
+    assert not is_read(writer), "the guardian had all of them, and has ended"
+    kept.close()
