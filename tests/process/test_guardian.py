@@ -579,6 +579,7 @@ def end(launcher: Running, how: str) -> None:
     """Kill a launcher, or let it become another program."""
     if how == "kill":
         launcher.send(signal.SIGKILL)
+        launcher.wait()
     else:
         assert launcher.process.stdin is not None
         launcher.process.stdin.close()

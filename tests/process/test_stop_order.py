@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import pytest
@@ -178,9 +179,14 @@ class Shell:
     def end(self) -> None:
         assert self._stdout is not None
         self._stdout.close()
-        pidfds = [os.pidfd_open(pid) for pid in [*self.below(), self.pid]]
+        self.process.send_signal(signal.SIGSTOP)  # it starts nothing more
+        pidfds = []
+        for pid in [self.pid, *self.below()]:
+            with suppress(ProcessLookupError):  # its end is that of what it waited for
+                pidfds.append(os.pidfd_open(pid))
         for pidfd in pidfds:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pidfd in pidfds:
             poller = select.poll()
             poller.register(pidfd, select.POLLIN)
@@ -257,7 +263,8 @@ def is_of_background(pid: int) -> bool:
 def test_a_command_in_the_background(shell: list[str], script: str, run: MakeShell) -> None:
     """The shell runs a trap at once, and may pass the signal on."""
     parent = run(*shell, script)
-    int(parent.line())
+    for _ in range(script.count(NAP)):  # each has been started
+        int(parent.line())
     assert parent.below()
     assert parent.foreground() == set()
 
