@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import site
@@ -355,3 +356,161 @@ def test_a_pid_namespace_without_its_own_proc() -> None:
     assert "1 process did not stop in time, sending SIGKILL" in ended.err
     assert "left behind" not in ended.err.replace("have left processes behind", "")
     assert all_exited()
+
+
+# ------------------------------------------------------------- strangers and their orphans
+
+# A service beside the job: at its request a daemon, which says when it runs.
+SERVICE = """
+import os, time
+notes = os.environ["NOTES"]
+while not os.path.exists(notes + "/0"):
+    time.sleep(0.01)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(notes + "/.stranger", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(notes + "/.stranger", notes + "/stranger")
+        os.execvp("sleep", ["sleep", "99"])
+    os._exit(0)
+os.wait()
+open(notes + "/orphaned", "w").close()
+time.sleep(99)
+"""
+START_SERVICE = '"$PYTHON" -S -c "$SERVICE" & echo $! > "$NOTES/service"'
+# Ends when the daemon of the service has lost its parent, or is stopped.
+AFTER_SERVICE = noting(
+    'until [ -e "$NOTES/stranger" ] && [ -e "$NOTES/orphaned" ]; do sleep 0.01; done'
+)
+
+
+def kill_strangers(*pids: int) -> None:
+    """Check that processes run, and kill them."""
+    pidfds = []
+    try:
+        assert all(map(alive, pids)), "a stranger was stopped"
+    finally:
+        for pid in filter(alive, pids):
+            pidfds.append(os.pidfd_open(pid))
+            os.kill(pid, signal.SIGKILL)
+        for pidfd in pidfds:
+            select.select([pidfd], [], [], 30)
+            os.close(pidfd)
+
+
+def read_pid(path: Path) -> int:
+    """Return the pid that a file has; 0 if there is none yet."""
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+@pytest.mark.parametrize("how", ["exec", "last command"])
+@pytest.mark.parametrize("end", ["success", "SIGTERM"])
+def test_the_service_of_a_shell_that_became_the_launcher(
+    how: str, end: str, tmp_path: Path
+) -> None:
+    """The service is a child of the launcher then, and the launcher adopts its daemon."""
+    job = [*CLI, "run", "--no-python"]
+    worker = AFTER_SERVICE if end == "success" else noting()
+    become = '"$@"' if how == "last command" else 'exec "$@"'
+    argv = ["bash", "-c", f"{START_SERVICE}; {become}", "bash", *job, *worker]
+    env = {"NOTES": str(tmp_path), "PYTHON": sys.executable, "SERVICE": SERVICE}
+    with running(argv, env=env) as shell:
+        stranger = until_sync(lambda: read_pid(tmp_path / "stranger"), "the daemon")
+        until_sync((tmp_path / "orphaned").exists)
+        if end == "SIGTERM":
+            shell.send(signal.SIGTERM)
+        code = shell.wait()
+        kill_strangers(stranger, read_pid(tmp_path / "service"))
+    assert code == (0 if end == "success" else 143), shell.err
+    until_sync(all_exited)
+
+
+# Starts what a job asks for, with the environment of the asking program, as `sbatch` does by
+# default; so the job that it starts is no child of the asking one, and has its marker.
+SCHEDULER = """
+import json, os, subprocess
+notes = os.environ["NOTES"]
+with open(notes + "/queue") as queue:
+    environment = json.load(queue)
+job = subprocess.Popen(["sleep", "99"], env=environment, start_new_session=True)
+with open(notes + "/.next", "w") as file:
+    file.write(str(job.pid))
+os.rename(notes + "/.next", notes + "/next")
+job.wait()
+"""
+ASKING = """
+import json, os, time
+notes = os.environ["NOTES"]
+with open(notes + "/queue", "w") as queue:
+    json.dump(dict(os.environ), queue)
+while not os.path.exists(notes + "/next"):
+    time.sleep(0.01)
+open(notes + "/asked", "w").close()
+while "STAYS" in os.environ:
+    time.sleep(0.05)
+"""
+LIBRARY_JOB = """
+import sys
+from elastic_aio import LaunchSpec, run
+run(LaunchSpec(sys.argv[2:]), adopt_orphans=sys.argv[1] == "adopting")
+"""
+
+
+@pytest.mark.parametrize("program", ["command", "library", "adopting"])
+@pytest.mark.parametrize("end", ["success", "SIGTERM", "SIGKILL"])
+def test_the_next_job_of_a_scheduler_is_another_job(program: str, end: str, tmp_path: Path) -> None:
+    """Whether the launcher or the guardian ends the first one."""
+    os.mkfifo(tmp_path / "queue")
+    start = [*CLI, "run", "--no-python"]
+    if program != "command":
+        start = [sys.executable, "-c", LIBRARY_JOB, program]
+    env = {"NOTES": str(tmp_path), **({} if end == "success" else {"STAYS": "1"})}
+    with running([sys.executable, "-S", "-c", SCHEDULER], env=env) as scheduler:
+        with running([*start, sys.executable, "-S", "-c", ASKING], env=env) as job:
+            following = until_sync(lambda: read_pid(tmp_path / "next"), "the next job")
+            until_sync((tmp_path / "asked").exists)
+            if end != "success":
+                job.send(getattr(signal, end))
+            job.wait()
+
+            def of_first_job() -> set[int]:
+                return set(leaked_processes()) - {scheduler.pid, following}
+
+            until_sync(lambda: not of_first_job(), "the end of the first job")
+        kill_strangers(following)
+        scheduler.wait()
+    until_sync(all_exited)
+
+
+FORGETFUL = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(os.environ["NOTES"] + "/.forgetful", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(os.environ["NOTES"] + "/.forgetful", os.environ["NOTES"] + "/forgetful")
+        os.execve("/bin/sleep", ["sleep", "99"], {})
+    os._exit(0)
+os.wait()
+while not os.path.exists(os.environ["NOTES"] + "/forgetful"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["success", "SIGTERM"])
+def test_a_daemon_without_its_environment_ends_with_the_job(stays: bool, tmp_path: Path) -> None:
+    """The command line has no other children, so whatever it adopts is the job's."""
+    code = FORGETFUL + ("time.sleep(99)\n" if stays else "")
+    with running_cli(
+        "--no-python", sys.executable, "-S", "-c", code, env={"NOTES": str(tmp_path)}
+    ) as job:
+        pid = until_sync(lambda: read_pid(tmp_path / "forgetful"), "the daemon")
+        pidfd = os.pidfd_open(pid)
+        if stays:
+            job.send(signal.SIGTERM)
+        assert job.wait() == (143 if stays else 0), job.err
+        assert select.select([pidfd], [], [], 0)[0], "the daemon runs"
+        os.close(pidfd)
+    until_sync(all_exited)

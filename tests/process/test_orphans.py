@@ -15,7 +15,7 @@ import pytest
 from elastic_aio import HostError, LaunchSpec, launch
 from elastic_aio.process import orphans
 from elastic_aio.process.orphans import Orphans, subreaper
-from elastic_aio.process.proc_scan import ticks_now
+from elastic_aio.process.proc_scan import may_adopt, ticks_now
 from tests.support.children import python, until
 from tests.support.cli import CLI, run_program
 from tests.support.leaks import alive, own_children
@@ -155,6 +155,42 @@ async def test_a_job_that_adopts_leaves_no_zombie(tmp_path: Path) -> None:
     await launch(LaunchSpec(daemon(99, "double"), env=env), adopt_orphans=True)
     assert not alive(noted(tmp_path))
     assert own_children() == before
+
+
+async def test_what_may_adopt_the_orphans_of_a_job(
+    adopting: Orphans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the command line adopts them all; a library adopts only from then on."""
+    me = os.getpid()
+    other = Orphans()
+    for job in (adopting, other):
+        assert job.adopters() == {me} | may_adopt(me)
+    monkeypatch.setattr(subreaper, "owns_process", True)
+    assert adopting.adopters() == {me}
+    assert other.adopters() == {me} | may_adopt(me)
+    await other.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_orphans_beside_a_stranger(
+    is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be those of a child that was there before the first worker."""
+    monkeypatch.setattr(subreaper, "owns_process", True)
+    since = ticks_now() - 1
+    strangers = [subprocess.Popen(["sleep", "99"])] if is_first else []
+    job = Orphans()
+    job.adopt()
+    pid = run_daemon(tmp_path, 99, "double")
+    assert set(job.find(since)) == (set() if is_first else {pid})
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: pid not in own_children(), "the orphan is reaped")
+    for stranger in strangers:
+        assert stranger.poll() is None
+        stranger.kill()
+        stranger.wait()
+    await job.aclose()
 
 
 LIBRARY = """

@@ -456,3 +456,95 @@ def test_a_pidfd_is_opened_for_one_process_only(family: Family) -> None:
     os.close(descriptor)
     entry.start -= 1
     assert open_pidfd(entry) is None
+
+
+# ----------------------------------------------------------- the marker, and who adopts
+
+# A program outside of the job that starts a process with the environment of the job.
+HANDING_ON = f"{MARKER}=1 setsid sh -c 'echo $$; exec sleep 99' & wait"
+
+
+def test_the_marker_proves_nothing_below_another_program(family: Family) -> None:
+    """A scheduler hands the environment of its caller to the next job."""
+    next_job = family.pid_from(family.start("bash", "-c", HANDING_ON))
+    assert family.found() == set()
+    # Known by other signs it is found.
+    entry = read_process(next_job)
+    assert entry is not None
+    assert family.found(known={next_job: entry.start}) == {next_job}
+
+
+def test_the_orphan_of_a_program_that_ended_during_the_scan(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent was read before; the next scan shows what has adopted it."""
+    shell = family.start("bash", "-c", HANDING_ON)
+    orphan = family.pid_from(shell)
+
+    def read_and_kill(pid: int) -> ProcEntry | None:
+        entry = read_process(pid)
+        if pid == orphan and shell.poll() is None:
+            shell.kill()
+            shell.wait()
+        return entry
+
+    monkeypatch.setattr(proc_scan, "read_process", read_and_kill)
+    assert family.found() == set()
+    assert family.found() == {orphan}
+
+
+def test_what_an_orphan_has_started_is_found(family: Family) -> None:
+    """Without the marker too."""
+    code = DAEMON.replace(
+        'os.execvp("sleep", ["sleep", "99"])',
+        "if (child := os.fork()) == 0:\n"
+        "    os.execve('/bin/sleep', ['sleep', '99'], {})\n"
+        "print(child, flush=True)\n"
+        "os.wait()",
+    )
+    parent = family.start(sys.executable, "-I", "-S", "-c", code, env={MARKER: "1"})
+    daemon, child = family.pid_from(parent), family.pid_from(parent)
+    parent.wait()
+    assert family.found() == {daemon, child}
+
+
+def test_adopters_are_asked_for_only_if_the_marker_has_to_decide(family: Family) -> None:
+    calls: list[None] = []
+
+    def adopters() -> set[int]:
+        calls.append(None)
+        return {os.getpid()}
+
+    shell = family.start("bash", "-c", HANDING_ON, env={MARKER: "1"})
+    child = family.pid_from(shell)
+    session = family.session(shell)
+    assert family.found(session, adopters=adopters) == {shell.pid, child}
+    assert calls == []
+    family.start("sleep", "99", env={MARKER: "1"})
+    assert len(family.found(session, adopters=adopters)) == 3
+    assert len(calls) == 1
+
+
+def test_no_other_program_adopts(family: Family) -> None:
+    """With a child subreaper, which has the orphans, not even process 1 and other ancestors."""
+    parent = family.start(sys.executable, "-I", "-S", "-c", DAEMON, env={MARKER: "1"})
+    daemon = family.pid_from(parent)
+    parent.wait()
+    entry = read_process(daemon)
+    assert entry is not None
+    assert entry.parent in may_adopt(os.getpid())
+    assert family.found(adopters=lambda: {os.getpid()}) == set()
+    assert family.found(adopters=lambda: {entry.parent}) == {daemon}
+
+
+def test_ancestors_may_adopt() -> None:
+    ancestors = proc_scan.ancestors(os.getpid())
+    assert os.getppid() in ancestors
+    assert os.getpid() not in ancestors
+    assert may_adopt(os.getpid()) == ancestors | {1}
+
+
+def test_nothing_adopts_for_a_process_that_is_gone() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert proc_scan.ancestors(child.pid) == set()
