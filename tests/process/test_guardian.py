@@ -642,7 +642,7 @@ def test_a_plan_for_all_is_the_guardians_too(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     worker = ["sh", "-c", REDIRECTED, "sh", *holder("all")]
     with launched(tmp_path, *worker, SCOPE="all") as launcher:
-        until_sync(lambda: lines.exists() and "ready" in lines.read_text(), "the worker")
+        until_sync(lambda: lines.exists() and lines.read_text().count("\n") == 2, "the worker")
         launcher.send(signal.SIGKILL)
         until_sync(lambda: not leaked_processes(), "the end of the worker and of the guardian")
     assert sorted(lines.read_text().splitlines()[2:]) == ["helper SIGTERM before", "leader SIGTERM"]
