@@ -26,11 +26,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import HostError
+
+# What a shell without job control lets a command of the background ignore.
+_OF_BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
 
 
 class _Handlers:
@@ -140,6 +144,23 @@ class _Handlers:
 
 _handlers = _Handlers()
 os.register_at_fork(after_in_child=_handlers.forget)
+
+
+@contextmanager
+def default_interrupts() -> Iterator[None]:
+    """Let children that are started in this block have the default actions of SIGINT and SIGQUIT.
+
+    A shell lets a command of the background ignore both, and tells its own commands of the
+    background by that.  A handler is not inherited, as SIG_IGN is.  Only for the main thread.
+    """
+    ignored = [one for one in _OF_BACKGROUND if signal.getsignal(one) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class ReceivedSignals:

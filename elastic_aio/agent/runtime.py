@@ -64,9 +64,11 @@ from elastic_aio.process.base import Child, ChildSpec, Spawner, reason_of
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early
+from elastic_aio.process.orphans import subreaper
 from elastic_aio.process.streams import StandardStreams
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
+from elastic_aio.signals import default_interrupts
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.stop import StopPlan
@@ -428,7 +430,9 @@ class LocalRuntime:
         return await self.program.spawner(child_spec)
 
     async def _spawn_listed(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
-        with self.tree.starting():
+        # The terminal's signals never reach a worker: it leads a session of its own.
+        reset = default_interrupts() if subreaper.owns_process else nullcontext()
+        with self.tree.starting(), reset:
             return await spawner(child_spec)
 
     @property

@@ -67,11 +67,13 @@ class Watches:
     Attributes:
         leaders: those that were signalled; a pid suffices, it is not used until reaped.
         has_room: whether descendants can be watched now.
+        foreground: identities of what the signalled shells wait for.
     """
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()
         self.has_room = True
+        self.foreground: set[tuple[int, int]] = set()
         self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[PidfdWatch] = []

@@ -47,6 +47,9 @@ else:
 # Seconds without a descendant before the job counts as gone.
 _QUIET_S = 0.25
 _LIMIT_S = 10.0
+# Descriptors that are left free of pipes, and reads of each pipe between two scans: a megabyte.
+_SPARE = 8
+_READS = 16
 # Seconds for which execs are waited for.
 _EXEC_S = 60.0
 # Seconds between two scans, before and after SIGKILL is sent: the kernel reports no forks
@@ -71,7 +74,9 @@ def main() -> int:
     if _is_locked(sessions):  # else the supervisor has ended by now
         os.write(report, b"!")
         os.close(report)
-        import _socket  # noqa: F401  # now: no worker waits, and its file may be replaced later
+        # Now: no worker waits, and their files may be replaced later.
+        import _socket  # noqa: F401
+        import resource  # noqa: F401
 
         fcntl.lockf(sessions, fcntl.LOCK_EX)
     workers = session_list.read_session_list(sessions)
@@ -124,9 +129,16 @@ def _is_locked(sessions: int) -> bool:
 
 
 def _receive_pipes(descriptor: int) -> list[int]:
-    """Return the ends of pipes that `KeptPipes` has sent."""
+    """Return the ends of pipes that `KeptPipes` has sent, as far as there is room for them."""
     import _socket
+    import resource
 
+    # The supervisor may have raised its own limit later.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        pass  # a sandbox does not allow it
     pipes: list[int] = []
     try:
         receiver = _socket.socket(fileno=descriptor)
@@ -136,9 +148,21 @@ def _receive_pipes(descriptor: int) -> list[int]:
             for _, _, content in ancillary:
                 pipes += memoryview(content).cast("i")
             if not data:
-                return pipes
+                break
     except OSError:
-        return pipes  # there is no more, or no descriptor is left
+        pass  # there is no more
+    while pipes:  # what ends the job needs some descriptors too
+        spare: list[int] = []
+        try:
+            while len(spare) < _SPARE:
+                spare.append(os.open(os.devnull, os.O_RDONLY))
+            break
+        except OSError:
+            os.close(pipes.pop())
+        finally:
+            for number in spare:
+                os.close(number)
+    return pipes
 
 
 class Job:
@@ -159,6 +183,7 @@ class Job:
         self._supervisor = supervisor
         self._pipes = pipes
         self._cache = proc_scan.ScanCache()
+        self._foreground: set[tuple[int, int]] = set()
 
     def end(self, number: int, grace: float, is_ordered: bool) -> bool:
         """Signal what is left, in the order of a stop, and kill it after `grace` seconds.
@@ -207,20 +232,21 @@ class Job:
     ) -> None:
         """Signal the processes whose turn it is, each once."""
         due = processes
-        if is_ordered:
-            leaders = {process.pid for process in processes if process.pid in self._sessions}
-            due, _ = stop_order.due_for_signal(processes, leaders, self._owner_of)
-        for process in due:
-            if process.identity in signalled:
-                continue
-            try:
-                foreground = stop_order.foreground_of(process.pid) if is_ordered else []
-            except OSError:
-                foreground = []  # no descriptor for a moment
-            for item in (process, *foreground):
-                if item.identity not in signalled:
-                    signalled.add(item.identity)
-                    proc_scan.signal_process(item, number)
+        try:
+            if is_ordered:
+                leaders = {process.pid for process in processes if process.pid in self._sessions}
+                due, _ = stop_order.next_due(
+                    processes, leaders, self._owner_of, number, self._foreground
+                )
+            for process in due:
+                if process.identity not in signalled:
+                    if is_ordered:
+                        found = stop_order.foreground_of(process.pid)
+                        self._foreground.update(item.identity for item in found)
+                    signalled.add(process.identity)
+                    proc_scan.signal_process(process, number)
+        except OSError:
+            return  # no descriptor for a moment
         for process in processes:
             # A stopped process acts on a signal only after this, and others may need it.
             if proc_scan.needs_continue(process, number):
@@ -257,8 +283,8 @@ class Job:
         """Read what the workers have written, so that none waits or gets SIGPIPE."""
         for descriptor in self._pipes:
             try:
-                while len(os.read(descriptor, 65536)) == 65536:
-                    pass
+                for _ in range(_READS):
+                    os.read(descriptor, 65536)
             except OSError:
                 continue  # it is empty
 

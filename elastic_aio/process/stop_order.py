@@ -27,16 +27,19 @@ if TYPE_CHECKING or __package__:  # it has none in the guardian
 else:
     import proc_scan
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable, Sequence
 
-_SHELLS = {"ash", "bash", "busybox", "dash", "ksh", "ksh93", "mksh", "rbash", "sh", "yash", "zsh"}
+_SHELLS = {"ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "ksh93", "mksh", "rbash", "sh"}
+_SHELLS |= {"tcsh", "yash", "zsh"}
 _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
-def due_for_signal(
-    processes: Iterable[proc_scan.ProcEntry],
+def next_due(
+    processes: Sequence[proc_scan.ProcEntry],
     leaders: set[int],
     owner_of: Callable[[proc_scan.ProcEntry], int | None],
+    number: int,
+    foreground: Container[tuple[int, int]],
 ) -> tuple[list[proc_scan.ProcEntry], set[int]]:
     """Return the processes that a signal reaches now, and the pids that the others wait for.
 
@@ -45,22 +48,86 @@ def due_for_signal(
         leaders: pids of the leaders that run.
         owner_of: returns the pid of the leader of a process without parents in the job, which
             may have ended; None: it is not known.
+        number: the signal.
+        foreground: identities of the processes that signalled shells wait for.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
     """
-    pids = {process.pid for process in processes}
-    due: list[proc_scan.ProcEntry] = []
-    holders: set[int] = set()
-    for process in processes:
-        if process.pid in leaders:
-            due.append(process)
-        elif process.parent in pids:
-            holders.add(process.parent)
-        else:
-            owner = owner_of(process)
-            waits_for = leaders if owner is None else leaders & {owner}
+    due, holders = due_for_signal(processes, leaders, owner_of, lambda pid: ignores(pid, number))
+    known = set(due)
+    due += (item for item in processes if item.identity in foreground and item not in known)
+    first, writers = without_readers(due, processes)
+    # A circle of pipes waits for nothing else.
+    return (first, holders | writers) if first else (due, holders)
+
+
+def due_for_signal(
+    processes: Iterable[proc_scan.ProcEntry],
+    leaders: set[int],
+    owner_of: Callable[[proc_scan.ProcEntry], int | None],
+    is_ignoring: Callable[[int], bool],
+) -> tuple[list[proc_scan.ProcEntry], set[int]]:
+    """Do the same by parents and leaders only; pure.
+
+    `is_ignoring`: returns whether a process ignores the signal.  It then passes its turn to what
+    it has started: system(3) ignores SIGINT, which a terminal sends to its child too.
+    """
+    present = {process.pid for process in processes}
+    leaders = set(leaders)
+    while True:
+        due: list[proc_scan.ProcEntry] = []
+        holders: set[int] = set()
+        for process in processes:
+            if process.parent in present and process.pid not in leaders:
+                waits_for = {process.parent}
+            else:
+                owner = process.pid if process.pid in leaders else owner_of(process)
+                waits_for = leaders if owner is None else (leaders & {owner}) - {process.pid}
             holders |= waits_for
             if not waits_for:
                 due.append(process)
-    return due, holders
+        ignoring = {pid for pid in holders if is_ignoring(pid)}
+        if not ignoring:
+            return due, holders
+        present -= ignoring
+        leaders -= ignoring
+
+
+def without_readers(
+    due: Sequence[proc_scan.ProcEntry], processes: Iterable[proc_scan.ProcEntry]
+) -> tuple[list[proc_scan.ProcEntry], set[int]]:
+    """Leave out the readers of pipes into which other processes of the job write.
+
+    `tee` has to outlive the program whose last lines it takes, and ends when that has ended.
+
+    Returns:
+        The others, and the pids of the writers.
+    """
+    pipes = {process.pid: pipe for process in due if (pipe := _pipe(process.pid, 0))}
+    if not pipes:
+        return [*due], set()
+    writers: dict[str, set[int]] = {pipe: set() for pipe in pipes.values()}
+    for process in processes:
+        for pipe in {_pipe(process.pid, 1), _pipe(process.pid, 2)} & writers.keys():
+            writers[pipe].add(process.pid)
+    waits_for = {pid: writers[pipe] - {pid} for pid, pipe in pipes.items()}
+    waits_for = {
+        # Two that read from each other wait for none.
+        reader: {pid for pid in pids if reader not in waits_for.get(pid, ())}
+        for reader, pids in waits_for.items()
+    }
+    first = [process for process in due if not waits_for.get(process.pid)]
+    return first, set().union(*waits_for.values())
+
+
+def _pipe(pid: int, descriptor: int) -> str:
+    """Return the pipe behind a descriptor of a process; "" if it is none."""
+    try:
+        link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    except OSError:
+        return ""  # closed, gone, or another user's
+    return link if link.startswith("pipe:") else ""
 
 
 def foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
@@ -88,12 +155,22 @@ def foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
     return found
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal.
+
+    Raises:
+        OSError: this process has no descriptors or memory left.
+    """
+    return bool(_ignored(pid) >> (number - 1) & 1)
+
+
 def _ignored(pid: int) -> int:
     return int(proc_scan.read_status(pid).get(b"SigIgn", b"0"), 16)
 
 
 def _is_shell(pid: int) -> bool:
     try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) in _SHELLS
+        path = os.readlink(f"/proc/{pid}/exe")
     except OSError:
         return False  # gone, or another user's
+    return os.path.basename(path).removesuffix(" (deleted)") in _SHELLS  # after an upgrade

@@ -408,7 +408,12 @@ class ProcessTree:
         due = processes
         if is_ordered:
             running = {pid for pid, _ in self._running()}
-            due, holders = stop_order.due_for_signal(processes, running, self._owner_of)
+            try:
+                due, holders = stop_order.next_due(
+                    processes, running, self._owner_of, number, watches.foreground
+                )
+            except OSError:
+                pass  # no descriptor left: all that the scan has found are due
             for process in set(processes).difference(due):
                 if proc_scan.needs_continue(process, number):
                     proc_scan.signal_process(process, signal.SIGCONT)  # others may need it
@@ -433,11 +438,9 @@ class ProcessTree:
         self, process: proc_scan.ProcEntry, number: int, watches: Watches, is_ordered: bool
     ) -> None:
         # Later on, a trap of the shell may wait for what it has started.
-        is_first = is_ordered and not watches.was_signalled(process)
-        foreground = _foreground_of(process.pid) if is_first else []
+        if is_ordered and not watches.was_signalled(process):
+            watches.foreground |= _foreground_of(process.pid)
         watches.send(process, number)
-        for command in foreground:
-            watches.send(command, number)
 
     def _signal_leader(
         self, pid: int, leader: Child, number: int, watches: Watches, is_ordered: bool
@@ -445,11 +448,10 @@ class ProcessTree:
         watches.leaders.add(pid)
         if leader.has_ended():
             return  # not because of this stop: it is no victim
-        foreground = _foreground_of(pid) if is_ordered else []
+        if is_ordered:
+            watches.foreground |= _foreground_of(pid)
         self._signals.setdefault(leader.pid, set()).add(number)
         leader.send_signal(number)
-        for command in foreground:
-            watches.send(command, number)
         entry = None if number == signal.SIGKILL else _read_process(pid)
         if entry is not None and proc_scan.needs_continue(entry, number):
             leader.send_signal(signal.SIGCONT)
@@ -550,11 +552,11 @@ def _read_process(pid: int) -> proc_scan.ProcEntry | None:
         return None  # no descriptor left
 
 
-def _foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
+def _foreground_of(pid: int) -> set[tuple[int, int]]:
     try:
-        return stop_order.foreground_of(pid)
+        return {process.identity for process in stop_order.foreground_of(pid)}
     except OSError:
-        return []  # no descriptor left
+        return set()  # no descriptor left
 
 
 def _survivor(process: proc_scan.ProcEntry) -> Survivor:

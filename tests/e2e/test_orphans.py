@@ -79,6 +79,19 @@ def test_launcher_killed(tmp_path: Path) -> None:
     until_sync(all_exited, "the end of the guardian")
 
 
+def test_launcher_killed_with_more_pipes_than_descriptors() -> None:
+    """The guardian was started before the launcher raised its limit: it raises its own."""
+    workers = [*CLI, "run", "--nproc-per-node", "45", "--no-python", "sleep", "99"]
+    with running(["bash", "-c", 'ulimit -S -n 40; exec "$@"', "bash", *workers]) as job:
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        until_sync(lambda: len(children.read_text().split()) == 46, "the workers and the guardian")
+        guardian = guardian_of(job)
+        job.send(signal.SIGKILL)
+        job.wait()
+        until_sync(lambda: not alive(guardian), "the end of the guardian")
+    assert all_exited()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_launcher_asked_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     """After a stop signal all processes have ended when the launcher exits."""

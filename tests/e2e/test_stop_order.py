@@ -128,12 +128,16 @@ WORKERS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "two shells": lambda train: ["sh", "-c", f"bash -c '{' '.join(train)}; true'; true"],
     "a subshell": script('("$@"; true); true'),
     "a pipeline": script('"$@" | cat; exit 0'),
+    "a pipeline that it prints into": script('"$@" 2>&1 | cat; exit 0'),
+    "a pipeline below a trap": script('trap true TERM; "$@" 2>&1 | cat; exit 0'),
+    "the end of a pipeline": script('trap true TERM; sleep 1000 | "$@"; exit 0'),
     "a trap": script("trap 'echo trapped > $NOTES/trapped' TERM; \"$@\"; true"),
     "a trap that passes it on": script(
         "trap 'kill -TERM $child; wait $child; exit' TERM; \"$@\" & child=$!; wait $child"
     ),
-    "timeout": lambda train: ["timeout", "100", *train],
-    "timeout below a shell": script('timeout 100 "$@"; true'),
+    # Without the option it signals its child, and then its whole process group: twice.
+    "timeout": lambda train: ["timeout", "--foreground", "100", *train],
+    "timeout below a shell": script('timeout --foreground 100 "$@"; true'),
     "a wrapper that passes it on": lambda train: [sys.executable, "-S", "-c", FORWARDING, *train],
     "a wrapper below a shell": script(f'{sys.executable} -S -c "$FORWARDING" "$@"; true'),
     "a wrapper that calls a shell": lambda train: [sys.executable, "-S", "-c", CALLING, *train],
@@ -153,10 +157,27 @@ def test_a_program_saves(
     stop_job(tmp_path, *worker(train), FORWARDING=FORWARDING)
 
 
-def test_ctrl_c_reaches_a_command_of_a_shell(train: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param(script('"$@"; true'), id="shell"),
+        # system(3) ignores SIGINT while it waits.
+        pytest.param(lambda train: ["perl", "-e", "system(@ARGV)", *train], id="system"),
+    ],
+)
+def test_ctrl_c_reaches_a_command_that_is_waited_for(
+    worker: Callable[[Sequence[str]], list[str]], train: list[str], tmp_path: Path
+) -> None:
     """The terminal would send SIGINT to both, and does not reach a worker's session."""
-    worker = script('"$@"; true')([*train, "SIGINT"])
-    stop_job(tmp_path, *worker, number=signal.SIGINT)
+    stop_job(tmp_path, *worker([*train, "SIGINT"]), number=signal.SIGINT)
+
+
+def test_a_shell_whose_file_was_replaced(train: list[str], tmp_path: Path) -> None:
+    """As by an upgrade while the job runs."""
+    shell = tmp_path / "bash"
+    shutil.copy(shutil.which("bash") or "", shell)
+    _, *words = script(f'rm {shell}; trap true TERM; "$@"; true')(train)
+    stop_job(tmp_path, shell, *words)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +225,11 @@ while :; do sleep 1000 & wait $!; done
     stop_job(tmp_path, "bash", "-c", text, count=4, WHOLE=whole)
 
 
-def test_a_job_in_the_background_of_a_script(train: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["a trap", "a trap that passes it on"])
+def test_a_job_in_the_background_of_a_script(kind: str, train: list[str], tmp_path: Path) -> None:
     """Its shell has no job control, so it ignores SIGINT, and so do workers if it is not reset."""
     command = [*CLI, "run", "--shutdown-timeout", "20", "--no-python"]
-    worker = script("trap 'true' TERM; \"$@\"; true")(train)
+    worker = WORKERS[kind]([*train, "SIGTERM", "SIGINT"])
     launcher = ["bash", "-c", '"$@" & echo $! > $NOTES/pid; wait $!', "bash", *command, *worker]
     with running(launcher, env={"NOTES": str(tmp_path)}) as shell:
         job = Job(tmp_path, shell)

@@ -29,11 +29,15 @@ class Job(NamedTuple):
     processes: list[ProcEntry]
     leaders: set[int]
     owners: dict[int, int]
+    ignoring: frozenset[int] = frozenset()
 
     def decide(self) -> tuple[set[int], set[int]]:
         """Return the pids that are due, and those that the others wait for."""
         due, holders = due_for_signal(
-            self.processes, self.leaders, lambda process: self.owners.get(process.pid)
+            self.processes,
+            self.leaders,
+            lambda process: self.owners.get(process.pid),
+            self.ignoring.__contains__,
         )
         assert len({process.pid for process in due}) == len(due)
         return {process.pid for process in due}, holders
@@ -44,10 +48,15 @@ class Job(NamedTuple):
         return self._replace(processes=rest, leaders=self.leaders - ended)
 
 
-def tree(parents: dict[int, int], leaders: set[int], owners: dict[int, int] | None = None) -> Job:
+def tree(
+    parents: dict[int, int],
+    leaders: set[int],
+    owners: dict[int, int] | None = None,
+    ignoring: frozenset[int] = frozenset(),
+) -> Job:
     """Return a job of processes with these parents by pid."""
     processes = [ProcEntry(pid, parent, 0, 0) for pid, parent in parents.items()]
-    return Job(processes, leaders, owners or {})
+    return Job(processes, leaders, owners or {}, ignoring)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +79,10 @@ def tree(parents: dict[int, int], leaders: set[int], owners: dict[int, int] | No
         (tree({7: 1}, set()), {7}, set()),
         # The end of a leader that no scan shows any more is not noticed yet.
         (tree({7: 5}, {5}, {7: 5}), set(), {5}),
+        # What ignores the signal passes its turn on: the leader, or what a leader waits for.
+        (tree({5: 1, 7: 5, 8: 7}, {5}, ignoring=frozenset({5})), {5, 7}, {7}),
+        (tree({5: 1, 7: 5, 8: 7}, {5}, {8: 5}, frozenset({7})), {5}, {5}),
+        (tree({7: 1, 8: 7, 9: 8}, set(), ignoring=frozenset({7, 8})), {7, 8, 9}, set()),
         # A leader below a leader: a nested job of this tree.
         (tree({5: 1, 6: 5, 7: 6}, {5, 6}), {5, 6}, {6}),
         # Cycles do not exist, but a scan is no snapshot.
