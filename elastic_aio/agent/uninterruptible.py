@@ -14,6 +14,7 @@ from typing import Final
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.process.proc_scan import read_status
 
 _LOOKS: Final = 8
 """How often a worker is looked at within the time that it may hang."""
@@ -95,10 +96,9 @@ def _uninterruptible_wait(pid: int) -> list[bytes] | None:
     These are its counts of context switches, by which the kernel finds hung tasks too.
     """
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().splitlines()
+        status = read_status(pid)
     except OSError:
         return None
-    if not any(line.startswith(b"State:\tD") for line in lines):
+    if not status.get(b"State", b"").startswith(b"D"):
         return None
-    return [line for line in lines if b"voluntary_ctxt_switches:" in line]
+    return [value for name, value in status.items() if name.endswith(b"voluntary_ctxt_switches")]

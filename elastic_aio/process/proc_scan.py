@@ -312,18 +312,6 @@ class _Found:
         return process.parent in self._adopter_pids
 
 
-def ancestors(pid: int) -> set[int]:
-    """Return the parent of a process, its parent and so on, as /proc shows them.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    found: set[int] = set()
-    while (pid := parent_of(pid)) and pid not in found:
-        found.add(pid)
-    return found
-
-
 def may_adopt(pid: int) -> set[int]:
     """Return the pids that orphans of a process may have as their parent.
 
@@ -333,7 +321,13 @@ def may_adopt(pid: int) -> set[int]:
     Raises:
         OSError: this process has no descriptors or memory left.
     """
-    return ancestors(pid) | (set() if is_foreign() else {1})
+    found = set() if is_foreign() else {1}
+    while process := read_process(pid):
+        pid = process.parent
+        if pid in found or not pid:
+            break
+        found.add(pid)
+    return found
 
 
 def _has_marker(process: ProcEntry, marker: bytes) -> bool | None:
@@ -412,16 +406,6 @@ def name_of(pid: int) -> str:
         return (_read(f"/proc/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
     except OSError:
         return "?"  # no descriptor is left
-
-
-def parent_of(pid: int) -> int:
-    """Return the parent of a process; 0 if it has none that /proc shows, or is gone.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    process = read_process(pid)
-    return 0 if process is None else process.parent
 
 
 def is_foreign() -> bool:

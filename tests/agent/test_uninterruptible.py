@@ -14,27 +14,24 @@ from elastic_aio.outcome import Failure
 
 
 async def test_many_short_calls_are_no_long_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that has been switched to between two looks makes progress."""
     looks = 0
     has_stopped = False
     stuck: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
     progressed = asyncio.Event()
-    status = tmp_path / "status"
 
-    def show(path: str, mode: str) -> Any:
+    def show(pid: int) -> dict[bytes, bytes]:
         nonlocal looks
-        assert path in ("/proc/7/status", "/proc/7/stat")
+        assert pid == 7
         looks += not has_stopped
         if looks >= 50:
             progressed.set()
-        counts = f"voluntary_ctxt_switches:\t{looks}\nnonvoluntary_ctxt_switches:\t3\n"
-        fields = "7 (x) D 1\n" if path.endswith("stat") else f"State:\tD (disk sleep)\n{counts}"
-        status.write_text(fields)
-        return status.open(mode)
+        counts = {b"voluntary_ctxt_switches": b"%d" % looks, b"nonvoluntary_ctxt_switches": b"3"}
+        return {b"State": b"D (disk sleep)", **counts}
 
-    monkeypatch.setattr(uninterruptible, "open", show, raising=False)
+    monkeypatch.setattr(uninterruptible, "read_status", show)
     ranks = SimpleNamespace(rank=0, local_rank=0)
     record: Any = SimpleNamespace(pid=7, exit=None, ranks=ranks, notes=())
 

@@ -252,6 +252,7 @@ def test_uv_run(train: list[str], tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_torchrun(train: list[str], tmp_path: Path) -> None:
     """It has workers of its own, which it stops."""
+    pytest.importorskip("torch")
     options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
     worker = [sys.executable, "-m", "torch.distributed.run", *options, *train]
     environment = {"NOTES": str(tmp_path), "LOGLEVEL": "INFO"}
@@ -336,6 +337,7 @@ if __name__ == "__main__":
 @pytest.mark.torch
 @pytest.mark.parametrize("below", ["leader", "shell"])
 def test_data_loaders_live_until_the_epoch_is_saved(below: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "loader.py").write_text(LOADER)
     program = [sys.executable, str(tmp_path / "loader.py")]
     stop_job(tmp_path, *(program if below == "leader" else script('"$@"; true')(program)))
