@@ -90,10 +90,18 @@ def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = No
     if said := _first_text(lines):
         return one_line(said, REASON_MAX)
     lines = [_plain(line) for line in stderr]
-    found = exception_line(lines)
-    if found and code is not None and 1 < code < _SIGNALED and not _is_at_end(lines):
-        found = ""
-    return one_line(found or _last_text(lines), REASON_MAX)
+    found = last_words(lines, code=code) or exception_line(lines) or _last_text(lines)
+    return one_line(found, REASON_MAX)
+
+
+def last_words(lines: Sequence[str], *, code: int | None) -> str:
+    """Return the exception with which stderr ends, or what explains a `code` of its own choice.
+
+    Empty if it has neither.
+    """
+    if (found := exception_line(lines)) and _is_at_end(lines):
+        return found
+    return _last_text(lines) if code is not None and 1 < code < _SIGNALED else ""
 
 
 def known_cause(

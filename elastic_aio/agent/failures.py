@@ -23,8 +23,9 @@ from elastic_aio.outcome import (
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
-from elastic_aio.reasons import known_cause, plain_lines, reason_of
-from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, parse_error_file
+from elastic_aio.reasons import known_cause, last_words, plain_lines, reason_of
+from elastic_aio.text import one_line
+from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
 # Bytes in which the beginnings of long lines are looked for.
@@ -34,6 +35,8 @@ _TAIL_LINES = 20
 _LINES_MAX = 16 * 1024
 # Workers of an attempt whose last lines are kept in full.
 _TAILS_MAX = 16
+# Characters by which the exception of an error file is found in that of a stderr.
+_SAME = 200
 # Lines in which a known cause is looked for.
 _CAUSE_LINES = 10
 _MARGIN_S = 0.001
@@ -294,31 +297,41 @@ async def _error_of(
     # The file has precedence: the worker's own code may say more in it.
     error, written_at = await run_in_thread(_read_error, path, daemon=True)
     age = worker.end_began(stopped_at) - written_at
-    if error is None or _is_reason(worker, error, age):
+    own = of_call.message if of_call else ""
+    if error is None or await run_in_thread(_is_reason, worker, error, age, own, daemon=True):
         return error or of_call, ()
     when = f"{abs(age):.3g} s {'before' if age > 0 else 'after'} the end"
     who = "" if error.pid is None else f", by process {error.pid}"
     return of_call, (f"an error was recorded {when}{who}: {reason_of(error.message)}",)
 
 
-def _is_reason(worker: WorkerRecord, error: WorkerError, age: float) -> bool:
+def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = "") -> bool:
     """Return whether an error in the file of a worker says why the worker ended.
 
     Each process that a worker starts inherits the name of the file, and may fail although the
     worker handles that.  The worker's own error counts; that of another process, the program of
-    a wrapper for example, only if the worker ended by itself at that time; and so does one of
-    an unknown process (torch's), also if the worker was stopped at that time.  A process in
-    another pid namespace does not know its number here: it counts as another one.
+    a wrapper for example, only if the worker exited at that time and its stderr says nothing
+    else; and one of an unknown process (torch's), also if a signal ended the worker at that
+    time.  A process in another pid namespace does not know its number here: it counts as
+    another one.  Blocks.
 
     Args:
         worker: the worker, which has ended.
         error: what its error file holds.
         age: seconds from the writing of the file to the end.
+        own: what its function raised; else its stderr is read.
     """
     if error.pid == worker.pid:
         return True
-    is_known = error.pid is not None
-    return -_MARGIN_S <= age <= NEAR_S and not (is_known and worker.is_victim)
+    if not -_MARGIN_S <= age <= NEAR_S:
+        return False
+    if error.pid is None:
+        return True
+    if worker.is_victim or worker.status.signal is not None:
+        return False
+    _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
+    said = one_line(own or last_words(lines, code=worker.status.code))
+    return not said or is_of_program(said) or reason_of(error.message)[:_SAME] in said
 
 
 def _read_error(path: str) -> tuple[WorkerError | None, float]:

@@ -48,13 +48,13 @@ def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:
 
     Args:
         error: what it shall hold.
-        keeps_reason: leave a file that this process wrote, or another one in the last seconds,
-            such as a child that it waited for: it says already why this process ends.
+        keeps_reason: leave a file that says already why this process ends: its own, a recent
+            one that does not name its process, and that of a program whose failure is `error`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    if not (keeps_reason and _has_reason(error.path)):
+    if not (keeps_reason and _has_reason(error)):
         _write(error.path, render_error_file(error))
 
 
@@ -122,14 +122,20 @@ def _time(value: object, written_at: float) -> float:
     return stamp if abs(stamp - written_at) > 2 else written_at
 
 
-def _has_reason(path: str) -> bool:
+def is_of_program(message: str) -> bool:
+    """Return whether an exception says only that a program has failed, and not why."""
+    return message.partition(":")[0].rpartition(".")[2] == "CalledProcessError"
+
+
+def _has_reason(new: WorkerError) -> bool:
     try:
-        written_at = os.stat(path).st_mtime
-        error = parse_error_file(_read_start(path, ERROR_FILE_MAX), path, written_at)
+        written_at = os.stat(new.path).st_mtime
+        error = parse_error_file(_read_start(new.path, ERROR_FILE_MAX), new.path, written_at)
     except OSError:
         return False
-    is_own = error is not None and error.pid == os.getpid()
-    return is_own or time.time() - written_at <= NEAR_S
+    pid = None if error is None else error.pid
+    is_near = time.time() - written_at <= NEAR_S
+    return pid == os.getpid() or (is_near and (pid is None or is_of_program(new.message)))
 
 
 def render_error_file(error: WorkerError) -> bytes:

@@ -217,7 +217,7 @@ async def test_whose_error_counts(
 
     The end of a victim is the stop, and not its exit, for which the stop may wait.
     """
-    ended = TERM if is_victim else ExitStatus(code=3)
+    ended = TERM if is_victim else BAD
     case.worker(
         ended,
         is_victim=is_victim,
@@ -243,6 +243,41 @@ async def test_whose_error_counts(
     assert reason_now(case.workers[0]) == ("" if is_victim else one.reason)
 
 
+HANDLED = b"Traceback (most recent call last):\n  File 'x'\nValueError: no cache\n"
+RAISED = HANDLED + HANDLED.replace(b"ValueError: no cache", b"torch.OutOfMemoryError: own")
+WRAPPED = HANDLED + HANDLED.replace(b"ValueError: no cache", b"subprocess.CalledProcessError: x")
+
+
+# How the worker ended, what it wrote, the error that another process recorded 1 s before, and
+# whether that is the reason.
+@pytest.mark.parametrize(
+    ("ended", "stderr", "recorded", "counts"),
+    [
+        (ExitStatus(signal=11), None, "ValueError: no cache", False),
+        (ExitStatus(signal=11), HANDLED, "ValueError: no cache", False),
+        (BAD, RAISED, "ValueError: no cache", False),
+        (BAD, RAISED, "OutOfMemoryError: own", True),
+        (BAD, HANDLED, "ValueError: no cache\nyet", True),
+        (BAD, HANDLED + b"logs are uploaded\n", "KeyError: 'lost'", True),
+        (BAD, b"stopped\n", "ValueError: no cache", True),
+        (BAD, WRAPPED, "ValueError: no cache", True),
+        (ExitStatus(code=3), HANDLED + b"bad config: lr\n", "ValueError: no cache", False),
+        (ExitStatus(code=3), HANDLED, "ValueError: no cache", True),
+        (ExitStatus(code=3), b"", "ValueError: no cache", True),
+        (ExitStatus(code=139), b"Segmentation fault\n", "ValueError: no cache", True),
+    ],
+)
+async def test_the_worker_s_own_end_says_more_than_the_error_of_another_process(
+    case: Case, ended: ExitStatus, stderr: bytes | None, recorded: str, counts: bool
+) -> None:
+    """A helper has failed, and the worker by something else; a wrapper says nothing of its own."""
+    case.worker(ended, error=said(recorded, writer=OTHER), stderr=stderr)
+    one = await case.failure()
+    assert (one.error is not None) is counts
+    assert bool(one.notes) is not counts
+    assert reason_now(case.workers[0]) == one.reason
+
+
 async def test_the_error_of_a_helper_hides_no_error_of_a_function(case: Case) -> None:
     """What the function raised comes back with its result."""
     case.worker(BAD, error=said("of a helper", writer=OTHER), error_time=STOPPED_AT - 60)
@@ -250,6 +285,13 @@ async def test_the_error_of_a_helper_hides_no_error_of_a_function(case: Case) ->
     (one,) = await case.failures(call=CallResult(2, error=own))
     assert (one.error, one.reason) == (own, "ValueError: own")
     assert one.notes == ("an error was recorded 59 s before the end, by process 999: of a helper",)
+    path = case.workers[0].logs.error_file
+    os.utime(path, (STOPPED_AT - 2, STOPPED_AT - 2))
+    (one,) = await case.failures(call=CallResult(2, error=own))
+    assert (one.error, one.notes) == (
+        own,
+        ("an error was recorded 1 s before the end, by process 999: of a helper",),
+    )
 
 
 async def test_an_error_before_a_hang(case: Case) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -100,28 +101,30 @@ def test_an_error_file_survives_a_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("writer", "age", "is_kept"),
+    ("writer", "age", "error", "is_kept"),
     [
-        ("itself", 900.0, True),
-        ("another", NEAR_S - 2, True),
-        ("another", NEAR_S + 2, False),
-        (None, NEAR_S - 2, True),
-        (None, NEAR_S + 2, False),
+        ("itself", 900.0, ValueError("x"), True),
+        ("another", NEAR_S - 2, ValueError("x"), False),
+        ("another", NEAR_S - 2, CalledProcessError(1, "x"), True),
+        ("another", NEAR_S + 2, CalledProcessError(1, "x"), False),
+        (None, NEAR_S - 2, ValueError("x"), True),
+        (None, NEAR_S + 2, ValueError("x"), False),
     ],
 )
 def test_what_the_end_of_a_script_overwrites(
-    tmp_path: Path, writer: str | None, age: float, is_kept: bool
+    tmp_path: Path, writer: str | None, age: float, error: Exception, is_kept: bool
 ) -> None:
-    """What a helper has recorded long ago says nothing about the end."""
+    """What a helper has recorded says nothing about the end, unless its failure is the end."""
     path = tmp_path / "error.json"
     pid = {"itself": os.getpid(), "another": os.getppid(), None: None}[writer]
     path.write_text(json.dumps({"message": "older", WRITER: pid}))
     past = time.time() - age
     os.utime(path, (past, past))
-    write_error_file(worker_error(ValueError("x"), str(path)), keeps_reason=True)
-    error = read(path)
-    assert error is not None
-    assert error.message == ("older" if is_kept else "ValueError: x")
+    own = worker_error(error, str(path))
+    write_error_file(own, keeps_reason=True)
+    written = read(path)
+    assert written is not None
+    assert written.message == ("older" if is_kept else own.message)
 
 
 @pytest.mark.parametrize("pid", [True, "7", 7.0, None, []])
