@@ -65,14 +65,12 @@ RUN_OPTIONS: Final = (
         "whom the signals of a stop reach first: 'leaders', the first process of each worker, and"
         " what it has started after it; or 'all' at once (default leaders)",
         metavar="SCOPE",
-        has_variable=False,
         is_own=True,
     ),
     Option(
         "linger",
         "seconds for which processes that workers leave behind may run after a success (default 0)",
         metavar="SECONDS",
-        has_variable=False,
         is_own=True,
     ),
     Option(

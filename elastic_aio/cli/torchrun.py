@@ -40,7 +40,7 @@ from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
-from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope, StopStep
+from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE
 from elastic_aio.worker.scripts import run_script
 
@@ -305,8 +305,8 @@ def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
         option = _GRACE_VARIABLE
     grace = DEFAULT_GRACE if value is None else parse_seconds(option, value, limit=1e9)
     linger = values["linger"]
-    return StopPlan(
-        (StopStep("SIGTERM", grace),),
+    return StopPlan.within(
+        grace,
         scope=cast("StopScope", values["stop_scope"] or "leaders"),  # checked there
         linger=0.0 if linger is None else parse_seconds("--linger", linger, limit=1e9),
     )

@@ -39,11 +39,11 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_part(name: str, value: object, kind: type[Part]) -> Part:
+def checked_part(name: str, value: object, kind: type[Part], hint: str = "") -> Part:
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        raise SpecError(name, value, f"must be a {kind.__name__}")
+        raise SpecError(name, value, f"must be a {kind.__name__}{hint}")
     return value
 
 
@@ -124,7 +124,12 @@ def checked_texts(name: str, value: object) -> Mapping[str, str]:
 
 
 def check_number(
-    name: str, value: object, *, at_least: float | None = None, above: float | None = None
+    name: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    what: str = "",
 ) -> None:
     bound = f"of at least {at_least:g}" if at_least is not None else f"above {above:g}"
     # Comparisons with NaN are false, so it is refused too.
@@ -134,7 +139,7 @@ def check_number(
         or not (above is None or value > above)
         or value == float("inf")
     ):
-        raise SpecError(name, value, f"must be a number {bound}")
+        raise SpecError(name, value, f"{what}must be a number {bound}")
     check_not_absurd(name, value)
 
 

@@ -401,7 +401,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "role": checked_text,
     "logs": partial(checked_part, kind=LogSpec),
     "restart": partial(checked_part, kind=RestartPolicy),
-    "stop": partial(checked_part, kind=StopPlan),
+    "stop": partial(checked_part, kind=StopPlan, hint=", such as StopPlan.within(10)"),
     "liveness": partial(checked_part, kind=LivenessSpec),
     "rendezvous": partial(checked_part, kind=RendezvousSpec),
     "run_id": _optional(_run_id),

@@ -11,7 +11,6 @@ from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
 from elastic_aio.spec.checks import (
     check_number,
     checked_items,
-    checked_pair,
     set_fields,
     signal_number,
 )
@@ -40,16 +39,16 @@ class StopStep:
     """Whom the signal reaches first; None: what the `scope` of the plan says."""
 
     def __init__(self, signal: int | str, grace: float, target: StopScope | None = None) -> None:
-        check_number("stop.steps", grace, at_least=0)
+        check_number("stop.steps", grace, at_least=0, what="grace ")
         if target is not None:
-            _check_scope("stop.steps", target)
+            _check_scope("stop.steps", target, "target ")
         number = signal_number("stop.steps", signal)
         set_fields(self, signal=number, grace=float(grace), target=target)
 
 
-def _check_scope(name: str, value: object) -> None:
+def _check_scope(name: str, value: object, what: str = "") -> None:
     if value not in get_args(StopScope):
-        raise SpecError(name, value, f"must be one of {', '.join(get_args(StopScope))}")
+        raise SpecError(name, value, f"{what}must be one of {', '.join(get_args(StopScope))}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -57,7 +56,7 @@ class StopPlan:
     """How workers are stopped: signals, each with a grace period, and finally SIGKILL."""
 
     steps: tuple[StopStep, ...] = (StopStep(SIGTERM, DEFAULT_GRACE),)
-    """Also given as pairs of a signal (number or name) and a grace in seconds."""
+    """Also given as pairs of a signal (number or name) and a grace in seconds, or with a target."""
     reap_timeout: float = 10.0
     """Seconds to wait after SIGKILL for the processes to exit.
 
@@ -80,7 +79,9 @@ class StopPlan:
 
     def __init__(
         self,
-        steps: Iterable[StopStep | tuple[int | str, float]] = ((SIGTERM, DEFAULT_GRACE),),
+        steps: Iterable[StopStep | tuple[int | str, float] | tuple[int | str, float, StopScope]] = (
+            (SIGTERM, DEFAULT_GRACE),
+        ),
         reap_timeout: float = 10.0,
         guardian_grace: float = 0.5,
         *,
@@ -88,10 +89,13 @@ class StopPlan:
         linger: float = 0.0,
     ) -> None:
         """Check and keep the steps; the fields say what they mean."""
-        checked = [
-            step if isinstance(step, StopStep) else StopStep(*checked_pair("stop.steps", step))
-            for step in checked_items("stop.steps", steps)
-        ]
+        items = checked_items("stop.steps", steps)
+        for step in items:
+            is_plain = isinstance(step, (tuple, list)) and len(step) in (2, 3)
+            if not (is_plain or isinstance(step, StopStep)):
+                problem = "must be a list of pairs of a signal and a grace"
+                raise SpecError("stop.steps", steps, problem)
+        checked = [step if isinstance(step, StopStep) else StopStep(*step) for step in items]
         if any(step.signal == SIGKILL for step in checked[:-1]):
             raise SpecError("stop.steps", steps, "no step may follow SIGKILL")
         check_number("stop.reap_timeout", reap_timeout, above=0)
@@ -108,10 +112,10 @@ class StopPlan:
         )
 
     @classmethod
-    def within(cls, grace: float) -> StopPlan:
+    def within(cls, grace: float, *, scope: StopScope = "leaders", linger: float = 0.0) -> StopPlan:
         """Return the plan SIGTERM, `grace` seconds, SIGKILL."""
-        check_number("grace", grace, at_least=0)
-        return cls(steps=(StopStep(SIGTERM, grace),))
+        check_number("stop.grace", grace, at_least=0)
+        return cls(((SIGTERM, grace),), scope=scope, linger=linger)
 
     def reaches_all(self, step: StopStep) -> bool:
         """Return whether the signal of a step is sent to every process at once."""
@@ -141,7 +145,10 @@ class StopPlan:
         return sum(step.grace for step in self.steps)
 
     def __str__(self) -> str:
-        named = [f"{signal_name(step.signal)} {step.grace:g} s" for step in self.steps]
+        named = [
+            f"{signal_name(step.signal)}{' to all' * self.reaches_all(step)} {step.grace:g} s"
+            for step in self.steps
+        ]
         return ", ".join([*named, "SIGKILL"])
 
 

@@ -51,7 +51,7 @@ MAKERS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (Backoff, restart_with),
     (StopStep, stop_with),
     (StopPlan, StopPlan),
-    (StopPlan.within, StopPlan.within),
+    (StopPlan.within, lambda **set_: StopPlan.within(**{"grace": 1.0, **set_})),
     (SignalSpec, SignalSpec),
     (LogSpec, LogSpec),
     (RendezvousSpec, RendezvousSpec),

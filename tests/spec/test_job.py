@@ -166,7 +166,7 @@ WHOLE = "must be a whole number of at least"
         ({"role": None}, "role: must be text without NUL (got None)"),
         ({"logs": {}}, "logs: must be a LogSpec (got {})"),
         ({"restart": 3}, "restart: must be a RestartPolicy (got 3)"),
-        ({"stop": 3}, "stop: must be a StopPlan (got 3)"),
+        ({"stop": 3}, "stop: must be a StopPlan, such as StopPlan.within(10) (got 3)"),
         ({"rendezvous": "c10d"}, "rendezvous: must be a RendezvousSpec (got 'c10d')"),
         ({"run_id": ""}, "run_id: must not be empty (got '')"),
         ({"run_id": 5}, "run_id: must be text without NUL (got 5)"),

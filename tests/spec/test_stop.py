@@ -17,6 +17,9 @@ def test_the_default_plan_is_sigterm_for_25_seconds() -> None:
     assert str(StopPlan()) == "SIGTERM 25 s, SIGKILL"
     assert StopPlan().grace == 25.0
     assert StopPlan.within(2.5) == StopPlan(((15, 2.5),))
+    assert StopPlan.within(1, scope="all", linger=3) == StopPlan(((15, 1),), scope="all", linger=3)
+    with pytest.raises(SpecError, match=r"^stop\.grace: must be a number of at least 0 \(got -1"):
+        StopPlan.within(-1)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,7 @@ def test_the_default_plan_is_sigterm_for_25_seconds() -> None:
         ([], [], "", 0),
         ([("SIGKILL", 0)], [], "", 0),
         ([(signal.SIGHUP, 1)], [(1, 1.0)], "SIGHUP 1 s", 1),
+        ([(2, 1), (15, 2, "all")], [(2, 1.0), (15, 2.0)], "SIGINT 1 s, SIGTERM to all 2 s", 3),
     ],
 )
 def test_a_plan_is_made_of_pairs(
@@ -45,15 +49,18 @@ def test_a_plan_is_made_of_pairs(
     [
         ("SIGTERM", "stop.steps: must be a list (got 'SIGTERM')"),
         (5, "stop.steps: must be a list (got 5)"),
-        (["SIGTERM"], "stop.steps: must be a pair (got 'SIGTERM')"),
-        ([("SIGTERM", 1, 2)], "stop.steps: must be a pair (got ('SIGTERM', 1, 2))"),
+        (["SIGTERM"], "stop.steps: must be a list of pairs of a signal and a grace (got ['SIG"),
+        (("SIGTERM", 3), "stop.steps: must be a list of pairs of a signal and a grace (got ('SIG"),
+        ([("SIGTERM",)], "stop.steps: must be a list of pairs of a signal and a grace (got [('SI"),
+        ([("SIGTERM", 1, 2)], "stop.steps: target must be one of leaders, all (got 2)"),
+        ([("SIGTERM", 1, "al")], "stop.steps: target must be one of leaders, all (got 'al')"),
         ([("TERM", 1)], "stop.steps: must be a signal number or a name such as 'SIGTERM'"),
         ([(0, 1)], "stop.steps: must be a signal number"),
-        ([("SIGTERM", -1)], "stop.steps: must be a number of at least 0 (got -1)"),
-        ([("SIGTERM", "5")], "stop.steps: must be a number of at least 0 (got '5')"),
-        ([("SIGTERM", float("nan"))], "stop.steps: must be a number of at least 0 (got nan)"),
-        ([("SIGTERM", float("inf"))], "stop.steps: must be a number of at least 0 (got inf)"),
-        ([("SIGTERM", True)], "stop.steps: must be a number of at least 0 (got True)"),
+        ([("SIGTERM", -1)], "stop.steps: grace must be a number of at least 0 (got -1)"),
+        ([("SIGTERM", "5")], "stop.steps: grace must be a number of at least 0 (got '5')"),
+        ([("SIGTERM", float("nan"))], "stop.steps: grace must be a number of at least 0 (got nan)"),
+        ([("SIGTERM", float("inf"))], "stop.steps: grace must be a number of at least 0 (got inf)"),
+        ([("SIGTERM", True)], "stop.steps: grace must be a number of at least 0 (got True)"),
         ([("SIGKILL", 1), ("SIGTERM", 1)], "stop.steps: no step may follow SIGKILL"),
     ],
 )
