@@ -112,7 +112,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
     plan: str
     """The signals and graces in order, such as `SIGTERM 25 s, SIGKILL`."""
     signal: int | None = None
-    """The signal that the launcher received, if that is the reason."""
+    """The signal that the launcher received, or was asked for, if that is the reason."""
 
 
 class LeftoversFound(Event, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class LeftoversFound(Event, frozen=True, kw_only=True):
 
     pids: tuple[int, ...]
     programs: tuple[str, ...]
-    """Their names, as the kernel shortens them."""
+    """Program and script of each, such as `python3.11 upload.py`."""
     linger: float
 
 

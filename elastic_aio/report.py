@@ -188,13 +188,13 @@ def _missing_output(event: events.ConsoleLost | events.LogDiskFull | events.Outp
 
 
 def _leftovers_found(event: events.LeftoversFound) -> str:
-    count = len(event.pids)
+    count, it = len(event.pids), "it" if len(event.pids) == 1 else "they"
     shown = [f"{name} ({pid})" for pid, name in zip(event.pids, event.programs, strict=True)]
     named = ", ".join(shown[:_LEFTOVERS_SHOWN]) + (", ..." if count > _LEFTOVERS_SHOWN else "")
-    what = f"{count} process{'' if count == 1 else 'es'}"
-    fate = (
-        f"they may run for another {event.linger:g} s" if event.linger else "they are stopped now"
-    )
+    what = counted(count, "process", "processes")
+    fate = f"{it} {'is' if count == 1 else 'are'} stopped now"
+    if event.linger:
+        fate = f"{it} may run for another {event.linger:g} s"
     return f"the workers have succeeded and left {what} behind, {fate}: {named}"
 
 

@@ -176,6 +176,8 @@ class StatusTracker:
                 self._worker_exited(event)
             case events.StopRequested():
                 self._enter("stopping", event, event.reason)
+            case events.LeftoversFound():
+                self._enter("stopping", event, "the workers have left processes behind")
             case events.AttemptFailed():
                 self.failure = event.root.summary
                 self._enter("stopping", event, self.failure)

@@ -417,7 +417,13 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         LeftoversFound(pids=(7,), programs=("tar",), linger=0.0),
         Level.WARNING,
-        "the workers have succeeded and left 1 process behind, they are stopped now: tar (7)",
+        "the workers have succeeded and left 1 process behind, it is stopped now: tar (7)",
+    ),
+    (
+        LeftoversFound(pids=(7,), programs=("python3 up.py",), linger=8.0),
+        Level.WARNING,
+        "the workers have succeeded and left 1 process behind, it may run for another 8 s:"
+        " python3 up.py (7)",
     ),
     (
         LeftoversFound(pids=tuple(range(1, 7)), programs=("sh",) * 6, linger=30.0),

@@ -241,8 +241,9 @@ class Driver:
         if self._is_handling or self.is_copy:
             return
         self._is_handling = True
-        if self.group is not None and not isinstance(received, EffectResult):
-            self.group.end_linger()  # what follows does not wait for what workers have left
+        if self.group is not None and not isinstance(received, EffectResult | RestartReceived):
+            # What follows does not wait for what workers have left.
+            self.group.end_linger(received if isinstance(received, StopReceived) else None)
         try:
             while self._inputs and not self._is_broken:
                 for effect in self._machine.handle(self._inputs.popleft()):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from elastic_aio.agent.failures import WorkerRecord, collect_failures, reason_now
 from elastic_aio.agent.liveness import reported
+from elastic_aio.agent.messages import StopReceived
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
@@ -54,8 +55,6 @@ class WorkerGroup:
         calls: how the workers' functions ended, once `result` was called; empty for commands.
         failures: all failures by then, victims too, the root cause first.
     """
-
-    _linger_over: asyncio.Future[None] | None = None
 
     def __init__(
         self,
@@ -104,6 +103,9 @@ class WorkerGroup:
         self._starting: asyncio.Task[None] | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
+        self._linger_over: asyncio.Future[StopReceived | None] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     def __repr__(self) -> str:
         running = sum(record.exit is None for record in self.records.values())
@@ -231,7 +233,7 @@ class WorkerGroup:
         survivors: list[Survivor] = []
         if not (leftovers_only and await self._have_leftovers_ended(plan)):
             if leftovers_only:
-                self.announce_stop(plan, "the workers have left processes behind")
+                plan = self._announce_end_of_linger(plan)
             survivors = await self.stop_processes(plan)
         await self.close()
         return survivors
@@ -241,8 +243,6 @@ class WorkerGroup:
         tree = self._runtime.tree
         if await tree.forget_if_empty():
             return True
-        if self._linger_over is None:
-            self._linger_over = asyncio.get_running_loop().create_future()
         if await tree.linger(_SETTLE_S, self._linger_over):
             return True
         left = {entry.pid: proc_scan.name_of(entry.pid) for entry in await tree.descendants() or ()}
@@ -257,11 +257,24 @@ class WorkerGroup:
             )
         return await tree.linger(plan.linger, self._linger_over)
 
-    def end_linger(self) -> None:
-        """Stop what workers have left behind, without waiting for it.  Idempotent."""
-        if self._linger_over is None:
-            self._linger_over = asyncio.get_running_loop().create_future()
-        set_result_if_pending(self._linger_over, None)
+    def _announce_end_of_linger(self, plan: StopPlan) -> StopPlan:
+        """Publish why what workers have left is stopped; return the plan by which it is."""
+        why, signal = "the workers had left processes behind", None
+        if self._linger_over.done():
+            if (stop := self._linger_over.result()) is not None:
+                why, signal, plan = f"{stop.reason}; {why}", stop.signal, stop.plan or plan
+        elif plan.linger:
+            why = f"processes that the workers left still run after {plan.linger:g} s"
+        plan = plan if signal is None else plan.starting_with(signal)
+        self.announce_stop(plan, why, signal)
+        return plan
+
+    def end_linger(self, stop: StopReceived | None = None) -> None:
+        """Stop what workers have left behind, without waiting for it, by `stop` if given.
+
+        Idempotent.
+        """
+        set_result_if_pending(self._linger_over, stop)
 
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
         """Spawn no further worker and stop every process; return those that survive SIGKILL.

@@ -15,6 +15,8 @@ import socket
 import stat
 import struct
 
+from elastic_aio.process.proc_scan import name_of
+
 DIRECTORY_MODE = 0o700
 SOCKET_SUFFIX = ".sock"
 
@@ -99,9 +101,4 @@ def describe_peer(connection: socket.socket) -> str:
     pid, uid = peer_of(connection)
     if not pid:
         return f"a process outside the container (uid {uid})"
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            program = file.read().rstrip("\n")
-    except OSError:
-        program = "a process"  # it has exited
-    return f"{program} (pid {pid}, uid {uid})"
+    return f"{name_of(pid)} (pid {pid}, uid {uid})"

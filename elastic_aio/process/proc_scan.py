@@ -401,11 +401,16 @@ def read_status(pid: int) -> dict[bytes, bytes]:
 
 
 def name_of(pid: int) -> str:
-    """Return the name of a process's program, as the kernel shortens it; "?" if it is gone."""
+    """Return program and script of a process, as `python3.11 upload.py`; "?" if it is gone."""
     try:
-        return (_read(f"/proc/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
+        words = (_read(f"/proc/{pid}/cmdline") or b"").decode("utf-8", "replace").split("\0")
+        # A word with blanks is code, as in `sh -c "sleep 9; upload"`.
+        plain = [word for word in words[1:] if word[:1] != "-" and len(word.split()) == 1]
+        name = " ".join(word.rpartition("/")[2] for word in [words[0], *plain[:1]]).strip()
+        name = name or (_read(f"/proc/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
     except OSError:
         return "?"  # no descriptor is left
+    return f"{name[:37]}..." if len(name) > 40 else name
 
 
 def is_foreign() -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,7 +19,9 @@ from elastic_aio import (
     JobFinished,
     JobStarted,
     LaunchSpec,
+    LeftoversFound,
     StopPlan,
+    StopRequested,
     WorkerExited,
     WorkerStarted,
     launch,
@@ -28,6 +32,8 @@ from elastic_aio.process.command import command_spawner
 from tests.support.children import ignoring_signals, noted, noting, shell, until
 from tests.support.leaks import alive
 
+GUARD = 30.0
+Kind = TypeVar("Kind", bound=Event)
 # Waits in rank 0 until all others have noted their pids, without starting a process.
 WHEN_ALL_RUN = 'for ((r = 1; r < WORLD_SIZE; r++)); do until [ -e "$NOTES/$r" ]; do :; done; done;'
 
@@ -178,6 +184,46 @@ async def test_what_workers_leave_behind_is_cleaned(leave: str, tmp_path: Path) 
     result = await launch(job, listeners=[listen])
     assert seen == [False]
     assert result.exit_code == 0
+
+
+def leaving(directory: Path, command: str, linger: float) -> LaunchSpec:
+    """Return a job of a worker that succeeds and leaves a process behind."""
+    job = spec(directory, shell(f"{command} & exit 0"), 1)
+    return job.replace(stop=StopPlan.within(5, linger=linger))
+
+
+async def next_of(events: AsyncIterator[Event], kind: type[Kind]) -> Kind:
+    async with asyncio.timeout(GUARD):
+        return await anext(event async for event in events if isinstance(event, kind))
+
+
+async def test_a_stop_ends_the_linger_and_says_why(tmp_path: Path) -> None:
+    """By its own signal; the workers have succeeded nevertheless.  A restart does not end it."""
+    (tmp_path / "upload.sh").write_text("sleep 99\n")
+    async with Agent(leaving(tmp_path, f"bash -e {tmp_path}/upload.sh", 600)) as agent:
+        events = agent.events()
+        found = await next_of(events, LeftoversFound)
+        assert set(found.programs) == {"bash upload.sh", "sleep 99"}
+        status = agent.status()
+        assert (status.phase, status.is_ready) == ("stopping", False)
+        assert status.reason == "the workers have left processes behind"
+        restart = asyncio.create_task(agent.restart())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        agent.stop(signal="SIGINT", reason="maintenance")
+        stop = await next_of(events, StopRequested)
+        assert stop.reason == "maintenance; the workers had left processes behind"
+        assert (stop.signal, stop.plan) == (2, "SIGINT 5 s, SIGKILL")
+        assert (await agent.wait()).exit_code == 0
+        assert await restart is False
+
+
+async def test_a_linger_that_is_over_says_so(tmp_path: Path) -> None:
+    async with Agent(leaving(tmp_path, "sleep 99", 0.2)) as agent:
+        stop = await next_of(agent.events(), StopRequested)
+        assert stop.reason == "processes that the workers left still run after 0.2 s"
+        assert stop.signal is None
+        assert (await agent.wait()).goodput.productive < 0.2
 
 
 async def test_a_descendant_without_any_trait_of_the_job_is_stopped(tmp_path: Path) -> None:
