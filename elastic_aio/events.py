@@ -118,7 +118,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
 class LeftoversFound(Event, frozen=True, kw_only=True):
     """The workers have succeeded, and processes that they have started still run.
 
-    They are stopped after `linger` seconds.
+    The processes `pids` are stopped after `linger` seconds.
     """
 
     pids: tuple[int, ...]

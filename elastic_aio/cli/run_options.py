@@ -63,7 +63,7 @@ RUN_OPTIONS: Final = (
     Option(
         "stop-scope",
         "whom the signals of a stop reach first: 'leaders', the first process of each worker, and"
-        " what it has started after it; or 'all' at once (default leaders)",
+        " the others when it has ended; 'all', every process at once (default 'leaders')",
         metavar="SCOPE",
         is_own=True,
     ),
