@@ -178,6 +178,7 @@ async def collect_failures(
             culprits[worker.order] = worker
             own = worker.logs.stderr.path, worker.unkept
             worker.stderr_tail, lines = await run_in_thread(_read_tail, *own, daemon=True)
+            lines = await run_in_thread(_own_lines, worker, lines, daemon=True)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
@@ -252,7 +253,7 @@ def reason_now(worker: WorkerRecord) -> str:
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
     message = error.message if error and is_reason else worker.expired_timer
-    return _explain(worker.exit.status, message, lines)[0]
+    return _explain(worker.exit.status, message, _own_lines(worker, lines))[0]
 
 
 def _end_of_file(path: str | None, size: int) -> bytes:
@@ -279,6 +280,19 @@ def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
         return text, plain_lines(text)
     longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
     return text, plain_lines(_end_of_text(b"\n".join(longer), unkept))
+
+
+def _own_lines(worker: WorkerRecord, lines: list[str]) -> list[str]:
+    """Return what a worker has written after an error that says nothing about its signal.  Blocks.
+
+    That is what another process, whose stderr is the same, has recorded in the error file.
+    """
+    error, _ = _read_error(worker.logs.error_file)
+    if worker.status.signal is None or error is None or error.pid in (None, worker.pid):
+        return lines
+    said = error.message.rstrip().rpartition("\n")[2]
+    ends = [number for number, line in enumerate(lines, 1) if said and line.endswith(said)]
+    return lines[ends[-1] :] if ends else lines
 
 
 def _shorten(line: bytes) -> bytes:

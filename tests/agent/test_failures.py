@@ -255,6 +255,7 @@ WRAPPED = HANDLED + HANDLED.replace(b"ValueError: no cache", b"subprocess.Called
     [
         (ExitStatus(signal=11), None, "ValueError: no cache", False),
         (ExitStatus(signal=11), HANDLED, "ValueError: no cache", False),
+        (ExitStatus(signal=11), HANDLED + b"yet\n", "ValueError: no cache\nyet", False),
         (BAD, RAISED, "ValueError: no cache", False),
         (BAD, RAISED, "OutOfMemoryError: own", True),
         (BAD, HANDLED, "ValueError: no cache\nyet", True),
@@ -275,6 +276,7 @@ async def test_the_worker_s_own_end_says_more_than_the_error_of_another_process(
     one = await case.failure()
     assert (one.error is not None) is counts
     assert bool(one.notes) is not counts
+    assert ended.signal is None or one.reason == ""
     assert reason_now(case.workers[0]) == one.reason
 
 
