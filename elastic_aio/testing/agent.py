@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.agent.event_log import EventLog
-from elastic_aio.agent.messages import Effect, SendReport, StartGroup, WorkerEnded
+from elastic_aio.agent.messages import Effect, SendReport, StartGroup, StopReceived, WorkerEnded
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
@@ -267,6 +267,9 @@ class SimGroup(WorkerGroup):
             self._node.running = None
         await self.close()
         return []
+
+    def end_linger(self, stop: StopReceived | None = None) -> None:
+        pass  # simulated workers leave nothing behind
 
     async def close(self) -> None:
         await self._runtime.master_ports.end_attempt()
