@@ -68,12 +68,14 @@ class Watches:
         leaders: those that were signalled; a pid suffices, it is not used until reaped.
         has_room: whether descendants can be watched now.
         foreground: identities of what the signalled shells wait for.
+        readers: when readers of pipes were first seen without writers, by identity.
     """
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()
         self.has_room = True
         self.foreground: set[tuple[int, int]] = set()
+        self.readers: dict[tuple[int, int], float] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[PidfdWatch] = []

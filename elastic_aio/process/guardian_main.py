@@ -184,6 +184,7 @@ class Job:
         self._pipes = pipes
         self._cache = proc_scan.ScanCache()
         self._foreground: set[tuple[int, int]] = set()
+        self._readers: dict[tuple[int, int], float] = {}
 
     def end(self, number: int, grace: float, is_ordered: bool) -> bool:
         """Signal what is left, in the order of a stop, and kill it after `grace` seconds.
@@ -232,15 +233,19 @@ class Job:
     ) -> None:
         """Signal the processes whose turn it is, each once."""
         due = processes
+        leaders = {process.pid for process in processes if process.pid in self._sessions}
         try:
             if is_ordered:
-                leaders = {process.pid for process in processes if process.pid in self._sessions}
                 due, _ = stop_order.next_due(
                     processes, leaders, self._owner_of, number, self._foreground
                 )
+            now = time.monotonic()
             for process in due:
                 if process.identity not in signalled:
                     if is_ordered:
+                        is_leader = process.pid in leaders
+                        if not is_leader and stop_order.is_draining(process, self._readers, now):
+                            continue
                         found = stop_order.foreground_of(process.pid)
                         self._foreground.update(item.identity for item in found)
                     signalled.add(process.identity)

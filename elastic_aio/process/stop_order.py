@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _SHELLS = {"ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "ksh93", "mksh", "rbash", "sh"}
 _SHELLS |= {"tcsh", "yash", "zsh"}
+DRAIN_S = 0.1
+"""Seconds for which a reader of a pipe may take the last lines of writers that have ended."""
 _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
@@ -119,6 +121,23 @@ def without_readers(
     }
     first = [process for process in due if not waits_for.get(process.pid)]
     return first, set().union(*waits_for.values())
+
+
+def is_draining(
+    process: proc_scan.ProcEntry, since: dict[tuple[int, int], float], now: float
+) -> bool:
+    """Return whether a process may still read what the writers of a pipe have left there.
+
+    It ends by itself then, as a rule.
+
+    Args:
+        process: a process without writers in the job.
+        since: when such processes were first seen, by identity; it is added here.
+        now: the present time in seconds.
+    """
+    if process.identity not in since and not _pipe(process.pid, 0):
+        return False
+    return now - since.setdefault(process.identity, now) < DRAIN_S
 
 
 def _pipe(pid: int, descriptor: int) -> str:

@@ -375,7 +375,7 @@ class ProcessTree:
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
                 running = (leader.exited for _, leader in self._running())
-                pending: list[asyncio.Future[Any]] = [*watches.exits(), *running]
+                pending: list[asyncio.Future[Any]] = [*watches.exits(), *running, *holders]
                 if not alive and not pending:
                     if alive is not None:
                         clean_scans += 1
@@ -418,15 +418,20 @@ class ProcessTree:
                 if proc_scan.needs_continue(process, number):
                     proc_scan.signal_process(process, signal.SIGCONT)  # others may need it
         yielder = _Yielder()
+        timers: list[asyncio.Future[Any]] = []
+        now = self._clock.now()
         for process in due:
             leader = self._leaders.get(process.pid)
             if leader is None or leader.exited.done():
+                if is_ordered and stop_order.is_draining(process, watches.readers, now):
+                    timers = timers or [_timer(stop_order.DRAIN_S)]
+                    continue
                 self._signal_descendant(process, number, watches, is_ordered)
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
             await yielder.maybe_yield()
         leaders = [leader.exited for pid, leader in self._running() if pid in holders]
-        return [*leaders, *watches.exits(holders)]
+        return [*leaders, *watches.exits(holders), *timers]
 
     def _owner_of(self, process: proc_scan.ProcEntry) -> int | None:
         """Return the leader of a process without parents in the job; None: it is unknown."""
@@ -550,6 +555,13 @@ def _read_process(pid: int) -> proc_scan.ProcEntry | None:
         return proc_scan.read_process(pid)
     except OSError:
         return None  # no descriptor left
+
+
+def _timer(seconds: float) -> asyncio.Future[None]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    loop.call_later(seconds, set_result_if_pending, future, None)
+    return future
 
 
 def _foreground_of(pid: int) -> set[tuple[int, int]]:

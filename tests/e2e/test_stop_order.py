@@ -172,6 +172,27 @@ def test_ctrl_c_reaches_a_command_that_is_waited_for(
     stop_job(tmp_path, *worker([*train, "SIGINT"]), number=signal.SIGINT)
 
 
+def test_the_reader_of_a_pipe_takes_the_last_lines(tmp_path: Path) -> None:
+    """It reads them when the program has ended already."""
+    program = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"last\\n"), os._exit(0)))
+open(os.environ["NOTES"] + "/up." + os.environ["RANK"], "w").close()
+while True:
+    time.sleep(0.05)
+"""
+    reader = "while read line; do sleep 0.01; echo $line > $NOTES/lines.$RANK; done"
+    text = f'{sys.executable} -S -c "$1" | ({reader})'
+    environment = {"NOTES": str(tmp_path)}
+    with running_cli(
+        "--nproc-per-node", 8, "--no-python", "bash", "-c", text, "bash", program, env=environment
+    ) as job:
+        Job(tmp_path, job).wait_up(8)
+        job.send(signal.SIGTERM)
+        assert job.ended().code == 143
+    assert [(tmp_path / f"lines.{rank}").read_text() for rank in range(8)] == ["last\n"] * 8
+
+
 def test_a_shell_whose_file_was_replaced(train: list[str], tmp_path: Path) -> None:
     """As by an upgrade while the job runs."""
     shell = tmp_path / "bash"
