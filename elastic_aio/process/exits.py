@@ -68,6 +68,7 @@ class Watches:
         leaders: those that were signalled; a pid suffices, it is not used until reaped.
         has_room: whether descendants can be watched now.
         foreground: identities of what the signalled shells wait for.
+        is_blind: whether a process runs that was signalled and is not watched.
         readers: when readers of pipes were first seen without writers, by identity.
     """
 
@@ -75,6 +76,7 @@ class Watches:
         self.leaders: set[int] = set()
         self.has_room = True
         self.foreground: set[tuple[int, int]] = set()
+        self.is_blind = False
         self.readers: dict[tuple[int, int], float] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -107,6 +109,7 @@ class Watches:
         """
         identity = process.identity
         has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
+        self.is_blind |= not has_room and identity not in self._watched
         if identity in self._watched or (identity in self._signalled and not has_room):
             return
         try:

@@ -240,6 +240,7 @@ def find_descendants(
         elif found.classify(process) is None:
             hidden.append(process)
     yield from found.add_relatives()
+    hidden += found.undecided()
     for _ in range(_LOOKS):
         # Session and parent have decided for some, and an earlier scan has waited for others.
         hidden = [
@@ -250,6 +251,7 @@ def find_descendants(
         yield _PAUSE_S
         hidden = [*filter(found.is_hidden, hidden)]
         yield from found.add_relatives()
+        hidden += found.undecided()
     cache.hidden.update(process.identity for process in hidden)
     return list(found.ours.values())
 
@@ -289,6 +291,14 @@ class _Found:
         if process is None or process.is_dead or process.start != former.start:
             return False
         return self.classify(process) is None
+
+    def undecided(self) -> list[ProcEntry]:
+        """Return the processes with the marker whose parent is about to leave them to another."""
+        parents = (
+            (self._unknown[pid], self._unknown.get(self._unknown[pid].parent))
+            for pid in self._marked & self._unknown.keys()
+        )
+        return [process for process, parent in parents if parent and parent.flags & _PF_EXITING]
 
     def add_relatives(self) -> Iterator[float]:
         """Add members of their sessions, descendants, and orphans that have the marker."""

@@ -59,9 +59,10 @@ def next_due(
     due, holders = due_for_signal(processes, leaders, owner_of, lambda pid: ignores(pid, number))
     known = set(due)
     due += (item for item in processes if item.identity in foreground and item not in known)
-    first, writers = without_readers(due, processes)
-    # A circle of pipes waits for nothing else.
-    return (first, holders | writers) if first else (due, holders)
+    first, writers = without_readers(
+        due, {item.pid for item in due if not ignores(item.pid, number)}
+    )
+    return first, holders | writers
 
 
 def due_for_signal(
@@ -97,11 +98,16 @@ def due_for_signal(
 
 
 def without_readers(
-    due: Sequence[proc_scan.ProcEntry], processes: Iterable[proc_scan.ProcEntry]
+    due: Sequence[proc_scan.ProcEntry], ending: set[int]
 ) -> tuple[list[proc_scan.ProcEntry], set[int]]:
-    """Leave out the readers of pipes into which other processes of the job write.
+    """Leave out the readers of pipes into which processes write that the signal reaches.
 
-    `tee` has to outlive the program whose last lines it takes, and ends when that has ended.
+    `tee` has to outlive the program whose last lines it takes, and ends when that has ended.  A
+    circle of pipes waits for nothing, and no reader waits for a writer that does not end.
+
+    Args:
+        due: the processes.
+        ending: the pids of those that have had the signal, or get it now, and do not ignore it.
 
     Returns:
         The others, and the pids of the writers.
@@ -110,17 +116,18 @@ def without_readers(
     if not pipes:
         return [*due], set()
     writers: dict[str, set[int]] = {pipe: set() for pipe in pipes.values()}
-    for process in processes:
-        for pipe in {_pipe(process.pid, 1), _pipe(process.pid, 2)} & writers.keys():
-            writers[pipe].add(process.pid)
+    for pid in ending:
+        for pipe in {_pipe(pid, 1), _pipe(pid, 2)} & writers.keys():
+            writers[pipe].add(pid)
     waits_for = {pid: writers[pipe] - {pid} for pid, pipe in pipes.items()}
-    waits_for = {
-        # Two that read from each other wait for none.
-        reader: {pid for pid in pids if reader not in waits_for.get(pid, ())}
-        for reader, pids in waits_for.items()
-    }
-    first = [process for process in due if not waits_for.get(process.pid)]
-    return first, set().union(*waits_for.values())
+    # Readers at the end of a chain that begins with a process which waits for no pipe.
+    moving = ending - waits_for.keys() | {pid for pid, others in waits_for.items() if not others}
+    waiting: set[int] = set()
+    while more := {pid for pid, others in waits_for.items() if others & moving} - moving:
+        moving |= more
+        waiting |= more
+    first = [process for process in due if process.pid not in waiting]
+    return first, set().union(*(waits_for[pid] for pid in waiting))
 
 
 def is_draining(

@@ -371,6 +371,7 @@ class ProcessTree:
             os.sched_yield()
             clean_scans, pace = 0, _ScanPace(self._clock)
             while clean_scans < 2:
+                watches.is_blind = False
                 alive = await pace.timed(self.descendants())
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
@@ -386,7 +387,9 @@ class ProcessTree:
                 left = end - self._clock.now()
                 if pending:
                     ended = when_all_done(pending)
-                    await self._clock.wait_for(ended, *early, *holders, seconds=left)
+                    # No event reports the end of a process that is not watched.
+                    seconds = min(left, _PAUSE_MAX_S) if watches.is_blind else left
+                    await self._clock.wait_for(ended, *early, *holders, seconds=seconds)
                     pause = min(pace.pause(), end - self._clock.now())
                     await self._clock.wait_for(ended, *early, seconds=pause)
                 else:  # they ended after the scan, or no event reports their end

@@ -130,6 +130,12 @@ WORKERS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "a pipeline": script('"$@" | cat; exit 0'),
     "a pipeline that it prints into": script('"$@" 2>&1 | cat; exit 0'),
     "a pipeline below a trap": script('trap true TERM; "$@" 2>&1 | cat; exit 0'),
+    "the reader of an endless program": script(
+        'trap true TERM; "$@" < <(while :; do sleep 1; echo; done); exit 0'
+    ),
+    "beside the monitor of a pipeline": script(
+        'trap true TERM; { sleep 99 & "$@"; } 2>&1 | cat; exit 0'
+    ),
     "the end of a pipeline": script('trap true TERM; sleep 1000 | "$@"; exit 0'),
     "a trap": script("trap 'echo trapped > $NOTES/trapped' TERM; \"$@\"; true"),
     "a trap that passes it on": script(
