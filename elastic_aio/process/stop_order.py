@@ -56,12 +56,14 @@ def next_due(
     Raises:
         OSError: this process has no descriptors or memory left.
     """
-    due, holders = due_for_signal(processes, leaders, owner_of, lambda pid: ignores(pid, number))
+
+    def is_ignoring(pid: int) -> bool:
+        return ignores(pid, number)
+
+    due, holders = due_for_signal(processes, leaders, owner_of, is_ignoring)
     known = set(due)
     due += (item for item in processes if item.identity in foreground and item not in known)
-    first, writers = without_readers(
-        due, {item.pid for item in due if not ignores(item.pid, number)}
-    )
+    first, writers = without_readers(due, is_ignoring)
     return first, holders | writers
 
 
@@ -98,7 +100,7 @@ def due_for_signal(
 
 
 def without_readers(
-    due: Sequence[proc_scan.ProcEntry], ending: set[int]
+    due: Sequence[proc_scan.ProcEntry], is_ignoring: Callable[[int], bool]
 ) -> tuple[list[proc_scan.ProcEntry], set[int]]:
     """Leave out the readers of pipes into which processes write that the signal reaches.
 
@@ -106,8 +108,8 @@ def without_readers(
     circle of pipes waits for nothing, and no reader waits for a writer that does not end.
 
     Args:
-        due: the processes.
-        ending: the pids of those that have had the signal, or get it now, and do not ignore it.
+        due: the processes that have had the signal, or get it now.
+        is_ignoring: returns whether a process ignores it; called if there is a reader.
 
     Returns:
         The others, and the pids of the writers.
@@ -115,6 +117,7 @@ def without_readers(
     pipes = {process.pid: pipe for process in due if (pipe := _pipe(process.pid, 0))}
     if not pipes:
         return [*due], set()
+    ending = {process.pid for process in due if not is_ignoring(process.pid)}
     writers: dict[str, set[int]] = {pipe: set() for pipe in pipes.values()}
     for pid in ending:
         for pipe in {_pipe(pid, 1), _pipe(pid, 2)} & writers.keys():
