@@ -20,6 +20,7 @@ from elastic_aio.spec.rendezvous import ETCD_PORT
 from elastic_aio.store import replies, wire
 from elastic_aio.store.engine import RENEWALS, EngineStore
 from elastic_aio.store.engine_link import EngineAccess
+from elastic_aio.store.etcd_fence import EtcdFence
 from elastic_aio.store.etcd_link import EtcdLink
 from elastic_aio.store.etcd_operations import ChangeUnknown, EtcdKeys, Operation, Operations
 from elastic_aio.store.etcd_wire import (
@@ -57,8 +58,9 @@ class EtcdStore(EngineStore):
     _link: EtcdLink  # type: ignore[mutable-override]  # no other one is assigned
 
     def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
-        self._link = EtcdLink(access, self._on_link_ended)
         self._keys = EtcdKeys(key_prefix.encode())
+        fence = EtcdFence(self._keys.fence(random_bytes(8).hex().encode()))
+        self._link = EtcdLink(access, fence, self._on_link_ended)
         self._operations = Operations(self._keys)
         self._renew_home_at = 0.0
         self._renewed_at = 0.0
@@ -86,6 +88,11 @@ class EtcdStore(EngineStore):
         self._check_open()
         with contextlib.suppress(EtcdError):  # it has ended, or will end by itself
             await self._ask(REVOKE, {"ID": lease_id.decode()})
+
+    def continue_from(self, former: EngineStore) -> None:
+        assert isinstance(former, EtcdStore)
+        self._link.fence = former._link.fence
+        self._link.fence.is_up = False
 
     async def _request(self, op: int, key: bytes, argument: Any) -> Any:
         match op:
@@ -320,7 +327,10 @@ class EtcdStore(EngineStore):
             watch._fail(error)
 
     def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:
-        requests = [self._ask(REVOKE, {"ID": lease.lease_id.decode()}) for lease in self._leases]
+        leases = [lease.lease_id.decode() for lease in self._leases]
+        if self._link.fence.lease:  # what is still on its way has no effect any more
+            leases.append(str(self._link.fence.lease))
+        requests = [self._ask(REVOKE, {"ID": lease_id}) for lease_id in leases]
         if self._operations.lease:
             requests.append(self._is_home_alive())  # renews it: the retention begins now
         return requests

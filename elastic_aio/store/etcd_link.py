@@ -1,7 +1,7 @@
 """Requests to the members of an etcd cluster: connections, users, batches, and watches.
 
 Which member is used, and what is sent again, is decided by `EngineLink`.  Reads that begin in
-one turn of the event loop are one transaction, and so are writes.
+one turn of the event loop are one transaction, and so are writes.  What is written is fenced.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from elastic_aio.store.engine_link import (
     NotDone,
     reason_of,
 )
+from elastic_aio.store.etcd_fence import EtcdFence
 from elastic_aio.store.etcd_wire import (
     AUTHENTICATE,
     MAX_OPS,
+    RANGE,
+    TXN,
     WATCH,
     AuthReply,
     EtcdError,
@@ -92,8 +95,13 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     engine = "etcd"
 
-    def __init__(self, access: EngineAccess, on_end: Callable[[StoreError], None]) -> None:
+    def __init__(
+        self, access: EngineAccess, fence: EtcdFence, on_end: Callable[[StoreError], None]
+    ) -> None:
+        """Do the same as `EngineLink`; `fence` is that of this client."""
         super().__init__(access, on_end)
+        self.fence = fence
+        self._raising = asyncio.Lock()
         # Not always the first: the nodes of a large job share the load.
         self._current = random.randrange(len(self._members))
         self._idle: list[tuple[int, HttpConnection]] = []
@@ -210,9 +218,59 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     async def _attempt(self, member: int, request: Request) -> Any:
         try:
+            if request.is_change:
+                return await self._change(member, request)
+            if self.fence.revision and request.path in (RANGE, TXN):
+                await self._raise_fence(member)  # a read does not overtake a change either
             return await self._send(member, request)
         except (OSError, EtcdError) as error:
             raise self._judge(error) from None
+
+    async def _change(self, member: int, request: Request) -> TxnReply:
+        """Carry out a transaction within the fence."""
+        while True:
+            await self._raise_fence(member)
+            revision = self.fence.revision
+            try:
+                fenced = request.fenced(self.fence.key, revision)
+                reply: TxnReply = await self._send(member, fenced)
+            except NotDone:
+                raise
+            except EtcdError as error:
+                if error.fault is Fault.UNKNOWN:
+                    self.fence.lower(revision)
+                raise
+            except BaseException:  # a cancellation too: etcd may have the request
+                self.fence.lower(revision)
+                raise
+            if not reply.is_fenced(revision):
+                return reply
+            # Not carried out: the fence was raised meanwhile, or its lease has expired.
+            self.fence.lower(revision)
+
+    async def _raise_fence(self, member: int) -> None:
+        """Let no change take effect any more that was sent before and has no reply.
+
+        Raises:
+            NotDone: the member does not do so.
+            EtcdError: etcd refuses it.
+        """
+        if self.fence.is_up:
+            return
+        async with self._raising:
+            while not self.fence.is_up:
+                if member != self._current:  # it has failed meanwhile
+                    raise NotDone(self._reasons.get(member, ""))
+                try:
+                    self.fence.on_reply(await self._send(member, self.fence.next_request()))
+                except OSError as error:
+                    raise NotDone(reason_of(error)) from None
+                except EtcdError as error:
+                    if error.fault is Fault.UNKNOWN:
+                        raise NotDone(str(error)) from None
+                    if error.fault is not Fault.LEASE_GONE:
+                        raise
+                    self.fence.lease = 0  # another one is granted
 
     async def _send(self, member: int, request: Request) -> Any:
         headers = await self._headers(member, request)  # first: a login needs a place too

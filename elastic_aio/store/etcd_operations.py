@@ -9,6 +9,7 @@ Keys, under the key prefix of the store::
     \\0queue/<key>\\0f<id>    an item of a queue that was returned to its front
     \\0queue/<key>\\0i<id>    another item; the items are ordered by their create revisions
     \\0deleted               written by every transaction that deletes values
+    \\0fence/<id>            the fence of a client: see `EtcdFence`
 
 etcd does not say why a key was deleted.  A key whose lease expired is deleted at a revision
 at which `deleted` was not written: that is how a watch tells a lost holder from one that has
@@ -69,6 +70,10 @@ class EtcdKeys(Struct, frozen=True):
         """Return the range of the items of a queue, or of one of its parts `f` and `i`."""
         begin = self.prefix + b"\0queue" + key + b"\0" + part
         return begin, prefix_end(begin)
+
+    def fence(self, client: bytes) -> bytes:
+        """Return the place of the fence of a client."""
+        return self.prefix + b"\0fence/" + client
 
     @property
     def deleted(self) -> bytes:
@@ -172,7 +177,7 @@ class Operations:
     def delete(self, key: bytes, _: None = None) -> Operation:
         place = self.keys.value(key)
         note = put_op(self.keys.deleted, b"", self.lease)
-        exists = [compare(place, "create_revision", 0, "GREATER")]
+        exists = [compare(place, "create_revision", 0, result="GREATER")]
         reply: TxnReply = yield txn(exists, [delete_op(place), note])
         return int(reply.succeeded)
 
@@ -221,7 +226,7 @@ class Operations:
         conditions = [
             compare(self.keys.value(record_key), "value", record),
             # An empty range has the create revision 0, as an absent key.
-            {**compare(first, "create_revision", 0), "range_end": end},
+            compare(first, "create_revision", 0, range_end=end),
         ]
         note = put_op(self.keys.deleted, b"", self.lease)
         reply: TxnReply = yield txn(conditions, [delete_op(*self.keys.values(begin)), note])

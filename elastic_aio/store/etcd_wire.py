@@ -57,6 +57,24 @@ class Request(Struct, frozen=True):
         part = next(iter(self.operation.values())) if self.operation else {}
         return len(part["key"]) + len(part.get("value", b""))
 
+    @property
+    def is_change(self) -> bool:
+        """Whether it is a transaction that may change keys."""
+        return self.path == TXN and any("request_range" not in op for op in self.body["success"])
+
+    def fenced(self, key: bytes, revision: int) -> Request:
+        """Return the transaction that does the same if `key` has this revision, and else nothing.
+
+        See `TxnReply.is_fenced`, for which the reply to one with conditions ends with the key.
+        """
+        conditions, otherwise = self.body["compare"], self.body["failure"]
+        same = compare(key, "mod_revision", revision)
+        if conditions:
+            otherwise = [_fenced_op(op, same) for op in otherwise]
+            otherwise.append(read_op(key, keys_only=True))
+        body = txn_body([same, *conditions], self.body["success"], otherwise)
+        return Request(TXN, body, TxnReply)
+
     def encode(self) -> bytes:
         """Return the body of the HTTP request."""
         return _encoder.encode(self.body)
@@ -108,6 +126,13 @@ class TxnReply(Reply, frozen=True, kw_only=True):
     def ranges(self) -> list[RangeReply]:
         """The replies to the reads of the branch."""
         return [response.response_range for response in self.responses]
+
+    def is_fenced(self, revision: int) -> bool:
+        """Whether the reply to `Request.fenced` means that the key has another revision."""
+        if self.succeeded:
+            return False
+        found = self.responses[-1].response_range.kvs if self.responses else ()
+        return not found or found[0].mod_revision != revision
 
     @property
     def nested(self) -> TxnReply:
@@ -264,7 +289,10 @@ def parse_error(status: int, body: bytes) -> EtcdError:
         if status == 404:
             return EtcdError(Fault.REFUSED, _NO_GATEWAY)
         text = body[:_REASON_MAX].decode("utf-8", "replace")
-        return EtcdError(Fault.REFUSED, f"HTTP {status}: {text}")
+        # A proxy without a reply of etcd: the request may have been carried out.
+        return EtcdError(
+            Fault.UNKNOWN if status >= 500 else Fault.REFUSED, f"HTTP {status}: {text}"
+        )
     return _known_error(error.code, error.message or bytes(error.error).decode("utf-8", "replace"))
 
 
@@ -342,11 +370,21 @@ def txn_op(body: dict[str, Any]) -> dict[str, Any]:
     return {"request_txn": body}
 
 
-def compare(key: bytes, target: str, value: Any, result: str = "EQUAL") -> dict[str, Any]:
-    """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`."""
+def _fenced_op(op: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
+    if "request_txn" not in op:
+        return op  # a read
+    body = op["request_txn"]
+    return txn_op({**body, "compare": [same, *body["compare"]]})
+
+
+def compare(key: bytes, target: str, value: Any, **options: Any) -> dict[str, Any]:
+    """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`.
+
+    It is for equality without the option `result`, and of a range with `range_end`.
+    """
     name = target.partition("_")[0].upper()
     operand = value if isinstance(value, bytes) else str(value)
-    return {"key": key, "target": name, "result": result, target: operand}
+    return {"key": key, "target": name, target: operand, **options}
 
 
 def txn_body(

@@ -17,8 +17,9 @@ from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
 from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.etcd import EtcdStore
+from elastic_aio.store.etcd_fence import EtcdFence
 from elastic_aio.store.etcd_link import EtcdLink
-from elastic_aio.store.etcd_wire import LEASE_KEYS, TXN, Request, WatchRange, watch_body
+from elastic_aio.store.etcd_wire import LEASE_KEYS, TXN, Request, WatchRange, put, watch_body
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
 from tests.support.children import DEADLINE_S
@@ -174,18 +175,124 @@ async def test_a_member_that_hangs_is_left(tmp_path: Path, prefix: str) -> None:
                 used.send(signal.SIGCONT)
 
 
+def client_of(member: EtcdProcess, members: list[EtcdProcess], prefix: str) -> EtcdStore:
+    """Return a store that begins at a member."""
+    endpoints = ",".join(one.endpoint for one in members)
+    while True:
+        store = EtcdStore(endpoints, key_prefix=prefix, lost_after=4.5)
+        if store.endpoint == member.endpoint:
+            return store
+
+
+async def test_a_change_that_a_member_held_back_does_not_replace_a_later_one(
+    tmp_path: Path, prefix: str
+) -> None:
+    """A suspended member carries out what it was sent when it goes on: the change is repeated."""
+    with etcd_cluster(tmp_path) as members:
+        used = next(one for one in members if not one.is_leader)
+        store = client_of(used, members, prefix)
+        async with store, store.lease(60) as lease:
+            await store.multi_set({"deleted": "0", "compared": "0", "cancelled": "0"})
+            await lease.set("leased", "0")
+            used.send(signal.SIGSTOP)
+            try:
+                cancelled = asyncio.ensure_future(store.append("cancelled", "old"))
+                await asyncio.gather(
+                    store.set("set", "old"),
+                    lease.set("leased", "old"),
+                    store.multi_set({"a": "old", "b": "old"}),
+                    store.delete("deleted"),
+                    store.compare_set("compared", "0", "old"),
+                )
+                cancelled.cancel()
+                assert store.endpoint != used.endpoint
+                names = ["set", "leased", "a", "b", "deleted", "cancelled"]
+                for name in names:
+                    await store.set(name, "new")
+                await store.set("compared", "0")
+            finally:
+                used.send(signal.SIGCONT)
+            async with EtcdStore(used.endpoint, key_prefix=prefix) as other:
+                for _ in range(50):  # each is carried out by that member
+                    await other.set("other", "1")
+                    assert await other.multi_get(names) == [b"new"] * len(names)
+                    assert await other.peek("compared") == b"0"
+
+
+async def test_a_cancelled_change_has_its_effect_before_the_next_request_or_never(
+    tmp_path: Path, prefix: str
+) -> None:
+    with etcd_cluster(tmp_path) as members:
+        used = next(one for one in members if not one.is_leader)
+        async with client_of(used, members, prefix) as store:
+            await store.set("k", "0")
+            used.send(signal.SIGSTOP)
+            try:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.2):
+                        await store.set("k", "1")
+                seen = await store.peek("k")
+            finally:
+                used.send(signal.SIGCONT)
+            async with EtcdStore(used.endpoint, key_prefix=prefix) as other:
+                for _ in range(50):
+                    await other.set("other", "1")
+                    assert await other.peek("k") == seen
+
+
+async def test_a_store_goes_on_behind_the_fence_of_the_former_one(
+    etcd_endpoint: str, prefix: str
+) -> None:
+    """No change of the former store has an effect after the next one has been opened."""
+    former, later = (EtcdStore(etcd_endpoint, key_prefix=prefix) for _ in range(2))
+    async with former:
+        await former.set("k", "1")
+        fence = former._link.fence
+        late = put(f"{prefix}/k".encode(), b"late").fenced(fence.key, fence.revision)
+        later.continue_from(former)
+        async with later:
+            assert await later.peek("k") == b"1"
+            reply = await former._link._send(0, late)
+            assert reply.is_fenced(fence.revision)
+            assert not reply.succeeded
+
+
+async def test_a_fence_ends_with_its_client(etcd_endpoint: str, prefix: str) -> None:
+    """And with its lease, while the client has nothing to change; it is written anew then."""
+
+    def fences() -> dict[str, int]:
+        return leases_of(etcd_endpoint, f"{prefix}\0fence/")
+
+    async with EtcdStore(etcd_endpoint, key_prefix=prefix) as store:
+        assert await store.peek("k") is None
+        assert not fences()
+        await store.set("k", "1")
+        (lease,) = fences().values()
+        ask(etcd_endpoint, "lease/revoke", ID=str(lease))
+        assert not fences()
+        assert await store.peek("k") == b"1"
+        assert await store.compare_set("k", "1", "2") == b"2"
+        assert await store.compare_set("k", "1", "3") == b"2"
+        assert await store.delete("k")
+        assert not await store.delete("k")
+        (again,) = fences().values()
+        assert again not in (lease, 0)
+    assert not fences()
+
+
 async def test_a_lost_reply(
     etcd_endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What can be made twice is; an addition is not, and is reported as unknown."""
     async with EtcdStore(etcd_endpoint, key_prefix=prefix) as store:
         send = store._link._send
-        lost: list[Request] = []
+        lost: list[Any] = []
 
         async def lose_reply(member: int, request: Request) -> Any:
             reply = await send(member, request)
-            if request.path == TXN and all(one is not request for one in lost):
-                lost.append(request)
+            # Each change once, and that of the fence.
+            if request.path == TXN and request.body["success"] not in lost:
+                lost.append(request.body["success"])
                 raise OSError("the reply is lost")
             return reply
 
@@ -363,7 +470,8 @@ async def test_a_watch_that_the_gateway_has_lost_is_opened_again() -> None:
     answered = asyncio.Semaphore(0)
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        link = EtcdLink(EngineAccess((endpoint,), None, None, None, 3.0), lambda error: None)
+        access = EngineAccess((endpoint,), None, None, None, 3.0)
+        link = EtcdLink(access, EtcdFence(b""), lambda error: None)
         ranges = [WatchRange(b"a", b"", 5), WatchRange(b"b", b"", 5)]
         async with contextlib.aclosing(link.changes(ranges)) as changes:
             changed, event = await anext(changes)

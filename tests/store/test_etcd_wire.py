@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from elastic_aio.store import wire
+from elastic_aio.store.etcd_fence import EtcdFence
 from elastic_aio.store.etcd_operations import ChangeUnknown, EtcdKeys, Operations
 from elastic_aio.store.etcd_wire import (
     KEEP_ALIVE,
     EtcdError,
     Fault,
+    Header,
     LeaseReply,
     RangeReply,
     Request,
@@ -82,7 +84,8 @@ def test_errors(status: int, code: int, message: str, fault: Fault) -> None:
 
 def test_errors_of_other_servers() -> None:
     assert "gateway is switched off" in str(parse_error(404, b"404 page not found\n"))
-    assert str(parse_error(502, b"<html>bad\ngateway")) == "HTTP 502: <html>bad gateway"
+    error = parse_error(502, b"<html>bad\ngateway")
+    assert (error.fault, str(error)) == (Fault.UNKNOWN, "HTTP 502: <html>bad gateway")
 
 
 def test_ranges_of_prefixes() -> None:
@@ -118,6 +121,57 @@ def test_an_addition_is_not_repeated_when_it_may_have_been_made() -> None:
     with pytest.raises(StopIteration) as stopped:
         adding.send(TxnReply(succeeded=True, is_repeat=True))
     assert stopped.value.value == 6
+
+
+def test_a_fence_that_is_raised_twice_at_once_has_the_later_revision() -> None:
+    """The first attempt was carried out without a reply, or is held back: it has no effect then."""
+    fence = EtcdFence(b"/f")
+    fence.on_reply(LeaseReply(ID=7))
+    assert b'"mod_revision":"0"' in fence.next_request().encode()
+    fence.on_reply(TxnReply(header=Header(5), succeeded=True))
+    assert (fence.revision, fence.is_up) == (5, True)
+    fence.lower(4)  # a change that was sent before the fence was raised
+    assert fence.is_up
+    fence.lower(5)
+    assert b'"mod_revision":"5"' in fence.next_request().encode()
+    body = '{"responses":[{"response_range":{"kvs":[{"mod_revision":"6"}]}}]}'
+    fence.on_reply(replied(fence.next_request(), body))
+    assert (fence.revision, fence.is_up) == (6, True)
+
+
+def test_a_fence_whose_key_is_gone_is_down_until_it_is_written_anew() -> None:
+    fence = EtcdFence(b"/f")
+    for reply in (LeaseReply(ID=7), TxnReply(header=Header(5), succeeded=True)):
+        fence.on_reply(reply)
+    fence.lower(5)
+    fence.on_reply(replied(fence.next_request(), '{"responses":[{"response_range":{}}]}'))
+    assert (fence.revision, fence.is_up) == (0, False)
+    fence.on_reply(TxnReply(header=Header(9), succeeded=True))
+    assert (fence.revision, fence.is_up) == (9, True)
+
+
+def test_a_fenced_transaction_compares_the_fence_in_each_branch_that_writes() -> None:
+    pair = (b"", b"new", b"0")
+    request = next(Operations(EtcdKeys(b"")).of(wire.LEASED_COMPARE_SET, b"/k", pair))
+    fenced = json.loads(request.fenced(b"/f", 5).encode())
+    same = {"key": base64.b64encode(b"/f").decode(), "target": "MOD", "mod_revision": "5"}
+    assert fenced["compare"][0] == same
+    assert fenced["failure"][0]["request_txn"]["compare"][0] == same
+    assert fenced["failure"][-1]["request_range"]["key"] == same["key"]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_fenced"),
+    [
+        ('{"succeeded":true}', False),
+        ("{}", True),
+        ('{"responses":[{"response_range":{"kvs":[{"mod_revision":"5"}]}}]}', False),
+        ('{"responses":[{"response_range":{"kvs":[{"mod_revision":"6"}]}}]}', True),
+        ('{"responses":[{"response_range":{}}]}', True),
+    ],
+)
+def test_what_a_fenced_transaction_replies(body: str, *, is_fenced: bool) -> None:
+    assert replied(txn([], []), body).is_fenced(5) is is_fenced
 
 
 def test_a_watch_of_two_ranges_is_two_requests() -> None:
