@@ -373,6 +373,7 @@ async def test_a_repeated_compare_set_does_not_deny_its_change(
         make(proxy.endpoint, key_prefix=prefix) as one,
         make(endpoint, key_prefix=prefix) as two,
     ):
+        await one.set("other", b"")  # has set up what its changes need
         proxy.is_dropping_replies = True
         changing = asyncio.ensure_future(one.compare_set("k", b"", b"1"))
         assert await two.get("k") == b"1"
@@ -382,6 +383,7 @@ async def test_a_repeated_compare_set_does_not_deny_its_change(
         with pytest.raises(StoreLost, match="the change may have been made"):
             await changing
         # Its own value is known to be its own.
+        assert await one.peek("k") == b"2"
         proxy.is_dropping_replies = True
         changing = asyncio.ensure_future(one.compare_set("k", b"2", b"3"))
         while await two.peek("k") != b"3":
