@@ -41,7 +41,9 @@ _UNNAMED: Final[dict[str, Any]] = dict.fromkeys(
 
 _REASON_MAX: Final = 300
 _VERSION_MIN: Final = 5
-_INFO: Final = re.compile(rb"^(loading|role|redis_version|run_id):(.*?)\r?$", re.MULTILINE)
+_INFO: Final = re.compile(
+    rb"^(loading|role|redis_version|run_id|maxmemory|maxmemory_policy):(.*?)\r?$", re.MULTILINE
+)
 
 _NOT_DONE: Final = (
     ("READONLY", "a read-only replica"),
@@ -66,7 +68,10 @@ _REFUSED: Final = (
 
 
 class RedisConnection(Connection):
-    """A connection; `run_id` is that of the server process."""
+    """A connection; `run_id` is that of the server process.
+
+    `eviction` is its `maxmemory-policy`; both are empty if the server does not say.
+    """
 
     def __init__(
         self, host: str, port: int, context: ssl.SSLContext | None, name: str | None, **options: Any
@@ -85,6 +90,7 @@ class RedisConnection(Connection):
         self._context = context
         self._server_name = name
         self.run_id = b""
+        self.eviction = ""
         self._unsent: list[bytes] = []
         self._replies: deque[asyncio.Future[Any]] = deque()
         self._reading: asyncio.Task[None] | None = None
@@ -164,14 +170,14 @@ class RedisConnection(Connection):
                     waiting.set_exception(failure)
 
     async def read_server(self) -> None:
-        """Keep the run id of the server.
+        """Keep the run id of the server, and what it does when its memory is full.
 
         Raises:
             NotDone: it is a replica, or has not loaded its data yet.
-            StoreRefused: its version cannot be used.
+            StoreRefused: it cannot be used: its version is too old, or it evicts keys.
         """
         # Sections, since the whole is long; together, since a server may be far away.
-        sections = (b"server", b"replication", b"persistence")
+        sections = (b"server", b"replication", b"persistence", b"memory")
         await self.send_packed_command(b"".join(pack(b"INFO", one) for one in sections))
         # All are read, so that the next request does not get one of them.
         replies = [await self._read_info() for _ in sections]
@@ -233,11 +239,11 @@ def is_script_unknown(error: Exception) -> bool:
 
 
 def check_server(connection: RedisConnection, info: bytes) -> None:
-    """Keep the run id of a server.
+    """Keep the run id of a server, and what it does when its memory is full.
 
     Raises:
         NotDone: it is a replica, or has not loaded its data yet.
-        StoreRefused: its version cannot be used.
+        StoreRefused: it cannot be used: its version is too old, or it evicts keys.
     """
     fields = dict(_INFO.findall(info))
     if fields.get(b"loading") == b"1":
@@ -247,7 +253,12 @@ def check_server(connection: RedisConnection, info: bytes) -> None:
     version = fields.get(b"redis_version", b"0").decode()
     if int(version.partition(".")[0]) < _VERSION_MIN:
         raise StoreRefused(f"Redis {version}: {_VERSION_MIN} or later is needed")
-    connection.run_id = fields.get(b"run_id", b"")
+    # Any key may be evicted on its own, which nothing would show.  Without a limit none is.
+    policy = fields.get(b"maxmemory_policy", b"").decode()
+    if policy not in ("", "noeviction") and int(fields.get(b"maxmemory", b"0")):
+        need = "Redis must not evict keys: set its maxmemory-policy to noeviction"
+        raise StoreRefused(f"store: {need} (got {policy})")
+    connection.run_id, connection.eviction = fields.get(b"run_id", b""), policy
 
 
 _CODES: Final = (

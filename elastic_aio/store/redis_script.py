@@ -18,10 +18,12 @@ sees a key of an expired lease.
 The time of leases stands still while the server serves no client: after a pause of more than
 half its time to live a lease is prolonged, since its holder could not renew it.
 
-An epoch is the time for which one server process has the keys.  A client sends the epoch and the
-revision that it knows.  If the epoch ended before that revision, a fail-over or a restart has
-lost changes that had been acknowledged.  Then all leases end, and the store begins another
-incarnation, which every client of the former one is refused by.
+An epoch is the time for which one server process has the keys, with one history: an id that
+INFO shows, and that each promotion replaces.  So a master that has followed another one meanwhile
+begins an epoch too, although its process and its connections are the same.  A client sends the
+epoch and the revision that it knows.  If the epoch ended before that revision, a fail-over or a
+restart has lost changes that had been acknowledged.  Then all leases end, and the store begins
+another incarnation, which every client of the former one is refused by.
 """
 
 from __future__ import annotations
@@ -113,6 +115,12 @@ local function bounds(key)
 end
 
 local function item(number, key) return 'i' .. string.format('%.0f', number) .. key end
+
+-- The client knows the run id if its user may call INFO.
+if server ~= '' then
+  local info = redis.pcall('INFO', 'replication')
+  server = server .. (type(info) == 'string' and string.match(info, 'master_replid:(%x+)') or '')
+end
 
 if id then
   if frugal[op] then allow() end

@@ -317,6 +317,35 @@ async def test_a_master_that_becomes_a_replica_is_left(tmp_path: Path, prefix: s
             assert store.endpoint == second.endpoint
 
 
+async def replicate(replica: RedisProcess, master: RedisProcess) -> None:
+    assert ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port)) == "+OK\r\n"
+    while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
+        await asyncio.sleep(0.02)
+
+
+async def test_a_fail_back_to_the_first_server_loses_the_store(tmp_path: Path, prefix: str) -> None:
+    """Its process and the connections are the same, and its data are those of the other server."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with RedisProcess(tmp_path / "a") as first, RedisProcess(tmp_path / "b") as second:
+        one, two = (RedisStore(first.endpoint, key_prefix=prefix) for _ in range(2))
+        async with one, two:
+            await one.set("k", "1")
+            await two.peek("k")
+            await replicate(second, first)
+            assert ask(second.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
+            assert await one.add("terms") == 1  # acknowledged, and not replicated
+            await replicate(first, second)
+            assert ask(first.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
+            former = two.incarnation
+            for number in range(5):
+                await two.set("k", str(number))
+            assert two.incarnation == former  # it has not seen what is lost
+            for store in (one, two):
+                with pytest.raises(StoreLost, match="has lost changes"):
+                    await store.peek("terms")
+
+
 async def test_sentinel(tmp_path: Path, prefix: str) -> None:
     """The sentinels know the master, and the next one."""
     for name in ("a", "b", "s"):
@@ -443,6 +472,34 @@ async def test_a_full_memory(tmp_path: Path, prefix: str) -> None:
             assert lease.is_alive
             assert await store.multi_get(["mine", "k"]) == [b"1", b"1"]
             assert await store.delete("k")
+
+
+@pytest.mark.parametrize("policy", ["volatile-lru", "allkeys-random"])
+async def test_a_server_that_evicts_keys_is_refused(
+    tmp_path: Path, prefix: str, policy: str
+) -> None:
+    """If it has a limit; without one, no key is evicted whatever the policy is."""
+    with RedisProcess(tmp_path, "--maxmemory-policy", policy, appends=False) as server:
+        async with RedisStore(server.endpoint, key_prefix=prefix) as store:
+            await store.set("k", "1")
+        assert ask(server.endpoint, "CONFIG", "SET", "maxmemory", "100mb") == "+OK\r\n"
+        with pytest.raises(StoreRefused, match=rf"^store: .* noeviction \(got {policy}\)$"):
+            async with RedisStore(server.endpoint, key_prefix=prefix):
+                pass
+
+
+async def test_a_policy_that_cannot_be_read_is_a_warning(
+    server: RedisProcess, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for a store, however many connections it opens; changes are made all the same."""
+    rights = ["~*", "&*", "+@all", "-info"]
+    assert ask(server.endpoint, "ACL", "SETUSER", "job", "on", ">s3cret", *rights) == "+OK\r\n"
+    store = RedisStore(server.endpoint, key_prefix=prefix, user="job", password="s3cret")
+    async with store, store.watch("k") as watch:
+        await store.set("k", "1")
+        assert (await anext(watch)).value == b"1"
+    need = "does not show its maxmemory-policy, which must be noeviction"
+    assert caplog.messages == [f"store: {server.endpoint} {need}"]
 
 
 async def test_keys_are_removed_after_the_retention(redis_endpoint: str, prefix: str) -> None:
