@@ -11,9 +11,12 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +38,8 @@ CLIENTS = 4
 LOST_AFTER_S = 30.0
 FAULT_S = 1.0
 """The longest time of a fault: clients may all be waiting for its end."""
+SUSPENSION_S = 6.0
+"""The same where servers are suspended until each client has repeated what it had sent there."""
 
 Fault = Callable[[], Awaitable[None]]
 OPS = st.sampled_from(["set", "peek", "cas", "cas", "add"])
@@ -43,6 +48,21 @@ WORK = st.lists(
     min_size=CLIENTS,
     max_size=CLIENTS,
 )
+WRITES = st.lists(
+    st.lists(
+        # To one key mostly: what is carried out late is seen in place of a later change.
+        st.tuples(st.sampled_from(["set"] * 5 + ["peek", "cas", "add"]), st.just("a")),
+        min_size=16,
+        max_size=20,
+    ),
+    min_size=CLIENTS,
+    max_size=CLIENTS,
+)
+SUSPENSIONS = st.tuples(
+    st.lists(st.tuples(st.integers(3, 20), st.integers(0, CLIENTS - 1)), max_size=1),
+    # Until the end of the work: nothing replaces then what is done late.
+    st.tuples(st.integers(10, 40), st.integers(CLIENTS, 2 * CLIENTS - 1)),
+).map(lambda pair: [*pair[0], pair[1]])
 TIMES = st.lists(st.tuples(st.integers(3, 40), st.integers(0, 9)), max_size=3)
 
 
@@ -56,6 +76,10 @@ class Service(NamedTuple):
     open: Open
     faults: tuple[tuple[Fault, Fault], ...] = ()
     """What begins each fault, and what ends it."""
+    suspension: float = 0.0
+    """If given, the longest time of a fault, which lasts until each client has gone on."""
+    is_excused: Callable[[], bool] = lambda: False
+    """Whether clients have been told that changes are lost: nothing is promised then."""
 
 
 MakeService = Callable[[], AbstractAsyncContextManager[Service]]
@@ -118,12 +142,16 @@ class Injector:
         self._service = service
         self._history = history
         self._count = 0
+        self._waited_for: dict[int, int] = {}
         self._changed = asyncio.Event()
         self._is_over = False
 
-    def progress(self) -> None:
-        """Count an operation that has returned."""
+    def progress(self, client: int, *, is_last: bool = False) -> None:
+        """Count an operation of a client that has returned."""
         self._count += 1
+        left = self._waited_for.pop(client, 0) - 1
+        if left > 0 and not is_last:
+            self._waited_for[client] = left
         self._changed.set()
 
     async def run(
@@ -146,11 +174,22 @@ class Injector:
             self._history.is_faulty = True
             await begin()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAULT_S):
-                    await self._wait_count(self._count + 8)
+                async with asyncio.timeout(self._service.suspension or FAULT_S):
+                    if self._service.suspension:
+                        is_last = which >= len(self._service.faults)
+                        await self._wait_each(1000 if is_last else 3)
+                    else:
+                        await self._wait_count(self._count + 8)
             await end()
             self._history.is_faulty = False
             self._history.faults += 1
+
+    async def _wait_each(self, count: int) -> None:
+        """Wait until each client has returned from a number of operations, or from its last."""
+        self._waited_for = dict.fromkeys(range(CLIENTS), count)
+        while self._waited_for and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _wait_count(self, count: int) -> None:
         while self._count < count and not self._is_over:
@@ -183,9 +222,15 @@ async def record(
                 one = await history.record(number, wrap(store), op, key, argument)
                 if one.is_known and op in ("peek", "cas"):
                     last[key] = one.result or b""
-                injector.progress()
+                injector.progress(number)
+        injector.progress(number, is_last=True)
 
     await injector.run(times, [client(*one) for one in enumerate(work)])
+    if service.suspension:
+        async with service.open(prefix, 0) as store:
+            for _ in range(10):
+                for key in {one.key for one in history.calls}:
+                    await history.record(CLIENTS, store, "peek", key, None)
     return history
 
 
@@ -275,6 +320,113 @@ def restart(server: redis.RedisProcess) -> tuple[Fault, Fault]:
     return begin, end
 
 
+def suspend(members: list[etcd.EtcdProcess], used_by: Callable[[], str]) -> tuple[Fault, Fault]:
+    """Suspend the member at an endpoint; what it was sent has been carried out at the end."""
+    suspended: list[etcd.EtcdProcess] = []
+
+    async def begin() -> None:
+        suspended.append(next(one for one in members if one.endpoint == used_by()))
+        suspended[-1].send(signal.SIGSTOP)
+
+    async def end() -> None:
+        member = suspended.pop()
+        member.send(signal.SIGCONT)
+        async with EtcdStore(member.endpoint, key_prefix=f"/{uuid.uuid4().hex}") as store:
+            for _ in range(20):
+                await store.set("k", b"")
+
+    return begin, end
+
+
+def of_suspended_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
+        endpoints = ",".join(one.endpoint for one in members)
+        stores: dict[int, EtcdStore] = {}
+
+        def open_store(prefix: str, number: int) -> EtcdStore:
+            stores[number] = EtcdStore(endpoints, key_prefix=prefix, lost_after=SUSPENSION_S)
+            return stores[number]
+
+        def endpoint_of(number: int) -> str:
+            return stores[number].endpoint
+
+        faults = [suspend(members, partial(endpoint_of, number)) for number in range(CLIENTS)]
+        yield Service(open_store, tuple(faults), SUSPENSION_S)
+
+    return make
+
+
+def fail_over(servers: list[redis.RedisProcess]) -> tuple[Fault, Fault]:
+    """Suspend the master, and promote the other server, which it follows when it goes on."""
+    waiting: list[socket.socket] = []
+
+    async def begin() -> None:
+        master, replica = servers
+        await asyncio.to_thread(wait_synced, replica, master)
+        master.send(signal.SIGSTOP)
+        assert redis.ask(replica.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
+        # As Sentinel does: before it serves clients again, as far as that is possible.
+        waiting.append(socket.create_connection(("127.0.0.1", master.port), 30))
+        waiting[-1].sendall(f"REPLICAOF 127.0.0.1 {replica.port}\r\n".encode())
+        servers.reverse()
+
+    async def end() -> None:
+        servers[1].send(signal.SIGCONT)
+        with waiting.pop() as connection:
+            assert await asyncio.to_thread(connection.recv, 100) == b"+OK\r\n"
+
+    return begin, end
+
+
+def wait_synced(replica: redis.RedisProcess, master: redis.RedisProcess) -> None:
+    """Make a server a replica, and wait until it has the changes of its master."""
+    redis.ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port))
+    while "master_link_status:up" not in redis.ask(replica.endpoint, "INFO", "replication"):
+        time.sleep(0.02)
+    assert redis.ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
+
+
+def of_suspended_redis(servers: list[redis.RedisProcess]) -> MakeService:
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
+        endpoints = ",".join(one.endpoint for one in servers)
+        stores: list[RedisStore] = []
+
+        def open_store(prefix: str, number: int) -> RedisStore:
+            stores.append(RedisStore(endpoints, key_prefix=prefix, lost_after=SUSPENSION_S))
+            return stores[-1]
+
+        def is_excused() -> bool:
+            return any("has lost changes" in repr(store) for store in stores)
+
+        await asyncio.to_thread(wait_synced, servers[1], servers[0])
+        faults = [fail_over(servers)]
+        yield Service(open_store, tuple(faults), SUSPENSION_S, is_excused)
+
+    return make
+
+
+@contextlib.contextmanager
+def served_suspended(kind: str, directory: Path) -> Iterator[MakeService]:
+    """Start servers of an engine that are suspended, one at a time."""
+    if kind == "etcd":
+        if etcd.ETCD is None:
+            pytest.skip(etcd.WHY_NOT)
+        with etcd.etcd_cluster(directory) as members:
+            yield of_suspended_etcd(members)
+        return
+    if redis.REDIS is None:
+        pytest.skip(redis.WHY_NOT)
+    for name in ("a", "b"):
+        (directory / name).mkdir()
+    with (
+        redis.RedisProcess(directory / "a") as first,
+        redis.RedisProcess(directory / "b") as second,
+    ):
+        yield of_suspended_redis([first, second])
+
+
 def of_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Service]:
@@ -356,6 +508,26 @@ def test_each_key_has_one_order(kind: str, tmp_path: Path) -> None:
                     return await record(service, work, times)
 
             assert not asyncio.run(one()).violation()
+
+        run()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["etcd", "redis"])
+def test_each_key_has_one_order_where_servers_are_suspended(kind: str, tmp_path: Path) -> None:
+    """A member of etcd goes on with what it was sent; a former master of Redis follows another."""
+    with served_suspended(kind, tmp_path) as make:
+
+        @settings(quick, max_examples=2 * EXAMPLES)
+        @given(work=WRITES, times=SUSPENSIONS)
+        def run(work: list[list[tuple[str, str]]], times: list[tuple[int, int]]) -> None:
+            async def one() -> tuple[History, bool]:
+                async with make() as service:
+                    return await record(service, work, times), service.is_excused()
+
+            history, is_excused = asyncio.run(one())
+            assert is_excused or not history.violation()
 
         run()
 
@@ -490,7 +662,7 @@ async def contend(
             for turn in range(turns):
                 with contextlib.suppress(StoreLost, StoreRefused):
                     await hold(store, b"%d.%d" % (number, turn), take, leaves=number == turn)
-                injector.progress()
+                injector.progress(number)
 
     async with service.open(prefix, 0) as store, store.watch("h/", is_prefix=True) as watch:
 
