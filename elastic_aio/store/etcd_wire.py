@@ -71,7 +71,7 @@ class Request(Struct, frozen=True):
         same = compare(key, "mod_revision", revision)
         if conditions:
             otherwise = [_fenced_op(op, same) for op in otherwise]
-            otherwise.append(read_op(key, keys_only=True))
+            otherwise.append(read_op(key))
         body = txn_body([same, *conditions], self.body["success"], otherwise)
         return Request(TXN, body, TxnReply)
 

@@ -50,9 +50,10 @@ local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 known_rev, keep = tonumber(known_rev), tonumber(keep)
 -- The operations that may be carried out by a server whose memory is full.
-local frugal = {touch=1, release=1, revoke=1, del=1, pop=1, purge=1, peek=1, read=1, check=1,
-  scan=1, names=1, count=1, qlen=1}
-local reads = {touch=1, peek=1, read=1, check=1, scan=1, names=1, count=1, qlen=1}
+-- 2: it reads only.
+local frugal = {touch=2, release=1, revoke=1, del=1, pop=1, purge=1, peek=2, read=2, check=2,
+  scan=2, names=2, count=2, qlen=2}
+local is_read = frugal[op] == 2
 local meta = call('HMGET', M, 'id', 'epoch', 'rev', 'last', 'ttl', 'server')
 local id, epoch, rev, last, ttl = meta[1], meta[2], tonumber(meta[3] or 0), tonumber(meta[4] or 0),
   tonumber(meta[5] or 0)
@@ -119,7 +120,8 @@ local function item(number, key) return 'i' .. string.format('%.0f', number) .. 
 -- The client knows the run id if its user may call INFO.
 if server ~= '' then
   local info = redis.pcall('INFO', 'replication')
-  server = server .. (type(info) == 'string' and string.match(info, 'master_replid:(%x+)') or '')
+  local _, at = string.find(type(info) == 'string' and info or '', 'master_replid:', 1, true)
+  if at then server = server .. string.sub(info, at + 1, at + 40) end
 end
 
 if id then
@@ -158,7 +160,7 @@ if id then
   if pause < 0 or pause > 100 then redis.pcall('HSET', M, 'last', now) end
 elseif known_id ~= '' then
   return {'0'}
-elseif not reads[op] then
+elseif not is_read then
   begin()
 end
 
@@ -327,7 +329,7 @@ end
 local result, status = ops[op]()
 if op == 'purge' and result > 0 then return {'1   0 0 0', result} end
 if rev ~= began_rev then call('HSET', M, 'rev', string.format('%.0f', rev)) end
-if keep > 0 and not reads[op] then
+if keep > 0 and not is_read then
   local left = call('PTTL', M)
   if left == -1 then
     call('PEXPIRE', M, keep)
