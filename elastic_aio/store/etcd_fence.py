@@ -30,19 +30,20 @@ _TTL: Final = 3600
 
 
 class EtcdFence:
-    """The state of a fence; `key` is that of one client."""
+    """The state of a fence.
+
+    `revision` is that of its key, 0 before the first.  It `is_up` while each change that compares
+    this revision has a reply, or waits for one.
+    """
 
     def __init__(self, key: bytes) -> None:
         """Begin without the key."""
         self.key = key
-        self.lease = 0
-        self.revision = 0
-        """That of the key, for changes to compare; 0 before the first."""
+        self.lease = self.revision = 0
         self.is_up = False
-        """Whether each request that compares `revision` has a reply, or waits for one."""
 
     def lower(self, revision: int) -> None:
-        """Note that a change which compares `revision` has no reply, or found another one."""
+        """Note that a change which compares `revision` has no reply, or was not made."""
         if revision == self.revision:
             self.is_up = False
 

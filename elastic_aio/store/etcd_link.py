@@ -220,7 +220,8 @@ class EtcdLink(EngineLink[HttpConnection]):
         try:
             if request.is_change:
                 return await self._change(member, request)
-            if self.fence.revision and request.path in (RANGE, TXN):
+            is_doubtful = self.fence.revision and not self.fence.is_up
+            if is_doubtful and request.path in (RANGE, TXN):
                 await self._raise_fence(member)  # a read does not overtake a change either
             return await self._send(member, request)
         except (OSError, EtcdError) as error:
@@ -229,19 +230,16 @@ class EtcdLink(EngineLink[HttpConnection]):
     async def _change(self, member: int, request: Request) -> TxnReply:
         """Carry out a transaction within the fence."""
         while True:
-            await self._raise_fence(member)
+            if not self.fence.is_up:
+                await self._raise_fence(member)
             revision = self.fence.revision
+            fenced = request.fenced(self.fence.key, revision)
             try:
-                fenced = request.fenced(self.fence.key, revision)
                 reply: TxnReply = await self._send(member, fenced)
-            except NotDone:
-                raise
-            except EtcdError as error:
-                if error.fault is Fault.UNKNOWN:
+            except BaseException as error:  # a cancellation too: etcd may have the request
+                fault = error.fault if isinstance(error, EtcdError) else Fault.UNKNOWN
+                if fault is Fault.UNKNOWN and not isinstance(error, NotDone):
                     self.fence.lower(revision)
-                raise
-            except BaseException:  # a cancellation too: etcd may have the request
-                self.fence.lower(revision)
                 raise
             if not reply.is_fenced(revision):
                 return reply
@@ -249,25 +247,16 @@ class EtcdLink(EngineLink[HttpConnection]):
             self.fence.lower(revision)
 
     async def _raise_fence(self, member: int) -> None:
-        """Let no change take effect any more that was sent before and has no reply.
-
-        Raises:
-            NotDone: the member does not do so.
-            EtcdError: etcd refuses it.
-        """
-        if self.fence.is_up:
-            return
+        """Let no change take effect any more that was sent before and has no reply."""
         async with self._raising:
             while not self.fence.is_up:
                 if member != self._current:  # it has failed meanwhile
                     raise NotDone(self._reasons.get(member, ""))
                 try:
                     self.fence.on_reply(await self._send(member, self.fence.next_request()))
-                except OSError as error:
-                    raise NotDone(reason_of(error)) from None
-                except EtcdError as error:
-                    if error.fault is Fault.UNKNOWN:
-                        raise NotDone(str(error)) from None
+                except (OSError, EtcdError) as error:
+                    if isinstance(error, OSError) or error.fault is Fault.UNKNOWN:
+                        raise NotDone(str(self._judge(error))) from None
                     if error.fault is not Fault.LEASE_GONE:
                         raise
                     self.fence.lease = 0  # another one is granted

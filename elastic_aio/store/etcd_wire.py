@@ -129,10 +129,8 @@ class TxnReply(Reply, frozen=True, kw_only=True):
 
     def is_fenced(self, revision: int) -> bool:
         """Whether the reply to `Request.fenced` means that the key has another revision."""
-        if self.succeeded:
-            return False
         found = self.responses[-1].response_range.kvs if self.responses else ()
-        return not found or found[0].mod_revision != revision
+        return not self.succeeded and (not found or found[0].mod_revision != revision)
 
     @property
     def nested(self) -> TxnReply:
@@ -371,16 +369,14 @@ def txn_op(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fenced_op(op: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
-    if "request_txn" not in op:
-        return op  # a read
-    body = op["request_txn"]
-    return txn_op({**body, "compare": [same, *body["compare"]]})
+    body = op.get("request_txn")
+    return txn_op({**body, "compare": [same, *body["compare"]]}) if body else op
 
 
 def compare(key: bytes, target: str, value: Any, **options: Any) -> dict[str, Any]:
     """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`.
 
-    It is for equality without the option `result`, and of a range with `range_end`.
+    It is for equality without `result`, and of a range with `range_end`.
     """
     name = target.partition("_")[0].upper()
     operand = value if isinstance(value, bytes) else str(value)

@@ -167,17 +167,13 @@ class RedisLink(EngineLink[RedisConnection]):
         except BaseException:  # a cancellation too: it has no other owner
             await connection.aclose()
             raise
-        if has_user and not connection.eviction:
-            self._warn_of_eviction()
-        return connection
-
-    def _warn_of_eviction(self) -> None:
-        if not self._has_warned:
+        if has_user and not connection.eviction and not self._has_warned:
             import logging  # here: most clients have no use for it
 
             self._has_warned = True
             text = "store: %s does not show its maxmemory-policy, which must be noeviction"
             logging.getLogger(__name__).warning(text, self.endpoint)
+        return connection
 
     async def _master(self, sentinel: tuple[str, int]) -> tuple[str, int]:
         connection = await self._connect(*sentinel, has_user=False)

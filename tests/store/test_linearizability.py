@@ -79,7 +79,7 @@ class Service(NamedTuple):
     suspension: float = 0.0
     """If given, the longest time of a fault, which lasts until each client has gone on."""
     is_excused: Callable[[], bool] = lambda: False
-    """Whether clients have been told that changes are lost: nothing is promised then."""
+    """Whether the loss of changes has been reported to a client: nothing is promised then."""
 
 
 MakeService = Callable[[], AbstractAsyncContextManager[Service]]
