@@ -30,11 +30,7 @@ _TTL: Final = 3600
 
 
 class EtcdFence:
-    """The state of a fence.
-
-    `revision` is that of its key, 0 before the first.  It `is_up` while each change that compares
-    this revision has a reply, or waits for one.
-    """
+    """A fence; it is up while each change that compares `revision` has a reply or waits for it."""
 
     def __init__(self, key: bytes) -> None:
         """Begin without the key."""
@@ -48,7 +44,7 @@ class EtcdFence:
             self.is_up = False
 
     def next_request(self) -> Request:
-        """Return the next request that raises the fence; may be sent again at another member."""
+        """Return the next request that raises the fence; it may be sent again."""
         if not self.lease:
             return Request(GRANT, {"TTL": str(_TTL)}, LeaseReply)
         # Compared too: held back, it must not lower what has been raised since.

@@ -98,7 +98,7 @@ class EtcdLink(EngineLink[HttpConnection]):
     def __init__(
         self, access: EngineAccess, fence: EtcdFence, on_end: Callable[[StoreError], None]
     ) -> None:
-        """Do the same as `EngineLink`; `fence` is that of this client."""
+        """Do the same as `EngineLink`."""
         super().__init__(access, on_end)
         self.fence = fence
         self._raising = asyncio.Lock()

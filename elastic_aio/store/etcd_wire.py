@@ -63,10 +63,7 @@ class Request(Struct, frozen=True):
         return self.path == TXN and any("request_range" not in op for op in self.body["success"])
 
     def fenced(self, key: bytes, revision: int) -> Request:
-        """Return the transaction that does the same if `key` has this revision, and else nothing.
-
-        See `TxnReply.is_fenced`, for which the reply to one with conditions ends with the key.
-        """
+        """Return a transaction that does the same if `key` has this revision, and else nothing."""
         conditions, otherwise = self.body["compare"], self.body["failure"]
         same = compare(key, "mod_revision", revision)
         if conditions:
@@ -129,6 +126,7 @@ class TxnReply(Reply, frozen=True, kw_only=True):
 
     def is_fenced(self, revision: int) -> bool:
         """Whether the reply to `Request.fenced` means that the key has another revision."""
+        # The reply to one with conditions ends with the key.
         found = self.responses[-1].response_range.kvs if self.responses else ()
         return not self.succeeded and (not found or found[0].mod_revision != revision)
 
@@ -374,10 +372,7 @@ def _fenced_op(op: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(key: bytes, target: str, value: Any, **options: Any) -> dict[str, Any]:
-    """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`.
-
-    It is for equality without `result`, and of a range with `range_end`.
-    """
+    """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`."""
     name = target.partition("_")[0].upper()
     operand = value if isinstance(value, bytes) else str(value)
     return {"key": key, "target": name, target: operand, **options}

@@ -68,10 +68,7 @@ _REFUSED: Final = (
 
 
 class RedisConnection(Connection):
-    """A connection; `run_id` is that of the server process.
-
-    `eviction` is its `maxmemory-policy`; both are empty if the server does not say.
-    """
+    """A connection; `run_id` and `eviction`, a `maxmemory-policy`, are empty if not known."""
 
     def __init__(
         self, host: str, port: int, context: ssl.SSLContext | None, name: str | None, **options: Any
@@ -253,11 +250,10 @@ def check_server(connection: RedisConnection, info: bytes) -> None:
     version = fields.get(b"redis_version", b"0").decode()
     if int(version.partition(".")[0]) < _VERSION_MIN:
         raise StoreRefused(f"Redis {version}: {_VERSION_MIN} or later is needed")
-    # Any key may be evicted on its own, which nothing would show.  Without a limit none is.
     policy = fields.get(b"maxmemory_policy", b"").decode()
     if policy not in ("", "noeviction") and int(fields.get(b"maxmemory", b"0")):
-        need = "Redis must not evict keys: set its maxmemory-policy to noeviction"
-        raise StoreRefused(f"store: {need} (got {policy})")
+        # The eviction of one key of a store alone would be noticed by no client.
+        raise StoreRefused(f"store: Redis must not evict keys: noeviction is needed (got {policy})")
     connection.run_id, connection.eviction = fields.get(b"run_id", b""), policy
 
 

@@ -49,8 +49,7 @@ local call = redis.call
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 known_rev, keep = tonumber(known_rev), tonumber(keep)
--- The operations that may be carried out by a server whose memory is full.
--- 2: it reads only.
+-- The operations that may be carried out by a server whose memory is full; 2: it reads only.
 local frugal = {touch=2, release=1, revoke=1, del=1, pop=1, purge=1, peek=2, read=2, check=2,
   scan=2, names=2, count=2, qlen=2}
 local is_read = frugal[op] == 2

@@ -483,7 +483,9 @@ async def test_a_server_that_evicts_keys_is_refused(
         async with RedisStore(server.endpoint, key_prefix=prefix) as store:
             await store.set("k", "1")
         assert ask(server.endpoint, "CONFIG", "SET", "maxmemory", "100mb") == "+OK\r\n"
-        with pytest.raises(StoreRefused, match=rf"^store: .* noeviction \(got {policy}\)$"):
+        with pytest.raises(
+            StoreRefused, match=rf"^store: Redis must not evict .* \(got {policy}\)$"
+        ):
             async with RedisStore(server.endpoint, key_prefix=prefix):
                 pass
 
