@@ -19,9 +19,17 @@ from typing import Any, Final
 
 from elastic_aio.store import wire
 from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
-from elastic_aio.store.limits import ENTRY, TARGET, KeyspaceLimits, Usage, in_parts
+from elastic_aio.store.limits import (
+    ENTRY,
+    KEYS_AT_ONCE,
+    TARGET,
+    KeyspaceLimits,
+    Usage,
+    Work,
+    in_parts,
+)
 from elastic_aio.store.limits import OperationRefused as OperationRefused
-from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, WatchSnapshot
+from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_SET, WatchSnapshot
 from elastic_aio.store.wait_table import ITEM, VALUES, WOKEN, Waiter, WaitHolder, WaitTable
 from elastic_aio.store.watch_table import PresentPairs, Watcher, WatchTable
 
@@ -43,17 +51,19 @@ class Client(LeaseHolder, Watcher, WaitHolder):
 class Keyspace:
     """The contents of one store, and the waits, leases and watches of its clients."""
 
-    def __init__(self, limits: KeyspaceLimits | None = None) -> None:
-        """Begin empty."""
+    def __init__(self, limits: KeyspaceLimits | None = None, work: Work | None = None) -> None:
+        """Begin empty; what operations leave for later is in `work`."""
+        self.work = work = work or Work()
         self._limits = limits = limits or KeyspaceLimits()
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self.usage = Usage(limits.stored)
-        self.waits = WaitTable(limits.waits, self.usage, self._values, self._queues, self._collect)
+        account = self.usage, work
+        self.waits = WaitTable(limits, *account, self._values, self._queues, self._collect)
         self._waiters = self.waits.by_key
-        self.leases = LeaseTable(lambda key: self._remove(key, CHANGE_EXPIRED), limits.leases)
+        self.leases = LeaseTable(self._remove, limits, work)
         self._leased = self.leases.lease_of
-        self.watches = WatchTable(limits.watches, limits.history, limits.history_size, self.usage)
+        self.watches = WatchTable(limits, *account)
         self._watched = self.watches.targets
         # Functions of a key and an argument.
         handlers: dict[int, Callable[[bytes, Any], Any]] = {
@@ -128,6 +138,7 @@ class Keyspace:
         if len(value) > self._limits.grown:
             raise OperationRefused(f"a value may grow to {self._limits.grown} bytes")
         self.set(key, value)
+        self.work.spend(len(value) >> 13)
 
     def multi_get(self, _: bytes, keys: Sequence[bytes]) -> list[bytes]:
         return self._checked_reply([self._values.get(key, b"") for key in keys])
@@ -141,6 +152,27 @@ class Keyspace:
         self.usage.take(sum(self._growth(key, value) for key, value in dict(pairs).items()))
         for key, value in pairs:
             self._write(key, value)
+
+    def multi_set_in_parts(self, pairs: Sequence[tuple[bytes, bytes]]) -> Generator[int]:
+        """Set many keys in parts, each of which yields their number; all or nothing."""
+        reserved = 0
+        try:
+            for part in in_parts(pairs):
+                size = sum(ENTRY + len(key) + len(value) for key, value in part)
+                self.usage.take(size)
+                reserved += size
+                yield len(part)
+            for key, value in pairs:
+                size = ENTRY + len(key) + len(value)
+                self.usage.left += size
+                reserved -= size
+                self.set(key, value)
+                # Wait until the watches have been notified.
+                while self.work.later:
+                    yield KEYS_AT_ONCE
+                yield 1
+        finally:
+            self.usage.left += reserved
 
     def num_keys(self, _: bytes = b"", __: None = None) -> int:
         return len(self._values)
@@ -258,8 +290,7 @@ class Keyspace:
         lease = self.leases.find(lease_id)
         if lease is None:
             return 0
-        for key in self.leases.release(lease):
-            self.delete(key)
+        self.leases.release(lease, CHANGE_DELETED)
         return 1
 
     def watch(
@@ -297,6 +328,7 @@ class Keyspace:
                 present.pairs.update((name, values[name]) for name in found)
                 self._check_items(len(present.pairs))
                 yield len(keys)
+            self.watches.catch_up(present, None)
         finally:
             self.watches.cancel(present, None)
         snapshot = self.watches.begin(client, tag, key, True, -1)
@@ -306,11 +338,12 @@ class Keyspace:
         """Remove a client whose connection has ended; its leases and watches may linger.
 
         Returns:
-            Whether it has had so many waits that this must be called again.
+            Whether it has had so many that this must be called again.
         """
+        self.work.begin()
         self.watches.forget(client, now)
-        self.leases.forget(client, now)
-        return self.waits.forget(client)
+        has_more = self.leases.forget(client, now)
+        return self.waits.forget(client) or has_more
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due; None: not before the next operation."""
@@ -318,7 +351,8 @@ class Keyspace:
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """End the leases and lingering watches whose deadline has passed."""
+        """End leases and lingering watches whose deadline has passed, some of them if many."""
+        self.work.begin()
         self.leases.expire(now)
         self.watches.expire(now)
 

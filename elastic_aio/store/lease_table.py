@@ -9,9 +9,13 @@ Until then the holder can resume it on another connection.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from elastic_aio.store.limits import KeyspaceLimits, Work
+from elastic_aio.store.replies import CHANGE_EXPIRED
 
 
 class LeaseHolder:
@@ -35,7 +39,7 @@ class LeaseRecord:
     lease_id: bytes
     ttl: float
     linger: float
-    keys: set[bytes] = field(default_factory=set)
+    keys: dict[bytes, None] = field(default_factory=dict)  # ordered
     holder: LeaseHolder | None = None
     tag: Any = None
     ends_at: float = 0.0
@@ -49,10 +53,18 @@ class LeaseRecord:
 class LeaseTable:
     """All leases of one store, and the keys bound to them."""
 
-    def __init__(self, expire_key: Callable[[bytes], object], limit: int) -> None:
-        """Allow `limit` leases; `expire_key` is called for each key of an expired lease."""
-        self._expire_key = expire_key
-        self._limit = limit
+    def __init__(
+        self, remove: Callable[[bytes, int], object], limits: KeyspaceLimits, work: Work
+    ) -> None:
+        """Begin without leases.
+
+        `remove` is called with each key of a lease that ends and the kind of the change;
+        `work` takes the calls.
+        """
+        self._remove = remove
+        self._limits = limits
+        self._work = work
+        self._departed: OrderedDict[LeaseRecord, None] = OrderedDict()
         self._leases: dict[bytes, LeaseRecord] = {}
         self.lease_of: dict[bytes, LeaseRecord] = {}
         """The lease of each key that is bound to one."""
@@ -74,7 +86,8 @@ class LeaseTable:
         self, holder: LeaseHolder, tag: Any, lease_id: bytes, ttl: float, linger: float, now: float
     ) -> bool:
         """Create a lease; return False if there are too many."""
-        if len(self._leases) >= self._limit:
+        limits = self._limits
+        if len(self._leases) >= limits.leases or len(holder.leases) >= limits.leases_each:
             return False
         lease = self._leases[lease_id] = LeaseRecord(lease_id, ttl, linger)
         self._attach(lease, holder, tag, now)
@@ -92,40 +105,45 @@ class LeaseTable:
         self._attach(lease, holder, tag, now)
         return True
 
-    def release(self, lease: LeaseRecord) -> list[bytes]:
-        """End a lease; return the keys that the caller must delete."""
+    def release(self, lease: LeaseRecord, kind: int) -> None:
+        """End a lease, and remove its keys by changes of a `kind`."""
         lease.entry = 0
         self._leases.pop(lease.lease_id, None)
+        self._departed.pop(lease, None)
         if lease.holder is not None:
             lease.holder.leases.discard(lease)
-        keys = sorted(lease.keys)  # the order of a set differs between interpreters
-        lease.keys.clear()
-        for key in keys:
-            del self.lease_of[key]
-        return keys
+        self._work.spend(1)
+        if lease.keys:
+            self._work.run(self._remove_keys(lease, kind))
 
     def bind(self, lease: LeaseRecord, key: bytes) -> None:
         """Bind `key`, which has just been written, to `lease`."""
-        lease.keys.add(key)
+        lease.keys[key] = None
         self.lease_of[key] = lease
 
     def unbind(self, key: bytes) -> None:
         """Release `key`, which was deleted or written without its lease."""
         lease = self.lease_of.pop(key, None)
         if lease is not None:
-            lease.keys.discard(key)
+            lease.keys.pop(key, None)
 
-    def forget(self, holder: LeaseHolder, now: float) -> None:
-        """End or detach the leases of `holder`, whose connection has ended."""
-        for lease in list(holder.leases):
-            holder.leases.discard(lease)
+    def forget(self, holder: LeaseHolder, now: float) -> bool:
+        """End or detach leases of `holder`, whose connection has ended; return if it has more."""
+        while holder.leases:
+            lease = holder.leases.pop()
             lease.holder = None
             if lease.linger <= 0:
-                self._expire(lease)
-                continue
-            lease.ends_at = now + lease.linger
-            # The new deadline may be earlier than the heap's entry.
-            self._push(lease)
+                self.release(lease, CHANGE_EXPIRED)
+            else:
+                lease.ends_at = now + lease.linger
+                # The new deadline may be earlier than the heap's entry.
+                self._push(lease)
+                self._departed[lease] = None
+                if len(self._departed) > self._limits.departed:
+                    self.release(next(iter(self._departed)), CHANGE_EXPIRED)
+            if self._work.left <= 0:
+                break
+        return bool(holder.leases)
 
     def extend_all(self, seconds: float, now: float) -> None:
         """Postpone every deadline by `seconds`: the server received nothing for so long.
@@ -149,14 +167,15 @@ class LeaseTable:
         return self._heap[0][0] if self._heap else None
 
     def expire(self, now: float) -> None:
-        """End the leases whose deadline has passed."""
-        while (due := self.next_deadline()) is not None and due <= now:
+        """End leases whose deadline has passed, until the work is spent."""
+        while (due := self.next_deadline()) is not None and due <= now and self._work.left > 0:
+            self._work.spend(1)
             lease = heapq.heappop(self._heap)[2]
             if lease.deadline() > now:
                 self._push(lease)
                 continue
             holder = lease.holder
-            self._expire(lease)
+            self.release(lease, CHANGE_EXPIRED)
             if holder is not None:
                 holder.on_lease_ended(lease.tag)
 
@@ -170,11 +189,15 @@ class LeaseTable:
             heapq.heapify(self._heap)
 
     def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
+        self._departed.pop(lease, None)
         lease.holder = holder
         lease.tag = tag
         holder.leases.add(lease)
         holder.last_received_at = now
 
-    def _expire(self, lease: LeaseRecord) -> None:
-        for key in self.release(lease):
-            self._expire_key(key)
+    def _remove_keys(self, lease: LeaseRecord, kind: int) -> Iterator[int]:
+        # Another lease may take a key, or a value without one, before it is removed.
+        for key in list(lease.keys):
+            if self.lease_of.get(key) is lease:
+                self._remove(key, kind)
+            yield 1

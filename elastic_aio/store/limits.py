@@ -6,7 +6,8 @@ like), because a million small keys occupy far more memory than their text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NoReturn
@@ -16,7 +17,7 @@ from elastic_aio.store.wire import WireLimits
 ENTRY: Final = 160
 """Bytes that a key or an item occupies beside its text."""
 
-WAIT: Final = 400
+WAIT: Final = 800
 """The same for a pending wait, and for each key that it waits for."""
 
 TARGET: Final = 700
@@ -25,6 +26,10 @@ TARGET: Final = 700
 
 KEYS_AT_ONCE: Final = 2048
 """Keys that are handled before other connections are served: a millisecond or two."""
+
+
+WORK_AT_ONCE: Final = 1024
+"""Notifications, and work that takes as long, before other connections are served: 5 ms."""
 
 
 def in_parts(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -49,6 +54,10 @@ class KeyspaceLimits:
         waits: pairs of a pending wait and a missing key.
         watches: open watches.
         leases: leases that have not ended.
+        waits_each: as `waits`, of one client.
+        watches_each: open watches of one client.
+        leases_each: leases that one client holds.
+        departed: leases whose holder has disconnected; above it, the oldest of them ends.
         grown: bytes to which APPEND may extend a value.
         history: recent changes of watched keys, kept for clients that reconnect.
         history_size: bytes of keys and values in those changes.
@@ -60,7 +69,11 @@ class KeyspaceLimits:
     waits: int = 1_000_000
     watches: int = 100_000
     leases: int = 100_000
-    grown: int = 64 << 20
+    waits_each: int = 32_768
+    watches_each: int = 1_024
+    leases_each: int = 1_024
+    departed: int = 16_384
+    grown: int = 8 << 20
     history: int = 65_536
     history_size: int = 16 << 20
 
@@ -128,3 +141,49 @@ class Usage:
     def refuse(self) -> NoReturn:
         """Refuse an operation for which no bytes are left."""
         raise OperationRefused(f"the store is full: its limit is {self.limit} bytes")
+
+
+class Work:
+    """The work that operations cause beside their replies, such as notifications.
+
+    It is counted, not timed, so that the same requests are always divided alike.
+    """
+
+    def __init__(self, at_once: int = WORK_AT_ONCE) -> None:
+        """Carry out `at_once` units before the rest is left for later."""
+        self._at_once = at_once
+        self._on_spent: Callable[[], None] | None = None
+        self.left = at_once
+        """Units until other connections should be served."""
+        self.later: deque[Iterator[int]] = deque()
+        """What is left for `step`; each part yields its units."""
+
+    def begin(self, on_spent: Callable[[], None] | None = None) -> None:
+        """Begin a new account; `on_spent` is called, maybe repeatedly, once nothing is left."""
+        self.left, self._on_spent = self._at_once, on_spent
+
+    def spend(self, units: int) -> None:
+        """Account for work that has been done."""
+        self.left -= units
+        if self.left <= 0 and self._on_spent is not None:
+            self._on_spent()
+
+    def run(self, parts: Iterator[int]) -> None:
+        """Carry out parts, each of which yields its units; leave the rest for later."""
+        if self.left <= 0 and self._on_spent is not None:
+            self.later.append(parts)
+            return
+        units = 0
+        for part in parts:
+            units += part
+            if units >= self._at_once:
+                self.later.append(parts)
+                break
+        self.spend(units)
+
+    def step(self) -> bool:
+        """Carry out some of what was left for later, all in turn; return whether there is more."""
+        self.begin()
+        while self.later and self.left > 0:
+            self.run(self.later.popleft())
+        return bool(self.later)

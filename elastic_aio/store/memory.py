@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 from typing import Any
 
 from elastic_aio.aio import set_result_if_pending
@@ -16,7 +17,7 @@ from elastic_aio.store import wire
 from elastic_aio.store.base import Store
 from elastic_aio.store.handles import Lease, Watch
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace
-from elastic_aio.store.limits import OperationRefused
+from elastic_aio.store.limits import OperationRefused, Work
 from elastic_aio.store.link import fail_if_pending
 from elastic_aio.store.replies import RawChange
 
@@ -57,7 +58,7 @@ class MemoryStore(Store):
             timeout: `wait_timeout` of `connect`, in seconds.
         """
         super().__init__(timeout)
-        self._keyspace = Keyspace()
+        self._keyspace = Keyspace(work=Work(sys.maxsize))
         self._client = _MemoryClient()
         self._lease_numbers = itertools.count(1)
         self._leases: dict[Lease, None] = {}
@@ -93,8 +94,6 @@ class MemoryStore(Store):
                 result = client_handler(self._client, future, key, argument)
         except OperationRefused as error:
             raise StoreRefused(str(error)) from None
-        for _ in self._keyspace.waits.notify_others():
-            pass
         if result is not PENDING:
             return result
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
@@ -110,11 +110,14 @@ class StoreServer:
         self.instance = random_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
         # Served by the connection, in parts.
-        self.keyspace.handlers[wire.LIST_KEYS] = self.keyspace.handlers[wire.MULTI_GET] = None
+        for op in (wire.LIST_KEYS, wire.MULTI_GET, wire.MULTI_SET):
+            self.keyspace.handlers[op] = None
         # The plain dialect's; a CHECK of the reserved key identifies this server.
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
         self._dirty: list[ServerLink] = []
+        self._postponed: list[ServerLink] = []
+        self._has_later = False
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered
         self._sockets = list(listening)
@@ -281,19 +284,25 @@ class StoreServer:
             most.drop("does not read its replies, or sends parts of requests, and holds the most")
 
     def _flush(self) -> None:
-        """Write the notifications that operations have queued on other connections."""
+        """Write the notifications that operations have queued on other connections.
+
+        What operations have left for later is carried out in the next iterations of the loop.
+        """
         if self._dirty:
             dirty, self._dirty = self._dirty, []
             for connection in dirty:
                 connection.flush()
-        if self.keyspace.waits.unnotified:
-            self.loop.call_soon(self._notify, self.keyspace.waits.notify_others())
+        if (self._postponed or self.keyspace.work.later) and not self._has_later:
+            self._has_later = True
+            self.loop.call_soon(self._work_later)
 
-    def _notify(self, parts: Iterator[None]) -> None:
-        """Notify some of the many waiters for a key that has been written."""
-        for _ in parts:
-            self.loop.call_soon(self._notify, parts)
-            break
+    def _work_later(self) -> None:
+        """Carry out some of what was left for later; when nothing is, serve who caused it."""
+        self._has_later = False
+        if not self.keyspace.work.step():
+            postponed, self._postponed = self._postponed, []
+            for connection in postponed:
+                connection.proceed()
         self._flush()
 
     def _rearm(self) -> None:
@@ -309,7 +318,8 @@ class StoreServer:
             self._timer.cancel()
             self._timer = None
         if deadline is not None and self._all_gone is None:
-            self._set_timer(deadline)
+            # A deadline that has passed has been left for later, and measures no pause.
+            self._set_timer(max(deadline, self._now()))
 
     def _set_timer(self, when: float) -> None:
         self._timer_at = when

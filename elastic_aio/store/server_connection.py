@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from elastic_aio.aio import random_bytes
@@ -19,6 +20,9 @@ _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
 
 _STRANGER_BYTES: Final = 4096
 """Bytes that such a client may send in all."""
+
+# For the many watches of one change, one after another.
+_encode_change = lru_cache(maxsize=1)(replies.encode_change)
 
 
 class Connection(ServerLink, Client):
@@ -61,7 +65,7 @@ class Connection(ServerLink, Client):
                 requests = self._read_handshake(data)
             else:
                 requests = self._reader.read(data)
-            if self._is_paused or self._is_reading_keys:
+            if self._is_paused or self._is_reading_keys or self._is_postponed:
                 # Received before reading was paused.
                 self._backlog.extend(requests)
             elif requests:
@@ -127,6 +131,8 @@ class Connection(ServerLink, Client):
 
     def _serve(self, requests: Iterator[Request]) -> None:
         self._batches_served += 1
+        self._requests = requests
+        self._server.keyspace.work.begin(self.postpone)
         if not self.is_authenticated:
             self._serve_unauthenticated(requests)
         elif self._is_tagged:
@@ -135,6 +141,7 @@ class Connection(ServerLink, Client):
             self._serve_plain(requests)
         if self._out:
             self.flush()
+        self._server.keyspace.work.begin()
         self._server._flush()
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
@@ -267,8 +274,8 @@ class Connection(ServerLink, Client):
         if op == wire.CANCEL_WAIT:
             self._server.keyspace.cancel(self, None)
             return replies.WAIT_CANCELED
-        if op in (wire.MULTI_GET, wire.LIST_KEYS):
-            return self._read_many(op, argument, None)
+        if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
+            return self._serve_many(op, argument, None)
         client_handler = self._server.keyspace.client_handlers[op]
         assert client_handler is not None, op
         return client_handler(self, None, key, argument)
@@ -278,8 +285,8 @@ class Connection(ServerLink, Client):
         server, keyspace = self._server, self._server.keyspace
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             return self._read_in_parts(self._read_watched(op, key, argument, tag), tag)
-        if op in (wire.MULTI_GET, wire.LIST_KEYS):
-            return self._read_many(op, argument, tag)
+        if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
+            return self._serve_many(op, argument, tag)
         if op == wire.GET_WHEN_SET and len(argument) > KEYS_AT_ONCE:
             return self._read_in_parts(self._read_values(op, argument, tag), tag)
         client_handler = keyspace.client_handlers[op]
@@ -319,10 +326,14 @@ class Connection(ServerLink, Client):
 
     # Many keys.
 
-    def _read_many(self, op: int, keys: Any, tag: int | None) -> Any:
-        """Return the result of a MULTI_GET or LIST_KEYS; PENDING if that is read in parts."""
+    def _serve_many(self, op: int, keys: Any, tag: int | None) -> Any:
+        """Return the result of a request with many keys; PENDING if it is served in parts."""
         if op == wire.LIST_KEYS:
             return self._read_in_parts(self._read_names(tag), tag)
+        if op == wire.MULTI_SET:
+            if len(keys) > KEYS_AT_ONCE:
+                return self._read_in_parts(self._write_pairs(keys, tag), tag)
+            return self._server.keyspace.multi_set(b"", keys)
         if len(keys) > KEYS_AT_ONCE:
             return self._read_in_parts(self._read_values(op, keys, tag), tag)
         return self._server.keyspace.multi_get(b"", keys)
@@ -342,11 +353,13 @@ class Connection(ServerLink, Client):
         if self.is_gone or self._transport.is_closing():
             parts.close()
             return
-        count = 0
+        count, work = 0, self._server.keyspace.work
+        work.begin()
         try:
             for keys in parts:
                 count += keys
-                if count >= KEYS_AT_ONCE:
+                if count >= KEYS_AT_ONCE or work.left <= 0:
+                    self._server._flush()
                     self._server.loop.call_soon(self._read_part, parts, tag)
                     return
         except OperationRefused as error:
@@ -355,6 +368,7 @@ class Connection(ServerLink, Client):
                 self.drop(reason, is_graceful=True, is_refusal=True)
                 return
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
+        self._server._flush()
         self._account_partial(0)
         self._is_reading_keys = False
         later, self._later = self._later, []
@@ -369,6 +383,11 @@ class Connection(ServerLink, Client):
             self._add(pieces, [replies.encode_items(wire.LIST_KEYS, part)])
             yield len(part)
         self._append(_reply(tag, replies.DONE, pieces))
+
+    def _write_pairs(self, pairs: Any, tag: int | None) -> Generator[int]:
+        yield from self._server.keyspace.multi_set_in_parts(pairs)
+        if tag is not None:
+            self._append(tagged(tag, replies.DONE, ENCODER_OF[wire.MULTI_SET](None)))
 
     def _read_values(self, op: int, keys: Sequence[bytes], tag: int | None) -> Generator[int]:
         """Reply with the value that each key has when it is read."""
@@ -427,7 +446,7 @@ class Connection(ServerLink, Client):
         self._push(tagged(tag, replies.REFUSED, why.encode()))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        self._push(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
+        self._push(tagged(tag, replies.NOTIFY, _encode_change(change)))
 
     def on_lease_ended(self, tag: Any) -> None:
         self._push(tagged(tag, replies.NOTIFY, b""))

@@ -7,7 +7,7 @@ The counterpart of the client's `link`.  A reply is queued by `_append` and sent
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from elastic_aio.store.keyspace import Keyspace
@@ -33,6 +33,7 @@ class ConnectionServer(Protocol):
     _known_hosts: set[str] | None
     _handlers: list[Callable[[bytes, Any], Any] | None]
     _dirty: list[ServerLink]
+    _postponed: list[ServerLink]
     _on_drop: Callable[[Dropped], None] | None
 
     def _now(self) -> float: ...
@@ -59,11 +60,14 @@ class ServerLink(asyncio.Protocol):
         self._later: list[bytes] = []
         self._uses_queue = False
         self._queue = ReplyQueue(server.buffers)
+        # The rest of the requests that are being served.
+        self._requests: Iterator[Request] = iter(())
         # Requests that were received before reading was paused.
         self._backlog: list[Request] = []
         self.is_in_handshake = True
         """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
         self._is_paused = self._is_held = self._is_reading_keys = False
+        self._is_postponed = False
         self.is_gone = False
         self._batches_served = 0
         self._accounted = 0
@@ -71,6 +75,7 @@ class ServerLink(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_paused = self._uses_queue = True
+        self._backlog.extend(self._requests)
         if not self.is_gone and not self._transport.is_closing():
             self._transport.pause_reading()
             if not self.is_in_handshake:  # which has a deadline of its own
@@ -88,12 +93,25 @@ class ServerLink(asyncio.Protocol):
     def tls_failed(self, reason: str) -> None:
         self.drop(reason, is_graceful=True)
 
+    def postpone(self) -> None:
+        """End the present batch of requests; serve the rest after other connections."""
+        self._backlog.extend(self._requests)
+        if not self._is_postponed and not self.is_gone:
+            self._is_postponed = True
+            self._transport.pause_reading()
+            self._server._postponed.append(self)
+
+    def proceed(self) -> None:
+        """Serve the rest of a batch that was postponed."""
+        self._is_postponed = False
+        self._resume()
+
     def _resume(self) -> None:
         raise NotImplementedError
 
     def _is_blocked(self) -> bool:
         is_waiting = self._is_paused or self._is_held or self._is_reading_keys
-        return is_waiting or self.is_gone or self._transport.is_closing()
+        return is_waiting or self._is_postponed or self.is_gone or self._transport.is_closing()
 
     def _append(self, reply: bytes | Pieces) -> int:
         """Queue a reply, which is sent at the next flush; return its size."""
@@ -205,6 +223,7 @@ class ServerLink(asyncio.Protocol):
         self._out.clear()
         self._later.clear()
         self._queue.clear()
+        self._backlog.extend(self._requests)
         self._backlog.clear()
 
     def close(self) -> None:

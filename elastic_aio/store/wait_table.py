@@ -6,13 +6,20 @@ been written once, even if a key has been deleted since.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import Any
 
-from elastic_aio.store.limits import KEYS_AT_ONCE, WAIT, OperationRefused, Usage, in_parts
+from elastic_aio.store.limits import (
+    KEYS_AT_ONCE,
+    WAIT,
+    KeyspaceLimits,
+    OperationRefused,
+    Usage,
+    Work,
+)
 
 # Modes of a waiter: what it is sent when it is done.
 WOKEN, VALUES, ITEM = range(3)
@@ -27,6 +34,8 @@ class WaitHolder:
     def __init__(self) -> None:
         super().__init__()
         self.waits: dict[Any, Waiter] = {}
+        self.awaited = 0
+        """The number of pairs of a pending wait and a missing key."""
 
     def on_woken(self, tag: Any) -> None:
         """A WAIT or BARRIER is done: all its keys are present."""
@@ -63,8 +72,9 @@ class WaitTable:
 
     def __init__(
         self,
-        limit: int,
+        limits: KeyspaceLimits,
         usage: Usage,
+        work: Work,
         values: Mapping[bytes, bytes],
         queues: Mapping[bytes, object],
         collect: Callable[[Sequence[bytes]], list[bytes]],
@@ -72,24 +82,27 @@ class WaitTable:
         """Begin without waits.
 
         Args:
-            limit: pairs of a pending wait and a missing key.
+            limits: those of the store.
             usage: the account of the store's bytes.
+            work: takes the notifications.
             values: those of the store.
             queues: those of the store that are not empty.
             collect: returns the values of keys as one reply; may refuse.
         """
-        self._limit = limit
+        self._limits = limits
         self._usage = usage
+        self._work = work
         self._values = values
         self._queues = queues
         self._collect = collect
         # An ordered set for each key.
         self.by_key: dict[bytes, dict[Waiter, None]] = {}
-        """By missing key: the waiters for it."""
+        """By missing key: the waiters that end when it is written."""
+        # Of a dict that has been emptied from the front, the first key takes long to find.
+        self.by_queue: dict[bytes, OrderedDict[Waiter, None]] = {}
+        """By empty queue: the waiters that end when an item is pushed; WAIT is in both."""
         self.count = 0
         """The number of pairs of a pending wait and a missing key."""
-        self.unnotified: list[tuple[bytes, Iterator[list[Waiter]]]] = []
-        """Further waiters for keys that have been written, in parts, for `notify_others`."""
 
     def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
         """Wait for the `missing` keys; replaces a wait of the client with the same tag.
@@ -100,13 +113,17 @@ class WaitTable:
         if waiter.tag in waiter.client.waits:
             self.cancel(waiter.client, waiter.tag)
         keys = tuple(dict.fromkeys(missing)) if len(missing) > 1 else missing
-        if self.count + len(keys) > self._limit:
+        if self.count + len(keys) > self._limits.waits:
             raise OperationRefused(f"too many waits: {self.count} keys are being waited for")
+        limit = self._limits.waits_each
+        if waiter.client.awaited + len(keys) > limit:
+            raise OperationRefused(f"too many waits of one client: the limit is {limit} keys")
         size = WAIT * (len(keys) + 1) + sum(map(len, keys))
         if len(waiter.requested) > 1:
             size += sum(map(len, waiter.requested)) + 48 * len(waiter.requested)
         self._usage.take(size)
         waiter.size = size
+        self._work.spend(len(keys) // 4)
         self._add(waiter, keys)
 
     def cancel(self, client: WaitHolder, tag: Any) -> bool:
@@ -114,9 +131,9 @@ class WaitTable:
         waiter = client.waits.get(tag)
         if waiter is None:
             return False
-        for key in waiter.keys:
-            self._remove(key, waiter)
+        waiter.missing = 0
         self._end(waiter)
+        self._work.run(self._remove_keys(waiter))
         return True
 
     def forget(self, client: WaitHolder) -> bool:
@@ -124,6 +141,7 @@ class WaitTable:
         left = KEYS_AT_ONCE
         while client.waits and left > 0:
             tag, waiter = client.waits.popitem()
+            waiter.missing = 0
             kept = max(0, len(waiter.keys) - left)
             left -= len(waiter.keys) - kept + 1
             for key in waiter.keys[kept:]:
@@ -136,69 +154,90 @@ class WaitTable:
         return bool(client.waits)
 
     def on_written(self, key: bytes) -> None:
-        """Notify the waiters for `key`, which has been written, oldest first.
-
-        If it has many, the others are left to `notify_others`.
-        """
-        waiters = list(self.by_key[key])
-        parts = in_parts(waiters)
-        self._notify(key, next(parts))
-        if len(waiters) > KEYS_AT_ONCE:
-            self.unnotified.append((key, parts))
-
-    def notify_others(self) -> Iterator[None]:
-        """Notify the waiters that are `unnotified` now, in parts; iterate to the end."""
-        unnotified, self.unnotified = self.unnotified, []
-        return chain.from_iterable(
-            map(partial(self._notify, key), parts) for key, parts in unnotified
-        )
+        """Notify the waiters for `key`, which has been written, oldest first."""
+        self._work.run(self._notify(key, list(self.by_key[key])))
 
     def on_pushed(self, key: bytes, take: Callable[[bytes], bytes]) -> None:
         """Notify the waiters for the queue `key`, which has got an item, oldest first.
 
         `take` removes the oldest item of a queue and returns it.
         """
-        for waiter in list(self.by_key.get(key, ())):
-            if waiter.mode == VALUES or waiter.client.is_gone:
-                continue
-            self._remove(key, waiter)
-            if waiter.mode == ITEM:
-                self._end(waiter)
-                waiter.client.on_item(waiter.tag, take(key))
-                if key not in self._queues:
-                    return
-                continue
-            # The item stays: a torch client pops it with another request once woken.
-            waiter.missing -= 1
-            if not waiter.missing:
-                self._complete(waiter)
-                return
+        if key in self.by_queue:
+            self._work.run(self._notify_queue(key, take))
 
     def _add(self, waiter: Waiter, keys: Sequence[bytes]) -> None:
         waiter.keys = keys
         waiter.missing = len(keys)
         waiter.client.waits[waiter.tag] = waiter
-        self.count += len(keys)
-        for key in keys:
+        for key in keys[:KEYS_AT_ONCE]:
+            self._await(key, waiter)
+        if len(keys) > KEYS_AT_ONCE:
+            self._work.run(self._await_others(waiter, keys))
+
+    def _await(self, key: bytes, waiter: Waiter) -> None:
+        self.count += 1
+        waiter.client.awaited += 1
+        if waiter.mode != ITEM:
             self.by_key.setdefault(key, {})[waiter] = None
+        if waiter.mode != VALUES:
+            self.by_queue.setdefault(key, OrderedDict())[waiter] = None
 
-    def _remove(self, key: bytes, waiter: Waiter) -> bool:
-        """Remove `waiter` from the waiters for `key`; return whether it was one."""
-        waiters = self.by_key.get(key)
-        if waiters is None or waiters.pop(waiter, self) is not None:
-            return False
-        self.count -= 1
-        if not waiters:
-            del self.by_key[key]
-        return True
-
-    def _notify(self, key: bytes, waiters: list[Waiter]) -> None:
-        for waiter in waiters:
-            # Its wait may have ended since the key was written.
-            if waiter.mode != ITEM and self._remove(key, waiter):
+    def _await_others(self, waiter: Waiter, keys: Sequence[bytes]) -> Iterator[int]:
+        for key in islice(keys, KEYS_AT_ONCE, None):
+            if waiter.missing <= 0:
+                return  # it has ended
+            if key in self._values or (waiter.mode == WOKEN and key in self._queues):
                 waiter.missing -= 1
                 if not waiter.missing:
                     self._complete(waiter)
+                    return
+            else:
+                self._await(key, waiter)
+            yield 1
+
+    def _remove(self, key: bytes, waiter: Waiter) -> bool:
+        """Remove `waiter` from the waiters for `key`; return whether it was one."""
+        was_one = False
+        tables: tuple[dict[bytes, Any], ...] = self.by_key, self.by_queue
+        for table in tables:
+            waiters = table.get(key)
+            if waiters is not None and waiters.pop(waiter, self) is None:
+                was_one = True
+                if not waiters:
+                    del table[key]
+        if was_one:
+            self.count -= 1
+            waiter.client.awaited -= 1
+        return was_one
+
+    def _remove_keys(self, waiter: Waiter) -> Iterator[int]:
+        for key in waiter.keys:
+            self._remove(key, waiter)
+            yield 1
+
+    def _notify(self, key: bytes, waiters: list[Waiter]) -> Iterator[int]:
+        for waiter in waiters:
+            # Its wait may have ended since the key was written.
+            if self._remove(key, waiter):
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
+            yield 1 + len(waiter.requested) // 4
+
+    def _notify_queue(self, key: bytes, take: Callable[[bytes], bytes]) -> Iterator[int]:
+        while key in self.by_queue and key in self._queues:
+            waiter = next(iter(self.by_queue[key]))
+            self._remove(key, waiter)
+            if waiter.mode == ITEM and not waiter.client.is_gone:
+                self._end(waiter)
+                waiter.client.on_item(waiter.tag, take(key))
+            elif not waiter.client.is_gone:
+                # The item stays: a torch client pops it with another request once woken.
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
+                    return
+            yield 1
 
     def _complete(self, waiter: Waiter) -> None:
         if waiter.mode == WOKEN:

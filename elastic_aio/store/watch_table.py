@@ -8,12 +8,19 @@ the history no longer reaches back that far, the watch restarts with a whole sna
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elastic_aio.store.limits import TARGET, OperationRefused, Usage
+from elastic_aio.store.limits import (
+    TARGET,
+    WORK_AT_ONCE,
+    KeyspaceLimits,
+    OperationRefused,
+    Usage,
+    Work,
+)
 from elastic_aio.store.replies import CHANGE_SET, RawChange, WatchSnapshot
 
 LINGER: Final = 60.0
@@ -56,7 +63,10 @@ class _Target:
     key: bytes
     is_prefix: bool
     since: int
-    watchers: dict[tuple[Watcher, Any], None] = field(default_factory=dict)
+    # With the last revision that their snapshots, or the changes sent after them, include.
+    watchers: dict[tuple[Watcher, Any], int] = field(default_factory=dict)
+    # The changes that some watchers have not received yet.
+    pending: deque[RawChange] = field(default_factory=deque)
 
     def covers(self, key: bytes) -> bool:
         return key.startswith(self.key) if self.is_prefix else key == self.key
@@ -65,15 +75,17 @@ class _Target:
 class WatchTable:
     """All watches of one store, and the recent changes of the watched keys."""
 
-    def __init__(self, limit: int, history: int, history_size: int, usage: Usage) -> None:
-        """Allow `limit` watches; keep `history` changes, `history_size` bytes of them.
+    def __init__(self, limits: KeyspaceLimits, usage: Usage, work: Work) -> None:
+        """Begin without watches.
 
-        `usage` accounts for the watched keys.
+        `usage` accounts for the watched keys, and `work` takes the notifications.
         """
-        self._limit = limit
+        self._limit = limits.watches
+        self._limit_each = limits.watches_each
         self._usage = usage
-        self._history_limit = history
-        self._size_limit = history_size
+        self._work = work
+        self._history_limit = limits.history
+        self._size_limit = limits.history_size
         self.targets: dict[tuple[bytes, bool], _Target] = {}
         """The watched keys and prefixes; while there are none, changes need not be recorded."""
         # The number of watched prefixes of each length: a changed key is looked up
@@ -81,7 +93,7 @@ class WatchTable:
         self._lengths: Counter[int] = Counter()
         # Until when a target is kept for clients that reconnect; in order of time,
         # since every entry is made `LINGER` seconds before it is due.
-        self._kept_until: dict[_Target, float] = {}
+        self._kept_until: OrderedDict[_Target, float] = OrderedDict()
         self._history: deque[RawChange] = deque()
         self._size = 0
         self._dropped_revision = 0
@@ -105,8 +117,11 @@ class WatchTable:
         self.cancel(watcher, tag)
         if self._count >= self._limit:
             raise OperationRefused("there are too many watches")
+        if len(watcher.watches) >= self._limit_each:
+            limit = self._limit_each
+            raise OperationRefused(f"too many watches of one client: the limit is {limit}")
         target = self.targets.get((key, is_prefix)) or self._add(key, is_prefix)
-        target.watchers[watcher, tag] = None
+        target.watchers[watcher, tag] = self._revision
         watcher.watches[tag] = target
         self._count += 1
         if not max(target.since, self._dropped_revision) <= last_revision <= self._revision:
@@ -122,7 +137,13 @@ class WatchTable:
                 break
             if target.covers(change.key):
                 changes.append(change)
+        self._work.spend(self._revision - max(last_revision, self._dropped_revision) >> 3)
         return changes[::-1]
+
+    def catch_up(self, watcher: Watcher, tag: Any) -> None:
+        """Notify a watcher now of all changes that it has not received, others perhaps again."""
+        for change in watcher.watches[tag].pending:
+            watcher.on_change(tag, change)
 
     def cancel(self, watcher: Watcher, tag: Any) -> bool:
         """End the watch `tag`; return whether there was one."""
@@ -143,7 +164,11 @@ class WatchTable:
         watcher.watches.clear()
 
     def record(self, kind: int, key: bytes, value: bytes) -> None:
-        """Record a change and notify the watchers, if `key` is watched."""
+        """Record a change and notify the watchers, if `key` is watched.
+
+        Each watch receives its changes in order; if there are many watches, later.
+        """
+        self._work.spend(len(self._lengths) >> 4)
         targets = list(self._covering(key))
         if not targets:
             return
@@ -156,30 +181,47 @@ class WatchTable:
             self._size -= len(oldest.key) + len(oldest.value)
             self._dropped_revision = oldest.revision
         for target in targets:
-            for watcher, tag in target.watchers:
-                watcher.on_change(tag, change)
+            target.pending.append(change)
+            if len(target.pending) == 1:
+                self._work.run(self._notify(target))
+            else:
+                self._work.spend(WORK_AT_ONCE)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due, or None."""
         return next(iter(self._kept_until.values()), None)
 
     def expire(self, now: float) -> None:
-        """Drop the targets whose watchers have not returned in time."""
-        while (due := self.next_deadline()) is not None and due <= now:
-            target = next(iter(self._kept_until))
-            del self._kept_until[target]
-            if not target.watchers:
-                self._drop(target)
+        """Drop targets whose watchers have not returned in time, until the work is spent."""
+        while (due := self.next_deadline()) is not None and due <= now and self._work.left > 0:
+            self._drop_oldest()
+            self._work.spend(1)
+
+    def _drop_oldest(self) -> None:
+        target, _ = self._kept_until.popitem(last=False)
+        if not target.watchers:
+            self._drop(target)
 
     def _add(self, key: bytes, is_prefix: bool) -> _Target:
         while len(self.targets) >= self._limit:
             # One of them has no watcher: its reader gets a whole snapshot if it returns.
-            self.expire(next(iter(self._kept_until.values())))
+            self._drop_oldest()
         self._usage.take(TARGET + len(key))
         target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
         if is_prefix:
             self._lengths[len(key)] += 1
         return target
+
+    def _notify(self, target: _Target) -> Iterator[int]:
+        watchers = target.watchers
+        while target.pending:
+            change = target.pending[0]
+            for watch in list(watchers):
+                # It may have ended, or begun again, since the change was made.
+                if watchers.get(watch, change.revision) < change.revision:
+                    watch[0].on_change(watch[1], change)
+                yield 1
+            target.pending.popleft()
 
     def _covering(self, key: bytes) -> Iterator[_Target]:
         if (target := self.targets.get((key, False))) is not None:

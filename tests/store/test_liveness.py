@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused
-from elastic_aio.store import ChangeKind, RemoteStore, StoreServer, connect, wire
+from elastic_aio.store import ChangeKind, KeyspaceLimits, RemoteStore, StoreServer, connect, wire
 from elastic_aio.store.lease_table import LeaseHolder, LeaseTable
+from elastic_aio.store.limits import Work
+from elastic_aio.store.replies import CHANGE_DELETED
 from elastic_aio.store.wire import RequestReader, WireLimits
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
@@ -280,10 +282,14 @@ class RecordingHolder(LeaseHolder):
         self.ended.append(b"notified")
 
 
+def lease_table(remove: Callable[[bytes, int], object]) -> LeaseTable:
+    return LeaseTable(remove, KeyspaceLimits(leases=10), Work())
+
+
 @pytest.mark.parametrize("ended_at", [100.0, 109.9])
 def test_a_pause_extends_a_linger_by_what_the_server_missed(ended_at: float) -> None:
     """The connection ended just before the pause of 9 s, or its end was read just after it."""
-    leases, holder = LeaseTable(lambda key: None, 10), RecordingHolder([])
+    leases, holder = lease_table(lambda key, kind: None), RecordingHolder([])
     leases.grant(holder, None, b"lease", 2.0, 0.5, 99.0)
     leases.forget(holder, ended_at)
     leases.extend_all(9.0, 110.0)
@@ -293,7 +299,7 @@ def test_a_pause_extends_a_linger_by_what_the_server_missed(ended_at: float) -> 
 def test_a_pause_extends_leases_by_itself_only() -> None:
     """A lease with a holder and a lingering one; a holder that was heard since gets no more."""
     ended: list[bytes] = []
-    table = LeaseTable(ended.append, 10)
+    table = lease_table(lambda key, _: ended.append(key))
     one, two, three = (RecordingHolder(ended) for _ in range(3))
     for holder, name in ((one, b"1"), (two, b"2"), (three, b"3")):
         table.grant(holder, None, name, 5.0, 1.0, 100.0)
@@ -319,7 +325,7 @@ def test_a_pause_extends_leases_by_itself_only() -> None:
 def test_a_store_that_pauses_again_and_again_expires_a_lease() -> None:
     """Paused for 2.2 s in every 4: a lease of 5 s ends in the third period."""
     ended: list[bytes] = []
-    table = LeaseTable(ended.append, 10)
+    table = lease_table(lambda key, _: ended.append(key))
     table.grant(RecordingHolder(ended), None, b"1", 5.0, 0.0, 0.0)
     now = 0.0
     while not ended:
@@ -331,12 +337,12 @@ def test_a_store_that_pauses_again_and_again_expires_a_lease() -> None:
 
 def test_ended_leases_leave_nothing() -> None:
     """Not even in the heap, where a lease of a month would stay for a month."""
-    table = LeaseTable(lambda key: None, 10)
+    table = lease_table(lambda key, kind: None)
     for number in range(1000):
         table.grant(RecordingHolder([]), None, b"%d" % number, 2e6, 0.0, 0.0)
         lease = table.find(b"%d" % number)
         assert lease is not None
-        table.release(lease)
+        table.release(lease, CHANGE_DELETED)
     assert len(table._heap) < 100
 
 

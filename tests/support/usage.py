@@ -13,7 +13,8 @@ def counted(keyspace: Keyspace) -> int:
         TARGET + len(key) + sum(ENTRY + len(item) for item in queue)
         for key, queue in keyspace._queues.items()
     )
-    waiters = {waiter for waiters in keyspace.waits.by_key.values() for waiter in waiters}
+    tables = (keyspace.waits.by_key, keyspace.waits.by_queue)
+    waiters = {waiter for table in tables for waiters in table.values() for waiter in waiters}
     targets = sum(TARGET + len(key) for key, _ in keyspace.watches.targets)
     return values + queues + sum(waiter.size for waiter in waiters) + targets
 
