@@ -173,13 +173,14 @@ class Work:
         if self.left <= 0 and self._on_spent is not None:
             self.later.append(parts)
             return
-        units = 0
+        # What the parts themselves spend counts too.
+        least = self.left - self._at_once
         for part in parts:
-            units += part
-            if units >= self._at_once:
+            self.left -= part
+            if self.left <= least:
                 self.later.append(parts)
                 break
-        self.spend(units)
+        self.spend(0)
 
     def step(self) -> bool:
         """Carry out some of what was left for later, all in turn; return whether there is more."""

@@ -284,11 +284,11 @@ class Connection(ServerLink, Client):
         """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
-            return self._read_in_parts(self._read_watched(op, key, argument, tag), tag)
+            return self._read_in_parts(op, self._read_watched(op, key, argument, tag), tag)
         if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
             return self._serve_many(op, argument, tag)
         if op == wire.GET_WHEN_SET and len(argument) > KEYS_AT_ONCE:
-            return self._read_in_parts(self._read_values(op, argument, tag), tag)
+            return self._read_in_parts(op, self._read_values(op, argument, tag), tag)
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
@@ -329,21 +329,22 @@ class Connection(ServerLink, Client):
     def _serve_many(self, op: int, keys: Any, tag: int | None) -> Any:
         """Return the result of a request with many keys; PENDING if it is served in parts."""
         if op == wire.LIST_KEYS:
-            return self._read_in_parts(self._read_names(tag), tag)
+            return self._read_in_parts(op, self._read_names(tag), tag)
         if op == wire.MULTI_SET:
             if len(keys) > KEYS_AT_ONCE:
-                return self._read_in_parts(self._write_pairs(keys, tag), tag)
+                return self._read_in_parts(op, self._write_pairs(keys, tag), tag)
             return self._server.keyspace.multi_set(b"", keys)
         if len(keys) > KEYS_AT_ONCE:
-            return self._read_in_parts(self._read_values(op, keys, tag), tag)
+            return self._read_in_parts(op, self._read_values(op, keys, tag), tag)
         return self._server.keyspace.multi_get(b"", keys)
 
-    def _read_in_parts(self, parts: Generator[int], tag: int | None) -> object:
+    def _read_in_parts(self, op: int, parts: Generator[int], tag: int | None) -> object:
         """Carry out a request in parts, the last of which replies; later requests wait for it.
 
         Each part yields the number of its keys.
         """
         self._is_reading_keys = True
+        self._is_replying = op != wire.MULTI_SET
         self._transport.pause_reading()
         self._server.loop.call_soon(self._read_part, parts, tag)
         return PENDING
@@ -370,7 +371,7 @@ class Connection(ServerLink, Client):
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
         self._server._flush()
         self._account_partial(0)
-        self._is_reading_keys = False
+        self._is_reading_keys = self._is_replying = False
         later, self._later = self._later, []
         self._append(later)
         self._resume()

@@ -68,6 +68,7 @@ class ServerLink(asyncio.Protocol):
         """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
         self._is_paused = self._is_held = self._is_reading_keys = False
         self._is_postponed = False
+        self._is_replying = False  # in parts; notifications follow the reply
         self.is_gone = False
         self._batches_served = 0
         self._accounted = 0
@@ -126,7 +127,7 @@ class ServerLink(asyncio.Protocol):
         """Queue a notification, which is sent at the end of the present operation."""
         if self.is_gone:
             return
-        if self._is_reading_keys:
+        if self._is_replying:
             self._later += [reply] if isinstance(reply, bytes) else reply
         else:
             self._out_size += self._append(reply)
