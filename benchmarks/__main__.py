@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import engines, failure, functions, nodes, output, scale, start, store
+from benchmarks import engines, failure, functions, neighbours, nodes, output, scale, start, store
 from benchmarks.launchers import Launcher, describe_host, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
 from tests.support.leaks import begin_session
@@ -34,6 +34,7 @@ _STORE: dict[str, _Row] = {
     "store-client": store.store_client,
     "store-idle": store.store_idle,
     "store-init": store.store_init,
+    "store-neighbours": neighbours.store_neighbours,
 }
 _ENGINES: dict[str, _Row] = {
     "engine-round": engines.round,
