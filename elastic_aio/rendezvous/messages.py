@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Self, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
@@ -75,13 +75,14 @@ class MemberPhase(StrEnum):
     """All workers of the round have succeeded."""
 
 
-class MemberStatus(Struct, frozen=True, kw_only=True):
+class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole state of a member.
 
     A flat record on the wire, hence its 30 fields: each changes on its own, and readers
-    need all of them together.
+    need all of them together.  One that has its default is not written.
 
     Attributes:
+        protocol: always written: the default of another version is another one.
         serial: grows with each status of the member.
         address: where other nodes reach it.
         port: reserved there for the workers of the next round.
@@ -109,7 +110,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
             nodes of a host, and another one after its clock was set.
     """
 
-    protocol: int = PROTOCOL
+    protocol: int = field(default_factory=lambda: PROTOCOL)
     serial: int
     node: NodeInfo
     address: str

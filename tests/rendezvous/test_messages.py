@@ -46,6 +46,14 @@ def placement(nodes: int, group_rank: int) -> Placement:
     return Placement(3, "2.host-1", 3, 1, 2, spans[group_rank], "10.0.0.1", 40_000)
 
 
+def test_defaults_are_not_written() -> None:
+    """All nodes write their statuses at once; but which version wrote one is always there."""
+    text = encode(replace(PLAIN, policy={}))
+    assert len(text) < 256
+    assert {"protocol", "serial", "node"} <= json.loads(text).keys()
+    assert decode_status(text) == PLAIN
+
+
 def huge(text: str) -> Failure:
     """Return a failure with much text of one kind."""
     error = WorkerError(text * 30_000, text * 300_000, 1.0, text * 5000)
