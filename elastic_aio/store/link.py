@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from elastic_aio.aio import Notifier
 from elastic_aio.store import wire
-from elastic_aio.store.sockets import discard_unsent
+from elastic_aio.store.sockets import discard_unsent, limit_read_size
 
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose reply can only be parsed with the number of keys of the request."""
@@ -55,6 +55,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        limit_read_size(transport)
 
     def hand_over(self, other: Link) -> None:
         """Make `other` the protocol of this connection."""

@@ -13,6 +13,7 @@ from elastic_aio.store.keyspace import PENDING, Client
 from elastic_aio.store.limits import KEYS_AT_ONCE, OperationRefused, in_parts
 from elastic_aio.store.replies import ENCODER_OF, HelloReply, Pieces, RawChange, tagged
 from elastic_aio.store.server_link import FLUSH_SIZE, ConnectionServer, ServerLink
+from elastic_aio.store.sockets import limit_read_size
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
 _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
@@ -23,6 +24,10 @@ _STRANGER_BYTES: Final = 4096
 
 # For the many watches of one change, one after another.
 _encode_change = lru_cache(maxsize=1)(replies.encode_change)
+
+
+_SHORT: Final = 4096
+"""Bytes of a value that the first message of its watch has at once, as most have."""
 
 
 class Connection(ServerLink, Client):
@@ -40,6 +45,7 @@ class Connection(ServerLink, Client):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        limit_read_size(transport)
         if not self._server._admit(self):
             self.drop("is one connection too many")
             return
@@ -283,6 +289,10 @@ class Connection(ServerLink, Client):
     def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
         """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
+        if op == wire.WATCH_KEY and argument < 0 and len(keyspace.get(key)) <= _SHORT:
+            snapshot = keyspace.watch(self, tag, key, argument, is_prefix=False)
+            self._append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
+            return PENDING
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             return self._read_in_parts(op, self._read_watched(op, key, argument, tag), tag)
         if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
@@ -292,6 +302,8 @@ class Connection(ServerLink, Client):
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
+            if op in (wire.LEASED_SET, wire.LEASED_COMPARE_SET):
+                return result  # no deadline has changed
         elif op == wire.CANCEL:
             result = int(keyspace.cancel(self, argument))
         elif op == wire.PING:

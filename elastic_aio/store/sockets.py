@@ -31,6 +31,9 @@ _USER_TIMEOUT_MAX: Final = 2**31 - 1
 
 _LINGER_0: Final = struct.pack("ii", 1, 0)
 
+_READ_SIZE: Final = 64 << 10
+"""Bytes of one read: half of what malloc(3) maps instead, see mallopt(3)."""
+
 _TCP_LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp, proc_net_tcp(5)."""
 
@@ -52,6 +55,15 @@ def discard_unsent(sock: Any) -> None:
     """
     with contextlib.suppress(OSError):  # it has been closed
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+
+
+def limit_read_size(transport: Any) -> None:
+    """Let asyncio read into buffers that malloc(3) takes from its heap.
+
+    Its own, of 256 KiB, are mapped and unmapped for each read.  uvloop has one for all reads.
+    """
+    if hasattr(transport, "max_size"):
+        transport.max_size = _READ_SIZE
 
 
 def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:

@@ -665,3 +665,44 @@ def test_a_request_with_many_keys_is_parsed_in_parts() -> None:
     assert [request[0] for request in requests] == [wire.CHECK, wire.PING]
     assert requests[0][2] == keys
     assert parts == 3
+
+
+async def test_a_short_value_is_watched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading is not paused for it, which costs two system calls of each node of a job."""
+    parts: list[int] = []
+    read_in_parts = Connection._read_in_parts
+
+    def count(connection: Connection, *args: Any) -> object:
+        parts.append(1)
+        return read_in_parts(connection, *args)
+
+    monkeypatch.setattr(Connection, "_read_in_parts", count)
+    async with StoreServer() as server, connect(server.endpoint) as client:
+        await client.set("short", b"x" * 4096)
+        await client.set("long", b"x" * 4097)
+        for key in ("none", "short"):
+            async with client.watch(key) as watch:
+                assert watch.present == ({} if key == "none" else {key: b"x" * 4096})
+                assert not parts
+                await client.set(key, b"y")
+                assert (await anext(watch)).value == b"y"
+        async with client.watch("long") as watch:
+            assert len(watch.present["long"]) == 4097
+            assert parts
+
+
+async def test_a_read_is_no_larger_than_the_heap_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger buffers would be mapped and unmapped for each request."""
+    sizes: list[int] = []
+    receive = Connection.data_received
+
+    def note(connection: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", note)
+    async with StoreServer() as server, connect(server.endpoint) as client:
+        await client.set("key", b"x" * (4 << 20))
+        assert await client.get("key") == b"x" * (4 << 20)
+    if isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop):
+        assert max(sizes) <= 64 << 10
