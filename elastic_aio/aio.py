@@ -294,9 +294,9 @@ def create_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asynci
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended; their exceptions are dropped."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    pending = [task for task in tasks if task.cancel()]
+    if pending:
+        await asyncio.wait(pending)
     for task in tasks:
         if not task.cancelled():
             task.exception()

@@ -126,6 +126,8 @@ class Dialer:
             raise StoreNotFound("its name has no address")
         # The certificate must have the name of the host.
         tls = None if self._spec.tls is None else self._spec.tls.for_host(host)
+        if len(addresses) == 1:
+            return await self._handshake(addresses[0], tls)
         tasks = [create_task(self._handshake(one, tls)) for one in addresses[:_ADDRESSES_MAX]]
         try:
             best = await _first_handshake(tasks)

@@ -184,7 +184,8 @@ class StoreLocator:
 
         Cancellation: raised after everything is closed.
         """
-        await run_shielded(self._close)
+        if self._store is not None or self._server is not None:
+            await run_shielded(self._close)
 
     def _check_certificates(self, tls: TlsSpec) -> None:
         from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only

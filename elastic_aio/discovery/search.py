@@ -233,7 +233,7 @@ class EndpointSearch:
         """
         began, elapsed = self._loop.time(), self._elapsed
         left = min(until, self._timeout, self._notice_at) - elapsed
-        if until < math.inf:
+        if until < math.inf and self._is_host is not False:
             left = min(left, _STEP_MAX)
         due = began + max(left, _STEP_MIN)
         with contextlib.suppress(TimeoutError):

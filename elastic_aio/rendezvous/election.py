@@ -209,6 +209,8 @@ async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
 
     Of several that end at once, one that has failed is preferred: its error says why.
     """
+    if len(work) == 1:
+        return await work[0]
     tasks = [create_task(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
