@@ -116,6 +116,7 @@ class StoreServer:
         self._handlers = list(self.keyspace.handlers)
         self._handlers[wire.CHECK] = self._check
         self._dirty: list[ServerLink] = []
+        self._is_flushing = False
         self._postponed: list[ServerLink] = []
         self._has_later = False
         self.buffers = Buffers()
@@ -284,17 +285,22 @@ class StoreServer:
             most.drop("does not read its replies, or sends parts of requests, and holds the most")
 
     def _flush(self) -> None:
-        """Write the notifications that operations have queued on other connections.
+        """Write the notifications that operations queue on other connections, once a turn.
 
         What operations have left for later is carried out in the next iterations of the loop.
         """
-        if self._dirty:
-            dirty, self._dirty = self._dirty, []
-            for connection in dirty:
-                connection.flush()
+        if self._dirty and not self._is_flushing:
+            self._is_flushing = True
+            self.loop.call_soon(self._flush_now)
         if (self._postponed or self.keyspace.work.later) and not self._has_later:
             self._has_later = True
             self.loop.call_soon(self._work_later)
+
+    def _flush_now(self) -> None:
+        self._is_flushing = False
+        dirty, self._dirty = self._dirty, []
+        for connection in dirty:
+            connection.flush()
 
     def _work_later(self) -> None:
         """Carry out some of what was left for later; when nothing is, serve who caused it."""

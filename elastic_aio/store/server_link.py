@@ -130,10 +130,10 @@ class ServerLink(asyncio.Protocol):
         if self._is_replying:
             self._later += [reply] if isinstance(reply, bytes) else reply
         else:
-            self._out_size += self._append(reply)
-            if self._out_size < FLUSH_SIZE:
+            if not self._out_size:
                 self._server._dirty.append(self)
-            else:
+            self._out_size += self._append(reply)
+            if self._out_size >= FLUSH_SIZE:
                 self.flush()
 
     def flush(self) -> bool:

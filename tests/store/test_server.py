@@ -706,3 +706,36 @@ async def test_a_read_is_no_larger_than_the_heap_serves(monkeypatch: pytest.Monk
         assert await client.get("key") == b"x" * (4 << 20)
     if isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop):
         assert max(sizes) <= 64 << 10
+
+
+async def test_keys_of_a_lease_are_set_together() -> None:
+    """The orders of a coordinator for a thousand members are no thousand tasks."""
+    async with StoreServer() as server, connect(server.endpoint) as client:
+        async with client.prefixed("run").lease(60) as lease:
+            before = len(asyncio.all_tasks())
+            values = {f"o/{number}": f"{number}" for number in range(1000)}
+            setting = asyncio.create_task(lease.set_all(values))
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) <= before + 1
+            await setting
+            assert await client.multi_get(["run/o/0", "run/o/999"]) == [b"0", b"999"]
+        with pytest.raises(StoreRefused, match="the lease has ended"):
+            await lease.set_all({"o/0": "again"})
+        assert await client.peek("run/o/0") is None
+
+
+async def test_many_changes_of_one_moment_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand members write their statuses at once, and the coordinator watches them all."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(StoreServer())
+        clients = [await stack.enter_async_context(connect(server.endpoint)) for _ in range(20)]
+        reader = await stack.enter_async_context(connect(server.endpoint))
+        watch = await stack.enter_async_context(reader.watch("t/", is_prefix=True))
+        (watching,) = (one for one in server._connections if one.watches)
+        writes: list[bool] = []
+        flush = watching.flush
+        monkeypatch.setattr(watching, "flush", lambda: writes.append(flush()))
+        await asyncio.gather(*(one.set(f"t/{at}", "x") for at, one in enumerate(clients)))
+        for _ in clients:
+            await anext(watch)
+        assert len(writes) <= 10
