@@ -3,10 +3,11 @@
 The agents, the store and the coordinator are the shipped ones (see `elastic_aio.testing`); the
 hosts, the network and the workers are simulated, and every step is checked.  No other process
 takes part, so that the time of one agent is measured without that of all other agents and of the
-simulator.  It is the time of a wall clock: on a busy host more than the processor's.
+simulator.  A processor's clock takes too long to read, so that a wall clock is read, and the
+share of it in which this process had a processor is taken from the whole phase.
 
 `form COUNT` forms a round of so many nodes, loses one and forms another.  Prints for each of both
-rounds the seconds that the agent computes which serves the store and coordinates, how many of
+rounds the processor's seconds of the agent which serves the store and coordinates, how many of
 them the coordinator's decisions took, and the messages and bytes that each node has exchanged
 with the store.
 
@@ -68,6 +69,7 @@ class Meter:
         self.messages = 0
         self.bytes = 0
         self._checks = 0.0
+        self._began = time.process_time(), time.perf_counter()
         self._patches = contextlib.ExitStack()
         run, send = SimProcess._run, SimTransport._send
         check, decide = SimStore.on_change, coordinator.decide
@@ -116,9 +118,12 @@ class Meter:
 
     def take(self, nodes: int) -> dict[str, float]:
         """Return what was measured since the last call."""
+        began, self._began = self._began, (time.process_time(), time.perf_counter())
+        share = (self._began[0] - began[0]) / (self._began[1] - began[1])
         figures = {
-            "agent": self.agent,
-            "decisions": self.decisions,
+            "share": share,
+            "agent": self.agent * share,
+            "decisions": self.decisions * share,
             "decided": self.decided,
             "messages": self.messages / nodes,
             "bytes": self.bytes / nodes,

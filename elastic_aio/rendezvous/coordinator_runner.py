@@ -189,8 +189,8 @@ class CoordinatorRunner:
         # All at once: the connection pipelines them.  A round is recorded before it is
         # ordered.  A member that has left may be back, so its last order is deleted first.
         deletes = [store.delete(f"o/{name}") for name in departed]
-        sets = lease.set_all({f"o/{name}": encode(order) for name, order in orders.items()})
-        await asyncio.gather(*records, *deletes, sets)
+        sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
+        await asyncio.gather(*records, *deletes, *sets)
         outcome = self._coordinator.outcome
         if outcome is not None and any(isinstance(one, JobFinished) for one in effects):
             # The store has accepted the orders, so no other leader has ended the job.

@@ -170,8 +170,7 @@ class Store(abc.ABC):
         """
         check_number("ttl", ttl, at_least=self._min_ttl)
         check_number("linger", linger, at_least=0)
-        terms = min(ttl, 1e6), min(linger, 1e6)
-        return _LeaseBlock(self, Lease(self.call, self.change_all, self._prefix, *terms))
+        return _LeaseBlock(self, Lease(self.call, self._prefix, min(ttl, 1e6), min(linger, 1e6)))
 
     def watch(self, name: str, *, is_prefix: bool = False) -> AbstractAsyncContextManager[Watch]:
         """Watch a key, or all keys that begin with `name`.
@@ -208,10 +207,6 @@ class Store(abc.ABC):
 
         Cancellation: withdraws a wait; the store stays usable.
         """
-
-    async def change_all(self, requests: list[tuple[int, bytes, Any]]) -> None:
-        """Carry out requests without a result, which are sent together and in order."""
-        await asyncio.gather(*(self.call(*request) for request in requests))
 
     @abc.abstractmethod
     async def _grant(self, lease: Lease) -> None:
@@ -298,9 +293,6 @@ class PrefixedStore(Store):
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         return await self._store.call(op, key, argument)
-
-    async def change_all(self, requests: list[tuple[int, bytes, Any]]) -> None:
-        await self._store.change_all(requests)
 
     async def _grant(self, lease: Lease) -> None:
         await self._store._grant(lease)

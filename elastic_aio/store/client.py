@@ -224,17 +224,6 @@ class RemoteStore(Store):
                     # A plain server refused the additional connection that a wait uses.
                     await asyncio.sleep(_RETRY.delay(attempt, random.random))
 
-    async def change_all(self, requests: list[tuple[int, bytes, Any]]) -> None:
-        link = self._link
-        if not isinstance(link, TaggedLink):
-            await super().change_all(requests)
-            return
-        try:
-            await link.call_all(requests)
-        except LinkLost as error:
-            lost = StoreLost(f"{error}; the changes may have been made or not")
-            raise self._error or lost from None
-
     # Leases and watches.
 
     async def _grant(self, lease: Lease) -> None:

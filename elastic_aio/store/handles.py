@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -99,14 +99,12 @@ class Lease:
     def __init__(
         self,
         call: Callable[[int, bytes, Any], Awaitable[Any]],
-        change_all: Callable[[list[tuple[int, bytes, Any]]], Awaitable[None]],
         prefix: str,
         ttl: float,
         linger: float,
     ) -> None:
         """Create a lease that the store of `call` has not granted yet; times in seconds."""
         self._call = call
-        self._change_all = change_all
         self._prefix = prefix
         self.ttl = ttl
         self.linger = linger
@@ -130,16 +128,6 @@ class Lease:
         """
         argument = [wire_value(value), self.lease_id]
         await self._call(wire.LEASED_SET, wire_key(key, self._prefix), argument)
-
-    async def set_all(self, values: Mapping[str, Value]) -> None:
-        """Do `set` for many keys, in one turn of the loop."""
-        prefix, lease_id = self._prefix, self.lease_id
-        await self._change_all(
-            [
-                (wire.LEASED_SET, wire_key(key, prefix), [wire_value(value), lease_id])
-                for key, value in values.items()
-            ]
-        )
 
     async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Do `Store.compare_set`; if it stores the key, that is deleted when the lease ends.

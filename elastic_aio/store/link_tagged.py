@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elastic_aio.aio import set_result_if_pending, when_all_done
+from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import replies, wire
 from elastic_aio.store.handles import Lease, Watch
@@ -136,21 +136,6 @@ class TaggedLink(Link):
             elif op in _WAITS:
                 self._post(wire.CANCEL, b"", tag)
             raise
-
-    async def call_all(self, requests: list[tuple[int, bytes, Any]]) -> None:
-        """Carry out requests without a result, all of which are sent now, in order.
-
-        Cancellation: withdraws none.
-
-        Raises:
-            LinkLost, StoreRefused: as for `call`; the first that was.
-        """
-        while self._is_write_paused:
-            await self._write_resumed.wait()
-        futures = [self._request(*request)[1] for request in requests]
-        await when_all_done(futures)
-        for future in futures:
-            future.result()
 
     async def watch(self, watch: Watch) -> None:
         """Feed `watch` from now on; return when it has got its snapshot.

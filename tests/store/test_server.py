@@ -708,22 +708,6 @@ async def test_a_read_is_no_larger_than_the_heap_serves(monkeypatch: pytest.Monk
         assert max(sizes) <= 64 << 10
 
 
-async def test_keys_of_a_lease_are_set_together() -> None:
-    """The orders of a coordinator for a thousand members are no thousand tasks."""
-    async with StoreServer() as server, connect(server.endpoint) as client:
-        async with client.prefixed("run").lease(60) as lease:
-            before = len(asyncio.all_tasks())
-            values = {f"o/{number}": f"{number}" for number in range(1000)}
-            setting = asyncio.create_task(lease.set_all(values))
-            await asyncio.sleep(0)
-            assert len(asyncio.all_tasks()) <= before + 1
-            await setting
-            assert await client.multi_get(["run/o/0", "run/o/999"]) == [b"0", b"999"]
-        with pytest.raises(StoreRefused, match="the lease has ended"):
-            await lease.set_all({"o/0": "again"})
-        assert await client.peek("run/o/0") is None
-
-
 async def test_many_changes_of_one_moment_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand members write their statuses at once, and the coordinator watches them all."""
     async with contextlib.AsyncExitStack() as stack:
