@@ -1,7 +1,8 @@
 """A network in virtual time: delays, partitions and broken connections, as TCP shows them.
 
-A blocked direction holds data back, in order, until it is open again.  A connection of
-which the other kernel acknowledges nothing ends by TCP_USER_TIMEOUT, tcp(7).  The kernel of
+What a blocked direction drops is sent again when it is open, after the pauses of TCP, and what
+follows on the connection waits for it: a stream has no gaps.  A connection of which the other
+kernel acknowledges nothing ends by TCP_USER_TIMEOUT, tcp(7).  The kernel of
 a suspended host answers; one without power does not, and has forgotten all when it is back.
 """
 
@@ -25,6 +26,9 @@ _LOCAL_DELAY: Final = 0.0001
 _SYN_REPEAT: Final = 1.0
 """Seconds until the kernel repeats the first packet of a connection, then twice as many."""
 
+_RESEND: Final = 0.2, 120.0
+"""Seconds until the kernel repeats other packets, then twice as many; and the longest pause."""
+
 _PORTS: Final = (32768, 61000)
 """The range of free ports."""
 
@@ -47,7 +51,7 @@ class Network:
         self.on_accepted: Callable[[Listener, object], None] = lambda listener, protocol: None
         """Called with the protocol of each connection that a server has accepted."""
         self.repaired_at = 0.0
-        """When the last data arrives that a partition has held back."""
+        """When the last data that a partition has held back is sent again, or arrives."""
         self._delay = delay
         self._blocked: set[tuple[str, str]] = set()
 
@@ -85,7 +89,7 @@ class Network:
         self._blocked |= {(one, other) for one in senders for other in receivers if one != other}
 
     def heal(self) -> None:
-        """Let all packets pass again, and deliver what was held back."""
+        """Let all packets pass again; the kernels will soon repeat what was dropped."""
         self._blocked.clear()
         for connection in list(self.connections):
             connection.send_again()
@@ -161,6 +165,16 @@ class Network:
             listener.waiting.append(far)  # by the kernel, also of a suspended host
             listener.loop.receive(listener.on_connection)
         self.time.at(self.arrival(host, loop.host), loop.receive, _finish, done, error)
+
+
+def next_attempt(since: float, now: float) -> float:
+    """Return when a packet that was dropped at `since`, and ever since, is sent after `now`."""
+    pause, longest = _RESEND
+    when = since + pause
+    while when <= now:
+        pause = min(2 * pause, longest)
+        when += pause
+    return when
 
 
 def _finish(connected: asyncio.Future[None], error: OSError | None) -> None:
@@ -252,7 +266,6 @@ class SimTransport(asyncio.Transport):
         self._unsent: list[bytes] = []
         self._held: list[Segment] = []
         self._last_arrival = 0.0
-        self._discarded_at = math.inf  # when the kernel has dropped what it had not sent
         self._stuck_since: float | None = None
         network.connections[self] = None
         loop.files[self] = None
@@ -276,14 +289,11 @@ class SimTransport(asyncio.Transport):
         if not is_answered:
             self._time_out()
 
-    def _transmit(self, peer: SimTransport, segment: Segment, late: float = 0.0) -> None:
+    def _transmit(self, peer: SimTransport, segment: Segment) -> None:
         # Segments of one direction keep their order.
-        arrival = self._network.arrival(self.loop.host, peer.loop.host) + late
+        arrival = self._network.arrival(self.loop.host, peer.loop.host)
         self._last_arrival = max(arrival, self._last_arrival)
-        if late:
-            self._network.repaired_at = max(self._last_arrival, self._network.repaired_at)
-        call = peer.loop.receive, peer._on_segment, segment, self._network.time.now + late
-        self._network.time.at(self._last_arrival, *call)
+        self._network.time.at(self._last_arrival, peer.loop.receive, peer._on_segment, segment)
 
     def _time_out(self) -> None:
         """End the connection unless the other kernel answers in time."""
@@ -299,21 +309,28 @@ class SimTransport(asyncio.Transport):
             self.loop.receive(self._lose, error)
 
     def send_again(self) -> None:
-        """Send what was held back, if it arrives now."""
-        since, self._stuck_since = self._stuck_since, None
-        held, self._held = self._held, []
-        network, peer = self._network, self.peer
-        if peer is None:
+        """Let the kernel send what was dropped, at its next attempt."""
+        since, network = self._stuck_since, self._network
+        if since is None or self.peer is None:
             return
-        is_open = network.is_open(self.loop.host, peer.loop.host) and peer._has_power
-        # The kernel's pauses grow: the next attempt is as far away as the last one at most.
-        late = 0.0 if since is None else network.random.random() * (network.time.now - since)
+        if self._held:
+            when = next_attempt(since, network.time.now)
+            network.repaired_at = max(when, network.repaired_at)
+            network.time.at(when, self._on_attempt, self.peer, since)
+        elif self.peer._has_power:
+            self._stuck_since = None
+
+    def _on_attempt(self, peer: SimTransport, since: float) -> None:
+        network, near, far = self._network, self.loop.host, peer.loop.host
+        if self._stuck_since != since or not network.is_open(near, far):
+            return  # the connection has timed out, or this packet was dropped too
+        if network.is_open(far, near):
+            self._stuck_since = None
+        held, self._held = self._held, []
         for segment in held:
-            if is_open:
-                self._transmit(peer, segment, late)
-            else:
-                self._send(segment)
-        if self._is_closing and not self._held:
+            self._send(segment)
+        network.repaired_at = max(self._last_arrival, network.repaired_at)
+        if self._is_closing:
             self._forget()
 
     def reset(self) -> None:
@@ -337,8 +354,9 @@ class SimTransport(asyncio.Transport):
         if not self._held:
             self._network.connections.pop(self, None)
 
-    def _on_segment(self, segment: Segment, sent_at: float = 0.0) -> None:
-        if self._is_closing or (self.peer is not None and sent_at > self.peer._discarded_at):
+    def _on_segment(self, segment: Segment) -> None:
+        if self._is_closing:
+            self._refuse(segment)
             return
         protocol = cast("asyncio.Protocol | None", self._protocol)
         if isinstance(segment, OSError):
@@ -349,6 +367,15 @@ class SimTransport(asyncio.Transport):
             protocol.data_received(segment)
         elif not protocol.eof_received():
             self.close()
+
+    def _refuse(self, segment: Segment) -> None:
+        """Answer data with a reset: the kernel knows no such connection any more."""
+        peer, network, near = self.peer, self._network, self.loop.host
+        if peer is None or not isinstance(segment, bytes):
+            return
+        if network.is_open(near, peer.loop.host):
+            when = network.arrival(near, peer.loop.host)
+            network.time.at(when, peer.loop.receive, peer._lose, None)
 
     def _lose(self, error: OSError | None) -> None:
         if not self._is_closing:
@@ -412,7 +439,6 @@ class SimTransport(asyncio.Transport):
                 self.user_timeout = value / 1000
             case socket.SOL_SOCKET, socket.SO_LINGER:  # and it is closed now
                 self._held.clear()
-                self._discarded_at = self._network.time.now
 
     def _hang_up(self, segment: OSError | None) -> None:
         self._is_closing = True

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.testing.network import Network
+from elastic_aio.testing.network import Network, next_attempt
 from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.virtual_time import VirtualTime
 
@@ -92,6 +92,72 @@ def test_a_connection_that_lingers_not_drops_what_it_has_not_sent() -> None:
     pair.network.heal()
     pair.run(10)
     assert pair.server.received == b""
+
+
+def test_a_packet_that_was_dropped_is_repeated_after_the_pauses_of_tcp() -> None:
+    """0.2 s, then twice as many each time; two minutes at most."""
+    attempts = [next_attempt(10.0, now) for now in (10.0, 10.2, 10.5, 11.3, 13.0)]
+    assert attempts == pytest.approx([10.2, 10.6, 10.6, 11.4, 16.2])
+    assert next_attempt(0.0, 1000.0) - next_attempt(0.0, 880.0) == pytest.approx(120.0)
+
+
+def test_a_stream_has_no_gap() -> None:
+    """What is written after the end of a partition waits for what the partition has dropped."""
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.write(b"dropped,")
+    pair.run(10)
+    pair.network.heal()
+    pair.write(b"then written")
+    pair.run(1)
+    assert pair.server.received == b""
+    pair.network.block("a", "b")  # the next attempt is dropped too
+    pair.run(10)
+    pair.network.heal()
+    pair.run(20)
+    assert pair.server.received == b"dropped,then written"
+
+
+def test_a_connection_that_is_discarded_delivers_nothing_after_a_gap() -> None:
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.write(b"dropped")
+    pair.run(10)
+    pair.network.heal()
+    pair.write(b"then written")
+    pair.run(0.001)
+    transport = pair.client.transport
+    transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"")
+    pair.near.run(transport.abort)
+    pair.run(20)
+    assert pair.server.received == b""
+    assert [type(error) for error in pair.server.ended] == [ConnectionResetError]
+
+
+def test_a_connection_may_time_out_between_a_partition_and_the_next_attempt() -> None:
+    """The server's end has a limit of 5 s, and repeats at 3 and at 6.2 s."""
+    pair = Pair()
+    pair.network.block("b", "a")
+    pair.far.run(pair.server.transport.write, b"hello")
+    pair.run(3.5)
+    pair.network.heal()
+    pair.run(2)
+    assert pair.client.received == b""
+    assert [type(error) for error in pair.server.ended] == [TimeoutError]
+
+
+def test_data_for_a_connection_that_has_ended_is_answered_with_a_reset() -> None:
+    """The first reset was dropped; a kernel does not repeat one."""
+    pair = Pair()
+    pair.network.block("a", "b")
+    pair.near.run(pair.client.transport.abort)
+    pair.client.transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"")
+    pair.network.heal()
+    pair.run(1)
+    assert not pair.server.ended
+    pair.far.run(pair.server.transport.write, b"hello")
+    pair.run(1)
+    assert [type(error) for error in pair.server.ended] == [ConnectionResetError]
 
 
 def test_a_connection_without_acknowledgement_times_out() -> None:
