@@ -13,7 +13,8 @@
 
 `Simulation` has the steps (kill, suspend, partition, ...), `WorkerBehavior` says what the
 workers of a node do, and `SimNode` is one node.  Every step is checked; `InvariantViolated`
-is raised with a trace.  `run_random_scenario` plays a random scenario with many faults.
+is raised with a trace.  `run_random_scenario` plays a random scenario with many faults, and
+`search_scenarios` plays many, each one after what the former ones have reached.
 
 The names are loaded on first use.
 """
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from elastic_aio.testing.agent import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
+    from elastic_aio.testing.search import search_scenarios as search_scenarios
     from elastic_aio.testing.simulation import Simulation as Simulation
     from elastic_aio.testing.trace import InvariantViolated as InvariantViolated
 else:
@@ -37,6 +39,7 @@ else:
             "elastic_aio.testing.agent": "WorkerBehavior",
             "elastic_aio.testing.node": "SimNode",
             "elastic_aio.testing.scenarios": "run_random_scenario",
+            "elastic_aio.testing.search": "search_scenarios",
             "elastic_aio.testing.simulation": "Simulation",
             "elastic_aio.testing.trace": "InvariantViolated",
         },

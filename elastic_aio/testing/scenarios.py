@@ -41,18 +41,21 @@ def run_random_scenario(
         InvariantViolated: an invariant does not hold, or the nodes do not come together.
     """
     scenario = Scenario(seed, spec, exit_codes)
-    with scenario.sim:
-        scenario.inject_faults()
-        scenario.recover()
-        scenario.finish()
+    scenario.play()
     return scenario.sim
 
 
 class Scenario:
     """One random scenario: faults, recovery, and the end."""
 
-    def __init__(self, seed: int, spec: LaunchSpec | None, exit_codes: Sequence[int]) -> None:
-        """Choose the hosts, and a job if there is none."""
+    def __init__(
+        self,
+        seed: int,
+        spec: LaunchSpec | None,
+        exit_codes: Sequence[int],
+        random: Random | None = None,
+    ) -> None:
+        """Choose the hosts, and a job if there is none; `random` is all that it draws."""
         if spec is not None and checked_part("spec", spec, LaunchSpec).nnodes.maximum < 2:
             problem = "must be at least 2 in a random scenario"
             raise SpecError("nnodes", spec.nnodes.maximum, problem)
@@ -61,7 +64,7 @@ class Scenario:
             raise SpecError("exit_codes", exit_codes, "must not be empty")
         for code in self._exit_codes:
             checked_exit_code("exit_codes", code, at_least=1)
-        self._random = random = Random(f"scenario {seed}")
+        self._random = random = random or Random(f"scenario {seed}")
         count = random.randint(2, 5) if spec is None else spec.nnodes.maximum
         self._names = names = [f"n{number}" for number in range(count)]
         self._is_static = (
@@ -131,6 +134,14 @@ class Scenario:
         )
 
     # ------------------------------------------------------------------- phases
+
+    def play(self, waves: int = 1) -> None:
+        """Run to the end, after so many waves of faults."""
+        with self.sim:
+            for _ in range(waves):
+                self.inject_faults()
+            self.recover()
+            self.finish()
 
     def inject_faults(self) -> None:
         """Inject random faults, one after the other."""

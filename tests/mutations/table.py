@@ -428,7 +428,7 @@ MUTATIONS: Final = (
         "            if present != self._record:\n",
         "            if present is None:\n",
         "a leader that is deposed ends",
-        _RENDEZVOUS + "test_election.py",
+        _SUCCESSORS + "test_a_leader_whose_record_is_replaced_leads_no_more",
     ),
     Mutation(
         "record-of-a-deposed-leader-wins",
@@ -444,14 +444,6 @@ MUTATIONS: Final = (
         'deletes = [store.delete(f"o/{name}") for name in departed]',
         "deletes = []",
         "the orders for a member that has left are deleted",
-    ),
-    Mutation(
-        "every-departure-is-a-loss",
-        "rendezvous/coordinator_runner.py",
-        "is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync",
-        "is_lost = True",
-        "leaving is not a loss",
-        _RENDEZVOUS + "test_dynamic.py::test_a_node_that_leaves_is_replaced",
     ),
     Mutation(
         "no-departure-is-a-loss",
@@ -579,15 +571,6 @@ MUTATIONS: Final = (
         "            if lease.deadline() > now:\n",
         "            if lease.holder is not None:\n",
         "the lease of a silent holder ends",
-    ),
-    Mutation(
-        "overwritten-key-stays-leased",
-        "store/keyspace.py",
-        "        if self._leased:\n            self.leases.unbind(key)\n        if self._watched:\n"
-        "            self.watches.record(CHANGE_SET",
-        "        if self._watched:\n            self.watches.record(CHANGE_SET",
-        "a key that is written without its lease is released from it",
-        _KEYSPACE + "test_a_lease_expires",
     ),
     Mutation(
         "pause-expires-leases",

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import pytest
 
-from elastic_aio.aio import wait_forever
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
+from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous import failure_detector
 from elastic_aio.rendezvous.base import RoundStopped, StopRound
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
+from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
+from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.messages import DetectorPort, RoundRecord
+from elastic_aio.rendezvous.messages import DetectorPort, LeaderRecord, RoundRecord, encode
 from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import MemoryStore
-from tests.support.coordinator_harness import CoordinatorHarness
+from tests.support.coordinator_harness import CoordinatorHarness, status
 
 
 def test_a_successor_does_not_decide_again_about_a_job_that_has_failed() -> None:
@@ -67,6 +70,35 @@ async def test_a_round_record_never_replaces_that_of_a_later_term(former: int, s
     record = RoundRecord.decode(await store.peek("round"))
     assert record is not None
     assert record.term == stands
+
+
+async def test_a_leader_whose_record_is_replaced_leads_no_more() -> None:
+    """Its lease may live on: another member has replaced a record that it took for an old one."""
+    store, has_ended = MemoryStore(), asyncio.Event()
+    leads = asyncio.Event()
+
+    class Runner:
+        async def run(self, *_: object, **__: object) -> Never:
+            leads.set()
+            try:
+                await wait_forever()
+            finally:
+                has_ended.set()
+
+    settings = RoundSettings(1, 2)
+    located = LocatedStore(cast("Any", store), b"one", "x:1", 0, True, "x")
+    member = Member("a", status("a", settings))
+    runner, detector = cast("CoordinatorRunner", Runner()), FailureDetector()
+    election = Election(located, "run", member, runner, detector, lambda effects: None, Notifier())
+    async with store.lease(5) as lease, store.watch("coordinator") as records:
+        leading = create_task(election.run(store, lease, records))
+        await leads.wait()
+        await store.set("coordinator", encode(LeaderRecord(9, "b", "b", None)))
+        try:
+            async with asyncio.timeout(2):
+                await has_ended.wait()
+        finally:
+            await cancel_and_wait([leading])
 
 
 async def test_a_leader_that_says_nothing_has_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
