@@ -25,29 +25,20 @@ from elastic_aio.testing.trace import InvariantViolated
 _RIVALS: Final = 4
 """Of so many situations, the rarest is returned to."""
 
-_WAVES_MAX: Final = 3
+_WAVES_MAX: Final = 5
 """How often faults are injected into one scenario at most."""
-
-_DECAY: Final = 0.98
-"""By which what a way of variation has found counts less after each of its scenarios."""
 
 _MANY: Final = 3
 """So many members count as any higher number of them."""
 
 
 class Tape(Random):
-    """Random numbers that repeat what was drawn before, and go on with new ones."""
+    """Random numbers that repeat former ones, and go on with new ones."""
 
-    def __new__(cls, *_: object) -> Tape:
-        return super().__new__(cls)
-
-    def __init__(self, draws: Sequence[float], seed: int) -> None:
+    def __init__(self, seed: int, draws: Sequence[float] = ()) -> None:
         """Repeat `draws` first; `seed` is that of all later ones."""
         super().__init__(seed)
-        self.draws = list(draws)
-        """All numbers so far, and those that are still to repeat."""
-        self.used = 0
-        """How many numbers were drawn."""
+        self.draws, self.used = list(draws), 0
 
     def random(self) -> float:
         """Return the next number; all other methods of a `Random` are made from it."""
@@ -59,27 +50,13 @@ class Tape(Random):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What repeats a scenario.
-
-    Attributes:
-        seed: that of its network and its stores.
-        draws: what it draws first.
-        end: seed of what it draws then.
-        waves: how often faults are injected before they are over.
-    """
+    """What repeats a scenario: the seed of its network, and what it draws, to the `end`'s seed."""
 
     seed: int
     draws: tuple[float, ...]
     end: int
     waves: int = 1
-
-
-class ScenarioViolated(InvariantViolated):
-    """An invariant does not hold in a scenario of a search; `recipe` repeats it."""
-
-    def __init__(self, text: str, recipe: Recipe) -> None:
-        super().__init__(text)
-        self.recipe = recipe
+    """How often faults are injected before they are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +70,12 @@ class Found:
 
 @dataclass(slots=True)
 class SearchResult:
-    """What a search has found.
+    """What a search has reached."""
 
-    Attributes:
-        scenarios: how many were played.
-        visits: how many scenarios reached each situation.
-        found: each situation, in the order in which they were reached first.
-    """
-
-    scenarios: int = 0
     visits: dict[Hashable, int] = field(default_factory=dict)
+    """How many scenarios reached each situation."""
     found: list[Found] = field(default_factory=list)
+    """How each situation was reached first, in this order."""
 
 
 def search_scenarios(
@@ -114,25 +86,18 @@ def search_scenarios(
     exit_codes: Sequence[int] = (1, 3),
     is_guided: bool = True,
 ) -> SearchResult:
-    """Play many random scenarios, each one after what the former ones have reached.
+    """Play `count` random scenarios, each one after what the former ones have reached.
 
-    The same arguments give the same scenarios, so a violation is found again by the search that
-    has found it.
-
-    Args:
-        count: of scenarios.
-        seed: of all random numbers.
-        spec: the job, as for `run_random_scenario`.
-        exit_codes: as for `run_random_scenario`.
-        is_guided: False: none is varied, to compare.
+    The same arguments give the same scenarios.  Without `is_guided` none depends on another,
+    to compare; `spec` and `exit_codes` are those of `run_random_scenario`.
 
     Raises:
         SpecError: an argument is not possible.
-        ScenarioViolated: an invariant does not hold in one of them; the message has its number.
+        InvariantViolated: one does not hold; `recipe` repeats the scenario.
     """
     check_number("count", count, at_least=0)
     random, result = Random(f"search {seed}"), SearchResult()
-    # Of each way: how many situations its latest scenarios have found, and how many they were.
+    # Of each way: how many situations its scenarios have found, and how many they were.
     yields = {way: [0.0, 0.0] for way in _WAYS}
     for number in range(count):
         way = _anew
@@ -144,28 +109,23 @@ def search_scenarios(
             recipe, situations = play_recipe(recipe, spec, exit_codes)
         except InvariantViolated as error:
             where = f"scenario {number} of the search with seed {seed}"
-            raise ScenarioViolated(f"{where}: {error}", recipe) from None
+            violated = InvariantViolated(f"{where}: {error}")
+            violated.recipe = recipe
+            raise violated from None
         new = situations.keys() - result.visits.keys()
         for situation, place in situations.items():
             result.visits[situation] = result.visits.get(situation, 0) + 1
             if situation in new:
                 result.found.append(Found(recipe, situation, place))
-        yields[way] = [_DECAY * yields[way][0] + len(new), _DECAY * yields[way][1] + 1]
-        result.scenarios += 1
+        yields[way] = [yields[way][0] + len(new), yields[way][1] + 1]
     return result
 
 
 def play_recipe(
     recipe: Recipe, spec: LaunchSpec | None = None, exit_codes: Sequence[int] = (1, 3)
 ) -> tuple[Recipe, dict[Hashable, int]]:
-    """Play one scenario; return it with all that it drew, and its situations.
-
-    They are in the order in which they were reached, each with how much was drawn before.
-
-    Raises:
-        InvariantViolated: an invariant does not hold.
-    """
-    tape = Tape(recipe.draws, recipe.end)
+    """Play one scenario; return it with all its draws, and how many precede each situation."""
+    tape = Tape(recipe.end, draws=recipe.draws)
     situations: dict[Hashable, int] = {}
     with _observed(situations, tape):
         Scenario(recipe.seed, spec, exit_codes, tape).play(recipe.waves)
@@ -189,34 +149,27 @@ def _rare(random: Random, result: SearchResult) -> Found:
 def _other_end(random: Random, result: SearchResult) -> Recipe:
     """Return to a situation, and go on otherwise, with more faults."""
     found = _rare(random, result)
-    waves = min(found.recipe.waves + random.randrange(2), _WAVES_MAX)
+    waves = min(found.recipe.waves + 1, _WAVES_MAX)
     draws = found.recipe.draws[: found.place]
     return Recipe(found.recipe.seed, draws, random.getrandbits(32), waves)
 
 
-def _other_faults(random: Random, result: SearchResult) -> Recipe:
-    """Draw a few other moments and faults before a situation."""
+def _other_moments(random: Random, result: SearchResult) -> Recipe:
+    """Draw a few moments and faults before a situation otherwise, or a little otherwise.
+
+    Or delay all messages otherwise, so that they cross.
+    """
     found = _rare(random, result)
     draws = list(found.recipe.draws)
     for _ in range(random.randint(1, 4)):
-        draws[random.randrange(found.place or 1)] = random.random()
-    return replace(found.recipe, draws=tuple(draws))
+        place, drawn = random.randrange(found.place or 1), random.random()
+        near = min(draws[place] * random.uniform(0.8, 1.2), 1 - 2**-53)
+        draws[place] = random.choice([drawn, near])
+    seed = random.choice([found.recipe.seed, random.getrandbits(32)])
+    return replace(found.recipe, seed=seed, draws=tuple(draws))
 
 
-def _other_delays(random: Random, result: SearchResult) -> Recipe:
-    """Delay all messages otherwise, so that they cross."""
-    return replace(_rare(random, result).recipe, seed=random.getrandbits(32))
-
-
-def _shifted(random: Random, result: SearchResult) -> Recipe:
-    """Let one moment before a situation come a little earlier or later."""
-    found = _rare(random, result)
-    draws, place = list(found.recipe.draws), random.randrange(found.place or 1)
-    draws[place] = min(draws[place] * random.uniform(0.8, 1.2), 1 - 2**-53)
-    return replace(found.recipe, draws=tuple(draws), end=random.getrandbits(32))
-
-
-_WAYS: Final = (_anew, _other_end, _other_faults, _other_delays, _shifted)
+_WAYS: Final = (_anew, _other_end, _other_moments)
 
 
 # ------------------------------------------------------------------- situations
@@ -231,7 +184,10 @@ def _observed(situations: dict[Hashable, int], tape: Tape) -> Iterator[None]:
     def observe(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
         before = _knowledge(state, now)
         effects: list[CoordinatorEffect] = decide(state, now)
-        situations.setdefault((before, state.phase, _kinds(effects)), tape.used)
+        kinds = frozenset(
+            type(one.order.body if isinstance(one, SendOrder) else one) for one in effects
+        )
+        situations.setdefault((before, state.phase, kinds), tape.used)
         return effects
 
     module.decide = observe
@@ -247,14 +203,14 @@ def _knowledge(state: CoordinatorState, now: float) -> Hashable:
     placed = len(state.active())
     return (
         state.phase,
-        _few(placed),
-        _few(len(current.placements) - placed),  # those that are gone
-        _few(len(statuses) - placed),  # joiners, and members of other rounds
+        min(placed, _MANY),
+        min(len(current.placements) - placed, _MANY),  # those that are gone
+        min(len(statuses) - placed, _MANY),  # joiners, and members of other rounds
         frozenset(one.phase for one in statuses),
         any(one.outcome is not None for one in statuses),
         any(one.pending_restart is not None for one in statuses),
         any(one.placement is not None and state.is_elsewhere(one.placement) for one in statuses),
-        _few(current.members_done),
+        min(current.members_done, _MANY),
         current.has_lost_member,
         current.is_excused,
         max(0, current.attempt) % 2,
@@ -262,11 +218,3 @@ def _knowledge(state: CoordinatorState, now: float) -> Hashable:
         None if state.former is None else state.former.is_open,
         now < state.fenced_until,
     )
-
-
-def _kinds(effects: list[CoordinatorEffect]) -> frozenset[type]:
-    return frozenset(type(one.order.body if isinstance(one, SendOrder) else one) for one in effects)
-
-
-def _few(count: int) -> int:
-    return min(count, _MANY)

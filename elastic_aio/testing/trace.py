@@ -8,6 +8,9 @@ from elastic_aio.testing.virtual_time import VirtualTime
 class InvariantViolated(AssertionError):
     """An invariant of the job does not hold; the message ends with the trace."""
 
+    recipe: object = None
+    """What repeats the scenario, in a search."""
+
 
 class Trace:
     """Records what happens, one line each.

@@ -568,8 +568,8 @@ MUTATIONS: Final = (
     Mutation(
         "lease-never-expires",
         "store/lease_table.py",
-        "            if lease.deadline() > now:\n",
-        "            if lease.holder is not None:\n",
+        "else self.holder.last_received_at + self.ttl",
+        "else self.holder.last_received_at + 1e9",
         "the lease of a silent holder ends",
     ),
     Mutation(

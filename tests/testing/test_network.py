@@ -113,6 +113,7 @@ def test_a_stream_has_no_gap() -> None:
     assert pair.server.received == b""
     pair.network.block("a", "b")  # the next attempt is dropped too
     pair.run(10)
+    assert pair.server.received == b""
     pair.network.heal()
     pair.run(20)
     assert pair.server.received == b"dropped,then written"

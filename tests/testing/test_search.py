@@ -13,8 +13,9 @@ import pytest
 from elastic_aio.rendezvous import coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.testing import InvariantViolated
 from elastic_aio.testing.scenarios import Scenario
-from elastic_aio.testing.search import ScenarioViolated, Tape, play_recipe, search_scenarios
+from elastic_aio.testing.search import Tape, play_recipe, search_scenarios
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SEARCH", "40"))
 SEED = int(os.environ.get("ELASTIC_AIO_SEARCH_SEED", "0"))
@@ -31,7 +32,7 @@ TWO = LaunchSpec(
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_scenario_of_a_search_violates_an_invariant(chunk: int) -> None:
     result = search_scenarios(COUNT // CHUNKS, seed=SEED * CHUNKS + chunk)
-    print(f"{result.scenarios} scenarios reach {len(result.visits)} situations")
+    print(f"{COUNT // CHUNKS} scenarios reach {len(result.visits)} situations")
 
 
 def test_a_search_repeats_itself() -> None:
@@ -47,9 +48,8 @@ def test_a_search_repeats_itself() -> None:
 @pytest.mark.slow
 def test_a_search_reaches_more_than_chance_does() -> None:
     guided, by_chance = (
-        search_scenarios(400, seed=1, spec=TWO, is_guided=is_guided) for is_guided in (True, False)
+        search_scenarios(300, seed=1, spec=TWO, is_guided=is_guided) for is_guided in (True, False)
     )
-    assert guided.scenarios == by_chance.scenarios
     assert len(guided.visits) > 1.1 * len(by_chance.visits)
 
 
@@ -62,9 +62,9 @@ def test_a_situation_is_found_again_by_its_recipe() -> None:
 
 
 def test_a_tape_repeats_its_draws_and_goes_on() -> None:
-    first = Tape((), 1)
+    first = Tape(1)
     drawn = [first.randint(1, 6), first.choice("abc"), first.random()]
-    again = Tape(first.draws, 2)
+    again = Tape(2, draws=first.draws)
     assert [again.randint(1, 6), again.choice("abc"), again.random()] == drawn
     again.random()
     assert len(again.draws) == len(first.draws) + 1
@@ -75,5 +75,5 @@ def test_a_violation_names_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
         scenario.sim.fail("wrong")
 
     monkeypatch.setattr(Scenario, "play", violate)
-    with pytest.raises(ScenarioViolated, match=r"^scenario 0 of the search with seed 5: .*wrong"):
+    with pytest.raises(InvariantViolated, match=r"^scenario 0 of the search with seed 5: .*wrong"):
         search_scenarios(3, seed=5)
