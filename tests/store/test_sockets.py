@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.store import sockets
-from elastic_aio.store.sockets import enable_keepalive, port_owner
+from elastic_aio.store.sockets import discard_unsent, enable_keepalive, port_owner
 
 _LISTENER = """
 import socket, sys
@@ -70,3 +71,24 @@ def test_a_timeout_may_be_longer_than_the_kernel_counts() -> None:
         assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 200_000_000
         enable_keepalive(sock, 9e8)
+
+
+def test_the_kernel_drops_what_a_connection_that_is_given_up_has_not_sent() -> None:
+    """Its reader gets a reset in place of the rest, as the kernel has no room for all of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sock = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        with accepted:
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):  # when the buffers are full
+                while True:
+                    sock.send(bytes(1 << 16))
+            discard_unsent(sock)
+            sock.close()
+            with pytest.raises(ConnectionResetError):
+                _read_all(accepted)
+
+
+def _read_all(sock: socket.socket) -> None:
+    while sock.recv(1 << 20):
+        pass
