@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -30,6 +32,9 @@ from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.rendezvous import ENGINES
+
+_NOTICE_S = 1.0
+"""Seconds of a search after which it is reported."""
 
 
 def main_events(argv: Sequence[str]) -> int:
@@ -136,7 +141,16 @@ async def _follow(arguments: argparse.Namespace) -> None:
         after=arguments.after,
         timeout=arguments.timeout,
     )
-    async with reader as events:
+    what = (
+        f"no store answers yet at {spec.endpoint}, the search takes up to {arguments.timeout:g} s"
+    )
+    loop = asyncio.get_running_loop()
+    notice = loop.call_later(_NOTICE_S, print_error, "events", f"{what} (--timeout)", 0)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            events = await stack.enter_async_context(reader)
+        finally:
+            notice.cancel()
         if not events.has_begun:
             print_error("events", f"no events of run {arguments.rdzv_id!r} yet: waiting", 0)
         # Printing is the only task of this process, so a slow reader may block the loop.

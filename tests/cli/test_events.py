@@ -13,9 +13,11 @@ import pytest
 
 from elastic_aio import Event, JobFinished, JobState, WorkerStarted
 from elastic_aio.cli import main
-from elastic_aio.discovery.keys import enter_run, run_store
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import run_store
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.store import StoreServer, connect
+from tests.support.sockets import free_port
 
 NOW = 1_700_000_000.5
 WORKER = WorkerStarted(rank=1, local_rank=1, pid=7, node="box", time=NOW)
@@ -49,7 +51,9 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 async def write(server: StoreServer, *events: Event, token: str | None = None) -> None:
     async with connect(server.endpoint, token=token) as store:
-        record, _ = await enter_run(store, "mine", job="j", reuse=False)
+        entry = await enter_run(store, "mine", job="j", reuse=False)
+        assert entry is not None
+        record, _ = entry
         await EventStreamWriter(run_store(store, "mine", record)).write(events)
 
 
@@ -163,6 +167,19 @@ def test_errors_are_one_line(
     assert problem in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.slow
+async def test_a_search_for_a_store_is_reported() -> None:
+    """Long before it ends."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    process = await start("--rdzv-endpoint", endpoint, "--timeout", "300")
+    assert await read_line(process.stderr) == (
+        f"aio-elastic events: no store answers yet at {endpoint}, the search takes up to 300 s"
+        " (--timeout)\n"
+    )
+    process.send_signal(signal.SIGINT)
+    assert await process.wait() == 130
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
