@@ -104,7 +104,7 @@ class RemoteStore(Store):
         self._reconnect_for = reconnect_for
         self._survive_server_restart = survive_server_restart
         self._link: PlainLink | TaggedLink | None = None
-        self._last_received_at = 0.0
+        self._last_received_at = self._last_reply_at = 0.0
         # Why the store cannot be used any more.
         self._error: StoreError | None = None
         self._link_changed = Notifier()
@@ -176,6 +176,14 @@ class RemoteStore(Store):
     def last_received_at(self) -> float:
         """When the server last sent something, in the loop's seconds; 0: never."""
         return self._last_received_at if self._link is None else self._link.last_received_at
+
+    @property
+    def last_reply_at(self) -> float:
+        """When the server last answered, in the loop's seconds; 0: never.
+
+        Unlike `last_received_at`, the end of a connection does not count: it may be read late.
+        """
+        return self._last_reply_at if self._link is None else self._link.last_reply_at
 
     async def wait_lost(self) -> str:
         """Wait until this store is lost for good or closed; return the reason.
@@ -313,7 +321,7 @@ class RemoteStore(Store):
         while True:
             reason = await asyncio.shield(link.ended)
             self._link = None
-            self._last_received_at = link.last_received_at
+            self._last_received_at, self._last_reply_at = link.last_received_at, link.last_reply_at
             if self._reconnect_for == 0:
                 self._finish(StoreLost(reason))
                 return

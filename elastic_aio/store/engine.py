@@ -126,6 +126,11 @@ class EngineStore(Store):
         """When a server last answered, in the loop's seconds; 0: never."""
         return self._link.last_received_at
 
+    @property
+    def last_reply_at(self) -> float:
+        """The same: the end of a connection does not count."""
+        return self._link.last_received_at
+
     is_per_run: ClassVar[bool] = False
     """Whether each value of `retained` has a store of its own, without the keys of others."""
 

@@ -40,7 +40,7 @@ class Link(asyncio.Protocol):
         self._write_resumed = Notifier()
         # Replies that the peer owes now; that of a pending wait is not counted.
         self._replies_due = 0
-        self.last_received_at = 0.0
+        self.last_received_at = self.last_reply_at = 0.0
         """When the peer last sent a reply that was due, in loop seconds; of a peer that is not
         pinged, also when a reply was first due."""
         self._ping_interval = 0.0
@@ -63,7 +63,7 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         self._transport.set_protocol(other)
         other.connection_made(self._transport)
-        other.last_received_at = self.last_received_at
+        other.last_received_at = other.last_reply_at = self.last_received_at
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done() and not isinstance(error, TimeoutError):

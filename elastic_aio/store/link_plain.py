@@ -51,7 +51,7 @@ class PlainLink(Link):
         self._send_later(wire.OPENING)
 
     def data_received(self, data: bytes) -> None:
-        self.last_received_at = self._loop.time()
+        self.last_received_at = self.last_reply_at = self._loop.time()
         try:
             results = self._reader.read(data)
         except WireError as error:

@@ -68,7 +68,7 @@ class TaggedLink(Link):
         A notification and the end of a wait do not: they can still arrive when no request
         reaches the peer any more, and the peer is about to end the leases of this connection.
         """
-        self.last_received_at = self._loop.time()
+        self.last_received_at = self.last_reply_at = self._loop.time()
 
     def _on_reply(self, tag: int, status: int, payload: bytes) -> None:
         request = self._pending.pop(tag, None)

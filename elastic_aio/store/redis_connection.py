@@ -18,7 +18,7 @@ from typing import Any, Final
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import SpecError, StoreRefused
 from elastic_aio.store.engine_link import NotDone, reason_of
-from elastic_aio.store.sockets import enable_keepalive
+from elastic_aio.store.sockets import discard_unsent, enable_keepalive
 from elastic_aio.text import one_line
 
 try:
@@ -206,6 +206,7 @@ class RedisConnection(Connection):
     def abort(self) -> None:
         """Close it at once; a pending request fails."""
         if self._writer is not None:
+            discard_unsent(self._writer.get_extra_info("socket"))
             self._writer.transport.abort()
 
     async def aclose(self) -> None:
