@@ -245,6 +245,8 @@ class EndCause(StrEnum):
     """The node could neither reach nor serve a store."""
     RUN_HAD_ENDED = "run had ended"
     """The node came after the end of its run."""
+    OTHER_JOB = "other job"
+    """Another job with the same run id had begun when the node came back from being cut off."""
 
 
 @dataclass(frozen=True, slots=True)

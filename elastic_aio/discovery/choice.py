@@ -46,7 +46,7 @@ class EndpointState(Enum):
     """A program there refuses this node, which trying again soon does not change."""
     STORE = 3
     ACTIVE_RUN = 4
-    """A store at which this run has a coordinator."""
+    """A store at which this run has a coordinator, or the job of this node has ended."""
 
 
 class UseStore(Struct, frozen=True):

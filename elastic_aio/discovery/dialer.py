@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 from collections.abc import Sequence
 from typing import Final
@@ -11,7 +12,8 @@ from msgspec import Struct
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.choice import FENCE, RECONNECT_FOR
-from elastic_aio.discovery.keys import claim_store, read_end, read_run, run_store
+from elastic_aio.discovery.jobs import job_to_join
+from elastic_aio.discovery.keys import claim_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.spec.checks import parse_host_port
@@ -59,13 +61,13 @@ class Endpoint(Struct, frozen=True):
 class StoreHandshake(Struct, frozen=True):
     """A connected store.
 
-    `local_address` is the address of this host on that connection; `has_run` is whether
-    the run of the `Dialer` is active there, if there is a choice of endpoints.
+    `local_address` is the address of this host on that connection; `job` is that which this
+    node should go to there, if there is a choice of endpoints, and empty if there is none.
     """
 
     store: RemoteStore
     local_address: str
-    has_run: bool
+    job: str
 
 
 class StoreNotFound(Exception):
@@ -101,8 +103,15 @@ class Dialer:
         self.run_id = run_id
         self.network = network
         self._is_exclusive = is_exclusive
+        self._job, self._with_round, self._any_end = "", False, True
         self._spec = spec
         self._has_choice = len(spec.endpoints) > 1
+
+    def seeking(self, job: str, *, with_round: bool = False, any_end: bool = True) -> Dialer:
+        """Return a dialer for a node of `job`; see `job_to_join`."""
+        dialer = copy.copy(self)
+        dialer._job, dialer._with_round, dialer._any_end = job, with_round, any_end
+        return dialer
 
     @property
     def reply_timeout(self) -> float:
@@ -162,7 +171,15 @@ class Dialer:
                 if not store.has_extensions:
                     why = "it is a plain TCPStore, which has no leases"
                     raise StoreNotFound(why, was_accepted=True)
-                has_run = self._has_choice and await _has_active_run(store, self.run_id)
+                job = ""
+                if self._has_choice:
+                    job = await job_to_join(
+                        store,
+                        self.run_id,
+                        self._job,
+                        with_round=self._with_round,
+                        any_end=self._any_end,
+                    )
                 if self._is_exclusive:
                     is_first_node = bool(self._spec.is_host)
                     why = await claim_store(store, self.run_id, is_first_node=is_first_node)
@@ -176,7 +193,7 @@ class Dialer:
                 is_refusal = isinstance(error, StoreRefused)
                 raise StoreNotFound(str(error), was_accepted=True, is_refusal=is_refusal) from None
             raise
-        return StoreHandshake(store, local_address, has_run)
+        return StoreHandshake(store, local_address, job)
 
 
 async def _first_handshake(tasks: Sequence[asyncio.Task[StoreHandshake]]) -> StoreHandshake:
@@ -201,13 +218,3 @@ async def _discard(
         if task.cancelled() or task.exception() is not None or task.result() is kept:
             continue
         await task.result().store.aclose()
-
-
-async def _has_active_run(store: RemoteStore, run_id: str) -> bool:
-    """Return whether a coordinator leads the run there."""
-    record = await read_run(store, run_id)
-    if record is None:
-        return False
-    generation = run_store(store, run_id, record)
-    leader, end = await asyncio.gather(generation.peek("coordinator"), read_end(generation))
-    return leader is not None and end is None

@@ -91,7 +91,9 @@ class EngineLocator:
     def __repr__(self) -> str:
         return f"<EngineLocator {self._spec.endpoint}: {self._store}>"
 
-    async def locate(self, *, is_first: bool) -> LocatedStore:
+    async def locate(
+        self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
+    ) -> LocatedStore:
         """Connect to the engine.
 
         Closes the store that was located before.
@@ -100,6 +102,7 @@ class EngineLocator:
 
         Args:
             is_first: the search ends after `read_timeout`, and with the first refusal.
+            job, may_serve: ignored: there is no choice.
 
         Raises:
             DiscoveryError: no server answers, or one refuses this node.

@@ -32,7 +32,8 @@ A node that was suspended looks at the earlier endpoints once more before its tu
 not learn of another store meanwhile.  Turns are no guarantee nevertheless.  If there are two
 stores, the node that serves the later one looks at the earlier ones every 5 s, or every
 `heartbeat_timeout` if that is less (`wait_superseded`), and abandons its own once the run is
-active there.
+active there.  It says so in its store before, and looks again after that (`confirm_superseded`):
+the node that serves the other store may have decided the same.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ import asyncio
 import contextlib
 import errno
 import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
@@ -61,7 +62,7 @@ from elastic_aio.discovery.dialer import (
     StoreHandshake,
     StoreNotFound,
 )
-from elastic_aio.discovery.keys import OWNER_KEY, owner_value
+from elastic_aio.discovery.keys import OWNER_KEY, RunRecord, owner_value
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.search import EndpointMonitor, EndpointSearch
 from elastic_aio.errors import ElasticAioError
@@ -82,8 +83,52 @@ _OTHER_TIMEOUT: Final = 5.0
 """Seconds for another endpoint to answer while this node serves one."""
 
 
+_LATE_LOOK_S: Final = 0.25
+"""Seconds after which the answer of another endpoint may be that of a suspended process."""
+
+_SECOND_LOOK_S: Final = 0.5
+"""Seconds in which a node that has decided to yield looks again, and takes that back."""
+
+
 class DiscoveryError(ElasticAioError):
     """No endpoint can be used; the message is one line with the reason for each."""
+
+
+class ActiveElsewhere(Struct, frozen=True):
+    """Another endpoint at which the run is active.
+
+    Attributes:
+        endpoint: where that is.
+        job: which one it is there.
+        was_suspended: whether this process was, so that the other nodes may have moved there.
+    """
+
+    endpoint: Endpoint
+    job: str
+    was_suspended: bool
+
+
+async def _wait_for_ever(
+    run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
+) -> ActiveElsewhere:
+    return await wait_forever()
+
+
+async def _refuse(run: RunRecord, other: ActiveElsewhere) -> bool:
+    return False
+
+
+_ConfirmSuperseded = Callable[[RunRecord, ActiveElsewhere], Coroutine[Any, Any, bool]]
+
+
+async def _is_not_known(job: str) -> bool:
+    return False
+
+
+class _WaitSuperseded(Protocol):
+    def __call__(
+        self, run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
+    ) -> Coroutine[Any, Any, ActiveElsewhere]: ...
 
 
 class LocatedStore(Struct, frozen=True):
@@ -97,7 +142,9 @@ class LocatedStore(Struct, frozen=True):
         is_host: whether this process serves it.
         local_address: the address of this host on that connection.
         is_engine: whether no node serves it, and the keys of a job expire some time after its end.
-        wait_superseded: waits until the run is active at another endpoint; returns that endpoint.
+        wait_superseded: waits until this run is active at another endpoint.
+        confirm_superseded: whether it still is, after this store has the claim of a move.
+        is_known_elsewhere: whether another endpoint has the job of a node that came from there.
     """
 
     store: RemoteStore | EngineStore
@@ -107,7 +154,9 @@ class LocatedStore(Struct, frozen=True):
     is_host: bool
     local_address: str
     is_engine: bool = False
-    wait_superseded: Callable[[], Coroutine[Any, Any, str]] = wait_forever
+    wait_superseded: _WaitSuperseded = _wait_for_ever
+    confirm_superseded: _ConfirmSuperseded = _refuse
+    is_known_elsewhere: Callable[[str], Coroutine[Any, Any, bool]] = _is_not_known
 
 
 class StoreLocator:
@@ -150,7 +199,9 @@ class StoreLocator:
         state = self._server or self._store or "not connected"
         return f"<StoreLocator {self._spec.endpoint}: {state}>"
 
-    async def locate(self, *, is_first: bool) -> LocatedStore:
+    async def locate(
+        self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
+    ) -> LocatedStore:
         """Connect to the job's store; serve it if there is none.
 
         Closes the store that was located before.
@@ -159,6 +210,8 @@ class StoreLocator:
 
         Args:
             is_first: whether the job starts here; otherwise its store was lost.
+            job: that in which this node took part last.
+            may_serve: whether this node may serve a store now.
 
         Raises:
             DiscoveryError: no endpoint could be used within `read_timeout`; or this
@@ -167,7 +220,10 @@ class StoreLocator:
         await self.aclose()
         # While the run is active elsewhere, there is no hurry to serve another store.
         is_first = is_first or self._is_superseded
-        search = EndpointSearch(self._endpoints, self._dialer, self._spec, is_first=is_first)
+        dialer = self._dialer.seeking(job)
+        search = EndpointSearch(
+            self._endpoints, dialer, self._spec, is_first=is_first, may_serve=may_serve
+        )
         try:
             try:
                 return await self._search(search)
@@ -233,6 +289,8 @@ class StoreLocator:
             is_host=server is not None,
             local_address=address,
             wait_superseded=functools.partial(self._wait_superseded, endpoint.index),
+            confirm_superseded=functools.partial(self._confirm_superseded, endpoint.index),
+            is_known_elsewhere=functools.partial(self._is_known_elsewhere, endpoint.index),
         )
 
     async def _serve(self, search: EndpointSearch, monitor: EndpointMonitor) -> LocatedStore | None:
@@ -317,14 +375,32 @@ class StoreLocator:
 
     # ------------------------------------------------ while the store is in use
 
-    async def _wait_superseded(self, index: int) -> str:
+    async def _wait_superseded(
+        self, index: int, run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
+    ) -> ActiveElsewhere:
         """Wait until the run is active at another endpoint than that of `index`; return it.
 
         The process that serves the store, or leads there, yields to an earlier endpoint at any
-        time; to a later one only after it was suspended for so long that the other nodes may
-        have moved there.
+        time; to a later one only in three cases:
+
+        * it was suspended for so long that the other nodes may have moved there;
+        * it has just come from another store, and looks whether its job goes on there;
+        * its own job has had no round, and that at the other endpoint has.
+
+        Args:
+            index: of the endpoint of this store.
+            run: the generation there.
+            is_committed: whether this node is committed to its job.
+            at_once: whether this is the first wait at this store, and begins with a look.
         """
-        interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX) if index else None
+        if len(self._endpoints) == 1:
+            await wait_forever()
+        looks_at_all = at_once and run.is_continued
+        interval: float | None = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
+        if not index and is_committed():
+            interval = None
+        if at_once and (index or looks_at_all):
+            interval = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
                 # There is no notification of a server that begins to listen: poll.
@@ -332,35 +408,71 @@ class StoreLocator:
                     await self._was_suspended.wait()
             was_suspended = self._was_suspended.is_set()
             self._was_suspended.clear()
+            looks_at_all = looks_at_all or was_suspended or not is_committed()
             others = [
                 one
                 for one in self._endpoints
-                if one.index < index or (was_suspended and one.index > index)
+                if one.index < index or (one.index > index and looks_at_all)
             ]
-            async with asyncio.TaskGroup() as group:
-                looks = [group.create_task(self._has_active_run(one)) for one in others]
-            for endpoint, look in zip(others, looks, strict=True):
-                if look.result():
-                    self._is_superseded = True
-                    return endpoint.text
+            began = asyncio.get_running_loop().time()
+            jobs = await self._jobs_at(index, run, others)
+            if any(jobs) and asyncio.get_running_loop().time() - began > _LATE_LOOK_S:
+                # A process that was suspended has answered now, and is about to yield itself.
+                await asyncio.sleep(_SECOND_LOOK_S)
+                jobs = await self._jobs_at(index, run, others)
+            for endpoint, job in zip(others, jobs, strict=True):
+                if job:
+                    return ActiveElsewhere(endpoint, job, was_suspended)
+            looks_at_all = False
+            interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
+            if not index and is_committed():
+                interval = None
+
+    async def _confirm_superseded(self, index: int, run: RunRecord, other: ActiveElsewhere) -> bool:
+        """Return whether the run is active elsewhere, and has not moved away from there.
+
+        Two nodes that decide at the same time both find the claim of a move at the other store.
+        Both stay then, and the one that was suspended looks again.
+        """
+        self._is_superseded = await self._job_at(index, run, other.endpoint) == other.job
+        if other.was_suspended and not self._is_superseded:
+            await asyncio.sleep(_SECOND_LOOK_S)
+            self._was_suspended.set()
+        return self._is_superseded
+
+    async def _is_known_elsewhere(self, index: int, job: str) -> bool:
+        """Return whether another endpoint has `job`, or its success."""
+        others = [one for one in self._endpoints if one.index != index]
+        run = RunRecord(0, job, is_continued=True)
+        self._is_superseded = job in await self._jobs_at(index, run, others)
+        return self._is_superseded
+
+    async def _jobs_at(
+        self, index: int, run: RunRecord, endpoints: Sequence[Endpoint]
+    ) -> list[str]:
+        async with asyncio.TaskGroup() as group:
+            looks = [group.create_task(self._job_at(index, run, one)) for one in endpoints]
+        return [look.result() for look in looks]
 
     def _on_pause(self, seconds: float) -> None:
         # The suspension is known only roughly; the others give up after an exact time.
         if seconds + PAUSE_RESOLUTION >= self._dialer.reply_timeout:
             self._was_suspended.set()
 
-    async def _has_active_run(self, endpoint: Endpoint) -> bool:
-        """Return whether the run is active at an endpoint, in a store of another process."""
+    async def _job_at(self, index: int, run: RunRecord, endpoint: Endpoint) -> str:
+        """Return the job to go to at an endpoint, in a store of another process; or nothing."""
+        with_round = run.is_continued or endpoint.index > index
+        dialer = self._dialer.seeking(run.job, with_round=with_round, any_end=False)
         try:
             async with asyncio.timeout(_OTHER_TIMEOUT):
                 addresses = await resolve(endpoint.host, endpoint.port)
-                handshake = await self._dialer.dial(endpoint.host, addresses)
+                handshake = await dialer.dial(endpoint.host, addresses)
         except (StoreNotFound, OSError):  # a TimeoutError is an OSError
-            return False
+            return ""
         instance = handshake.store.instance
         await handshake.store.aclose()
         is_other = self._server is None or self._server.instance != instance
-        return handshake.has_run and is_other
+        return handshake.job if is_other else ""
 
     async def _close(self) -> None:
         if self._store is not None:

@@ -147,8 +147,8 @@ class EndpointMonitor:
             return
         finally:
             silent.cancel()
-        has_run = self._handshake.has_run
-        self.state = EndpointState.ACTIVE_RUN if has_run else EndpointState.STORE
+        has_job = bool(self._handshake.job)
+        self.state = EndpointState.ACTIVE_RUN if has_job else EndpointState.STORE
         self._on_change()
         why = await self._handshake.store.wait_lost()
         self._handshake = None
@@ -189,6 +189,7 @@ class EndpointSearch:
         spec: RendezvousSpec,
         *,
         is_first: bool,
+        may_serve: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin; see `StoreLocator.locate` for the arguments."""
         self._loop = asyncio.get_running_loop()
@@ -197,6 +198,7 @@ class EndpointSearch:
         """Seconds of a suspension that do not count."""
         self._changed = asyncio.Event()
         self._is_host = spec.is_host
+        self._may_serve = may_serve
         self._timeout = timeout = spec.read_timeout
         self._network = dialer.network
         self._grace = search_grace(is_first=is_first, timeout=timeout)
@@ -246,7 +248,7 @@ class EndpointSearch:
 
     def addresses_to_bind(self, monitor: EndpointMonitor) -> Sequence[Address]:
         """Return where this node would listen to serve an endpoint; empty: nowhere."""
-        if self._is_host is False:
+        if self._is_host is False or not self._may_serve():
             return ()
         if monitor.own_addresses:
             return _reachable_addresses(monitor.endpoint, monitor.own_addresses)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Callable
 from typing import Never
 
 from msgspec.structs import replace
 
 from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
-from elastic_aio.discovery.keys import write_end
-from elastic_aio.errors import StoreError
+from elastic_aio.discovery.keys import end_of, record_end
+from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, JobFinished
 from elastic_aio.node_events import NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting
-from elastic_aio.outcome import Failure
-from elastic_aio.rendezvous.base import AgentPort, NodeInfo, StartRound
+from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.rendezvous.base import AgentPort, EndJob, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.event_stream import EventStreamWriter, delete_events
-from elastic_aio.rendezvous.members import RequestDecision, RoundSettings, SendOrder
+from elastic_aio.rendezvous.members import (
+    CoordinatorEffect,
+    RequestDecision,
+    RoundSettings,
+    SendOrder,
+)
 from elastic_aio.rendezvous.messages import (
     PROTOCOL,
     MessageError,
@@ -58,18 +65,24 @@ class CoordinatorRunner:
         node: NodeInfo,
         run_id: str,
         root: Store | None,
+        on_end: Callable[[JobOutcome], None],
     ) -> None:
         """Prepare.
 
+        `on_end` is called with the recorded end, before it is ordered: this node knows of it
+        then, even if it loses the store in between.
         `root` is the whole store, if the workers use it too: the keys that the workers of
         one round leave in it are deleted before the next.
         """
         self._root = root
+        self._on_end = on_end
         self._settings = settings
         self.budget = budget
         self._agent = agent
         self._node = node
         self._run_id = run_id
+        self.lost_at = -math.inf
+        """When this node, as the coordinator, last took a member for lost with its workers."""
         self._wakeup = asyncio.Event()
         self._departed: list[str] = []
         self._unwritten: asyncio.Queue[Event] = asyncio.Queue()
@@ -145,8 +158,11 @@ class CoordinatorRunner:
             else:
                 # After a gap in the watch the reason is unknown: assume the worse.
                 is_lost = change.kind is ChangeKind.EXPIRED or change.is_resync
-                member = change.key.removeprefix("t/")
-                self._coordinator.on_gone(member, monotonic_clock(), is_lost=is_lost)
+                member, now = change.key.removeprefix("t/"), monotonic_clock()
+                record = self._coordinator.members.get(member)
+                if is_lost and record is not None and not self._coordinator.has_succeeded(record):
+                    self.lost_at = now
+                self._coordinator.on_gone(member, now, is_lost=is_lost)
                 self._departed.append(member)
             self._wakeup.set()
 
@@ -169,6 +185,10 @@ class CoordinatorRunner:
         records = []
         departed, self._departed = self._departed, []
         effects = decide(self._coordinator, asyncio.get_running_loop().time())
+        outcome = self._coordinator.outcome
+        is_ending = any(isinstance(effect, JobFinished) for effect in effects)
+        if is_ending and outcome is not None:
+            effects = await self._record_end(store, lease, outcome, effects)
         for effect in effects:
             match effect:
                 case SendOrder(member, order):
@@ -191,11 +211,28 @@ class CoordinatorRunner:
         deletes = [store.delete(f"o/{name}") for name in departed]
         sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
         await asyncio.gather(*records, *deletes, *sets)
-        outcome = self._coordinator.outcome
-        if outcome is not None and any(isinstance(one, JobFinished) for one in effects):
-            # The store has accepted the orders, so no other leader has ended the job.
-            await write_end(store, outcome, wall_clock())
         return departed
+
+    async def _record_end(
+        self, store: Store, lease: Lease, outcome: JobOutcome, effects: list[CoordinatorEffect]
+    ) -> list[CoordinatorEffect]:
+        """Record the end before it is ordered; return the effects that agree with what stands.
+
+        If the coordinator is killed in between, all members take the recorded end.
+        """
+        end = end_of(outcome, wall_clock())
+        standing = await record_end(store, lease, end)
+        if standing is None:
+            raise StoreLost("the others meet at another store")
+        self._on_end(standing.outcome)
+        if standing == end:
+            return effects
+        values = {name: getattr(standing, name) for name in ("state", "why", "exit_code")}
+        return [
+            replace(one, **values) if isinstance(one, JobFinished) else one
+            for one in effects
+            if not (isinstance(one, SendOrder) and isinstance(one.order.body, EndJob))
+        ]
 
     async def _record(self, store: Store, record: RoundRecord) -> None:
         """Record the last round, for a coordinator that meets no member of it.

@@ -47,6 +47,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
+from elastic_aio.rendezvous.entry import FormerStay
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
@@ -117,7 +118,7 @@ class DynamicRendezvous(Rendezvous):
                 stop_time=spec.stop.grace + spec.stop.reap_timeout,
             ),
         )
-        self._hosts_worker_store = spec.host_store
+        self._hosts_worker_store, self._program = spec.host_store, spec.name
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
         self._detector = FailureDetector()
@@ -128,6 +129,7 @@ class DynamicRendezvous(Rendezvous):
         self._attending: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._former = FormerStay()
         self._leaves = 0
         self._draining: asyncio.Timeout | None = None
         self._has_refused = False
@@ -214,7 +216,9 @@ class DynamicRendezvous(Rendezvous):
         is_first, refusals = True, 0
         while True:
             try:
-                located = await self._locator.locate(is_first=is_first)
+                located = await self._locator.locate(
+                    is_first=is_first, job=self._member.job, may_serve=self._may_serve
+                )
             except DiscoveryError as error:
                 self._perform(self._member.fail(str(error), EndCause.NO_STORE))
                 return
@@ -238,6 +242,7 @@ class DynamicRendezvous(Rendezvous):
             self._agent.on_event(RendezvousStoreLost(endpoint=endpoint, why=why))
             if session.has_joined:
                 refusals = 0
+                self._former = session.stay
                 self._start_grace(why, located.store.last_received_at)
             # The store is there, so the search alone would not wait.
             elif (refusals := refusals + 1) > 1:
@@ -260,11 +265,21 @@ class DynamicRendezvous(Rendezvous):
             node=self._node,
             run_id=run_id,
             root=located.store if self._shares_store else None,
+            on_end=lambda outcome: self._perform(self._member.on_end(outcome)),
         )
         perform, changed = self._perform, self._changed
         election = Election(located, run_id, member, runner, self._detector, perform, changed)
         self._session = StoreSession(
-            located, settings, run_id, member, runner, election, perform, changed
+            located,
+            settings,
+            run_id,
+            self._program,
+            member,
+            runner,
+            election,
+            perform,
+            changed,
+            self._former,
         )
         self._changed.notify_all()
         return self._session
@@ -343,7 +358,16 @@ class DynamicRendezvous(Rendezvous):
 
     # ---------------------------------------------------------- without a store
 
-    def _start_grace(self, why: str, last_received_at: float) -> None:
+    def _may_serve(self) -> bool:
+        """Whether this node may serve a store: not for a job that may have ended with success.
+
+        Nor for one that goes on at another store, which this node has left its own for.
+        """
+        if self._former.goes_on_in is not None:
+            return False
+        return self._former.is_leased or not self._member.has_succeeded
+
+    def _start_grace(self, why: str, began_at: float) -> None:
         """Keep the workers running until the other nodes may have replaced this one."""
         self._stop_grace()
         grace = self._settings.store_grace
@@ -351,8 +375,7 @@ class DynamicRendezvous(Rendezvous):
             seconds = self._settings.heartbeat_timeout - FENCE if grace is None else grace
             reason = f"no store could be found for {seconds:g} s ({why})"
             loop = asyncio.get_running_loop()
-            # The lease of this node began at the last message that was exchanged.
-            self._grace = loop.call_at(last_received_at + seconds, self._isolate, reason)
+            self._grace = loop.call_at(began_at + seconds, self._isolate, reason)
 
     def _on_store_awaited(self, why: str, time_left: float | None) -> None:
         left = None if time_left is None else round(time_left, 1)
@@ -402,6 +425,7 @@ class DynamicRendezvous(Rendezvous):
                     if session is not self._session:
                         break
                     await self._changed.wait()
+                await session.confirm_end()
                 if not self._member.has_ended:
                     await session.resign()
         if not self._member.has_ended:
@@ -441,4 +465,5 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
         order_timeout=order_timeout(spec),
         policy=changed_settings(spec.max_restarts, spec.restart) | settings.changed_settings,
         has_decide=spec.restart.decide is not None,
+        may_move=len(settings.endpoints) > 1 and not settings.is_on_engine,
     )

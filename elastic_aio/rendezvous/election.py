@@ -40,7 +40,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Never, TypeVar
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
-from elastic_aio.discovery.keys import run_prefix
+from elastic_aio.discovery.keys import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreLost
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
@@ -89,25 +89,26 @@ class Election:
         self._changed = changed
         self._engine = located.store if isinstance(located.store, EngineStore) else None
         self._store: Store = located.store
+        self._run = RunRecord(0, "")
         self._record = b""
         self.is_leader = False
 
-    async def run(self, store: Store, lease: Lease, records: Watch) -> Never:
+    async def run(self, store: Store, run: RunRecord, lease: Lease, records: Watch) -> Never:
         """Campaign whenever there is no leader, and lead when elected.
 
-        `store` has the prefix of the run's generation, `lease` is this member's, and `records`
+        `store` has the prefix of the generation `run`, `lease` is this member's, and `records`
         watches the key `coordinator`.
 
         Raises:
             StoreError: the store is lost, or the lease has ended.
         """
-        self._store = store
+        self._store, self._run = store, run
         present = records.present.get(_KEY)
         if present is None and not (self._located.is_host or self._located.is_engine):
             # The node that hosts the store has its head start.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOST_HEAD_START):
-                    present = await _next_value(records)
+                    present = await next_value(records)
         while True:
             leader = LeaderRecord.decode(present)
             if leader is None or (leader.member == self._member.name and present != self._record):
@@ -135,19 +136,34 @@ class Election:
         elected = self._new_record(term, detector)
         return await lease.compare_set(_KEY, candidate, elected)
 
-    async def migrate(self) -> Never:
-        """Abandon this store once an earlier endpoint has the active run.
+    async def migrate(self, run: RunRecord) -> Never:
+        """Abandon this store once another endpoint has the active run.
 
-        The next leader elected here does the same, so all members migrate one by one.
+        The job cannot end here from the `RunMove` on, so its members may go on there.  The next
+        leader elected here does the same, so all members migrate one by one.
 
         Raises:
             StoreLost: always, then.
         """
-        endpoint = await self._located.wait_superseded()
-        if self._member.has_ended:
-            # Other members may not have read the outcome yet; `drain` waits for them.
-            await wait_forever()
-        raise StoreLost(f"the others meet at {endpoint}")
+        at_once = True
+        while True:
+            other = await self._located.wait_superseded(
+                run, lambda: self._member.is_committed, at_once=at_once
+            )
+            at_once = False
+            # A job that may have ended elsewhere does not go on in another one.
+            goes_on = other.job == run.job or not run.is_continued
+            goes_on_in = other.job if goes_on else ""
+            if self._member.has_ended:
+                # Other members may not have read the outcome yet; `drain` waits for them.
+                await wait_forever()
+            if not await claim_move(self._store, goes_on_in):
+                continue
+            is_active = await self._located.confirm_superseded(run, other)
+            if is_active and await record_move(self._store, goes_on_in):
+                who = "the others meet" if goes_on else "another job meets"
+                raise StoreLost(f"{who} at {other.endpoint.text}")
+            await undo_move(self._store, goes_on_in)
 
     async def _lead(self, record: LeaderRecord, lease: Lease, records: Watch) -> bytes | None:
         """Coordinate until deposed; return the record that stands then."""
@@ -161,7 +177,7 @@ class Election:
             if record.detector is not None and self._engine is not None:
                 work.append(self._detector.end_lost(self._engine, self._is_still_leader))
             if self._located.index and not self._located.is_host:
-                work.append(self.migrate())
+                work.append(self.migrate(self._run))
             return await first_result(work)
         finally:
             self.is_leader = False
@@ -170,7 +186,7 @@ class Election:
         self, leader: LeaderRecord | None, lease: Lease, records: Watch
     ) -> bytes | None:
         """Return the next record; until then, watch the process of another leader."""
-        work = [_next_value(records)]
+        work = [next_value(records)]
         if leader is not None and leader.detector is not None and self._engine is not None:
             work.append(self._watch_leader(leader.detector, self._engine, lease))
         return await first_result(work)
@@ -200,7 +216,8 @@ class Election:
                 return present
 
 
-async def _next_value(records: Watch) -> bytes | None:
+async def next_value(records: Watch) -> bytes | None:
+    """Wait for the next change of a watched key; return its value, None once it is deleted."""
     return (await anext(records)).value
 
 

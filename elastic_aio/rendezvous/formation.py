@@ -16,6 +16,10 @@ again: the newest placement that any member reports.
 * Otherwise the coordinator waits `recovery_timeout` (0.7 s: members find another store
   within one search, see `elastic_aio.discovery`).  Members that are still missing count
   as lost, and the others form another round.
+* If all that have returned had succeeded, and came from another store, the job may have ended
+  there with success.  They wait at their exit barriers, and the other nodes go on without them.
+  With several endpoints the job has not ended if one of them still had its lease there: the
+  end is recorded once all members know of the success (`MembersDone`) or have no lease any more.
 * If none has returned, the `RoundRecord` in the store tells the numbers to continue from.
   Unless all workers of the round had been stopped, its end is the loss of a node.
 * An outcome in any status wins over everything: a member that has read the end of the
@@ -57,7 +61,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from elastic_aio.node_events import RoundForming
-from elastic_aio.outcome import EndCause
+from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
     Placement,
@@ -69,7 +73,7 @@ from elastic_aio.rendezvous.base import (
     round_formed_event,
 )
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord
-from elastic_aio.rendezvous.messages import MemberPhase, RoundRecord, WaitForNodes
+from elastic_aio.rendezvous.messages import MemberPhase, MemberStatus, RoundRecord, WaitForNodes
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, RoundState
 from elastic_aio.text import counted
 
@@ -98,28 +102,51 @@ def recover_round(state: CoordinatorState) -> None:
             state.add_change_reason(f"all nodes of round {former.round} were lost")
             charge_node_loss(state)
         return
-    newest = max(one.round_id for one in held.values())
-    held = {member: one for member, one in held.items() if one.round_id == newest}
-    size = next(iter(held.values())).span.group_world_size
-    statuses = [state.members[member].status for member in held]
-    outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
-    # Both counts may contain the same members.
-    members_done = max(_done_since(state, newest), *(one.members_done for one in statuses))
-    is_whole = len(held) + members_done >= size
-    if not is_whole and outcome is None and state.arm(due):
-        return
-    first = statuses[0]
+    attempt = max(one.attempt for one in held.values())
+    restarts = max(one.restarts for one in held.values())
+    while held:
+        newest = max(one.round_id for one in held.values())
+        mine = {member: one for member, one in held.items() if one.round_id == newest}
+        statuses = [state.members[member].status for member in mine]
+        outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
+        # Both counts may contain the same members.
+        members_done = max(_done_since(state, newest), *(one.members_done for one in statuses))
+        size = mine[min(mine)].span.group_world_size
+        # No member of a newer round that was recorded here is present.
+        is_last = former is None or former.round <= newest[0]
+        is_whole = is_last and len(mine) + members_done >= size
+        if not is_whole and outcome is None and state.arm(due):
+            return
+        if is_whole or outcome is not None or not all(map(state.may_have_ended, statuses)):
+            state.round = RoundState(mine)
+            state.round.members_done = members_done
+            state.round.attempt = attempt if former is None else max(attempt, former.attempt)
+            state.budget.resume(restarts)
+            _continue_round(state, statuses[0], outcome, is_whole=is_whole)
+            return
+        if len(mine) == len(reported):
+            return  # nothing is left to do but to wait at the exit barriers
+        state.set_aside.update(mine)
+        held = {member: one for member, one in held.items() if member not in mine}
+    state.wait_for_nodes()
+
+
+def _continue_round(
+    state: CoordinatorState, first: MemberStatus, outcome: JobOutcome | None, *, is_whole: bool
+) -> None:
+    """Run a recovered round on, or end it; `first` is the status of one of its members."""
     state.settings = replace(state.settings, minimum=first.minimum, maximum=first.maximum)
-    state.round, state.phase = RoundState(held), CoordinatorPhase.RUNNING
-    state.round.members_done = members_done
-    state.budget.resume(max(one.restarts for one in held.values()))
+    state.phase = CoordinatorPhase.RUNNING
+    held = [*state.round.placements.values()]
     if outcome is not None:
         state.end_job(outcome)
     elif not is_whole:
         state.fence(state.created_at + state.settings.fence)
         state.round.has_lost_member = state.round.is_excused = True
-        state.add_change_reason(f"{_missing([*held.values()], members_done)} did not come back")
-    elif state.is_elsewhere(next(iter(held.values()))) and not state.settings.keep_workers:
+        state.add_change_reason(f"{_missing(held, state.round.members_done)} did not come back")
+    elif all(map(state.has_succeeded, state.active())):
+        return  # nothing is left to run, with other workers either
+    elif state.is_elsewhere(held[0]) and not state.settings.keep_workers:
         state.add_change_reason("the nodes meet at another store")
 
 
@@ -196,7 +223,9 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
     with the port is in flight, and its arrival calls this again.
     """
     if state.settings.shared_store or not state.settings.overlap:
-        running = [one for one in state.admitted() if not state.is_stopped(one)]
+        running = [
+            one for one in state.admitted() if not (state.is_stopped(one) or state.is_aside(one))
+        ]
         if running:
             _stop_previous(state, running, why)
         if running or state.arm(max(state.fenced_until, _arrivals_until(state))):

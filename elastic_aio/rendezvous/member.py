@@ -77,6 +77,11 @@ class Member:
         return self.status.phase is MemberPhase.SUCCEEDED
 
     @property
+    def is_committed(self) -> bool:
+        """Whether it has had a place in a round of its job, or is on standby for one."""
+        return self.status.placement is not None or self._is_standing_by
+
+    @property
     def is_lead(self) -> bool:
         """Whether it has group rank 0, and so the store of the round's workers."""
         placement = self.status.placement
@@ -93,8 +98,12 @@ class Member:
         if port != self.status.port:
             self._update(port=port)
 
-    def attend(self, instance: bytes, job: str = "") -> None:
+    def attend(self, instance: bytes, job: str = "", *, was_leased: bool = False) -> bool:
         """Take part in a `job` at the store `instance`, which may not have the status.
+
+        `was_leased`: whether the lease at the former store cannot have ended until now.
+
+        Returns whether this member had seen another job, in which it had no place.
 
         Each store counts its own terms.  So the orders of one store are not compared with
         those of another; at the same store, after a reconnection, they are.
@@ -102,22 +111,26 @@ class Member:
         if instance != self._instance:
             has_placement = self.status.placement is not None
             self._instance, self._term, self._acked, self._order = instance, 0, (0, 0), None
-            self._update(moves=self.status.moves + has_placement)
+            self._update(moves=self.status.moves + has_placement, was_leased=was_leased)
         else:
             self._update()
-        self.job = job
+        former, self.job = self.job, job
+        return former not in ("", job) and self.status.placement is None
 
-    def on_end(self, outcome: JobOutcome) -> list[MemberEffect]:
-        """Take the recorded end of the job, in which this member may have no part."""
+    def on_end(self, outcome: JobOutcome, *, is_late: bool = False) -> list[MemberEffect]:
+        """Take the recorded end of the job; `is_late`: it has ended before this member came.
+
+        Of the order and the recorded end, which say the same, the first that comes counts.
+        """
         if self.has_ended:
             return []
         if self._refused_because:
             return self._refuse(self._refused_because)
+        if self.status.placement is not None or not is_late:
+            return self._end(EndJob(outcome))
         self.has_ended = True
-        if self.status.placement is None:
-            why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
-            outcome = dataclasses.replace(outcome, why=why, cause=cause)
-        return [EndJob(outcome)]
+        why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
+        return [EndJob(dataclasses.replace(outcome, why=why, cause=cause, failures=()))]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
         """Take the name of the coordinator; a term that is not newer changes nothing."""
@@ -156,12 +169,8 @@ class Member:
                 return self._refuse(why)
             case EndJob() if self._refused_because:
                 return self._refuse(self._refused_because)  # the job ended without this node
-            case EndJob(outcome):
-                self.has_ended = True
-                # The next coordinator learns the outcome from this status.
-                root = tuple(truncate_failure(one) for one in outcome.failures[:1])
-                self._update(outcome=dataclasses.replace(outcome, failures=root))
-                return [order.body]
+            case EndJob():
+                return self._end(order.body)
             case RestartPending(cause):
                 if cause == self.status.pending_restart:
                     return []  # of another coordinator
@@ -178,6 +187,13 @@ class Member:
             return []
         self.has_ended = True
         return [EndJob(rendezvous_failure(why, cause))]
+
+    def _end(self, end: EndJob) -> list[MemberEffect]:
+        self.has_ended = True
+        # The next coordinator learns the outcome from this status.
+        root = tuple(truncate_failure(one) for one in end.outcome.failures[:1])
+        self._update(outcome=dataclasses.replace(end.outcome, failures=root))
+        return [end]
 
     def _refuse(self, why: str) -> list[MemberEffect]:
         return self.fail(f"the other nodes refused this one: {why}")

@@ -76,6 +76,7 @@ class RoundSettings(Struct, frozen=True):
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
         has_decide: whether the user's callback is asked before each restart.
+        may_move: whether nodes that are cut off may meet at another store.
     """
 
     minimum: int
@@ -92,6 +93,7 @@ class RoundSettings(Struct, frozen=True):
     order_timeout: float = 28.0
     policy: dict[str, str] = {}
     has_decide: bool = False
+    may_move: bool = False
 
     @property
     def notice_time(self) -> float:

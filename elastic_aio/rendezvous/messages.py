@@ -98,7 +98,9 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
         exit_code: of such a failure.
         runtime: seconds that the workers of the round ran.
         acked: term and serial of the last order of this store that it had seen.
-        members_done: members of the round that have left after their success.
+        members_done: members of the round that have left after their success; all of them
+            once the job is about to end.
+        was_leased: whether its lease at the former store still stood when it came to this one.
         pending_restart: a restart that was announced after the round's failure.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
@@ -132,6 +134,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     runtime: float = 0.0
     acked: tuple[int, int] = (0, 0)
     members_done: int = 0
+    was_leased: bool = False
     pending_restart: RestartCause | None = None
     restart_reason: str = ""
     outcome: JobOutcome | None = None
@@ -191,7 +194,9 @@ class Reject(Struct, frozen=True, tag=True):
 class MembersDone(Struct, frozen=True, tag=True):
     """Remember how many members of `round` have left after their success.
 
-    They write no status any more, so another coordinator could not learn it from them.
+    They write no status any more, so another coordinator could not learn it from them.  When
+    all members of the round have succeeded and may meet at another store, `count` is their
+    number, before the end of the job is recorded: another coordinator then ends the job too.
     """
 
     round: int

@@ -23,14 +23,23 @@ from elastic_aio.aio import (
     cancel_and_wait,
     create_task,
     monotonic_clock,
-    wait_forever,
     wall_clock,
 )
-from elastic_aio.discovery.keys import enter_run, read_end, release_claim, run_store
+from elastic_aio.discovery.choice import FENCE
+from elastic_aio.discovery.keys import (
+    RunRecord,
+    decode_end,
+    decode_move,
+    release_claim,
+    restore_end,
+    run_store,
+)
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreError, StoreLost
+from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election, first_result
+from elastic_aio.rendezvous.entry import FormerStay, RunEntry
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
@@ -43,12 +52,16 @@ from elastic_aio.rendezvous.messages import (
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
+_FIRST_ORDER_S = 30.0
+"""Seconds after which a member looks for its status if no coordinator has written an order."""
+
 
 class StoreSession:
     """Takes part at one store until it is lost.
 
     Attributes:
         written_serial: that of the last status that is in the store; -1 before the first.
+        stay: what this member knows of the store once it is lost.
     """
 
     def __init__(
@@ -56,25 +69,37 @@ class StoreSession:
         located: LocatedStore,
         spec: RendezvousSpec,
         run_id: str,
+        program: str,
         member: Member,
         runner: CoordinatorRunner,
         election: Election,
         perform: Callable[[Iterable[MemberEffect]], None],
         changed: Notifier,
+        former: FormerStay,
     ) -> None:
-        """Prepare; `changed` notifies of each change of the member's status."""
+        """Prepare; `changed` notifies of each change of the member's status.
+
+        `program` is a name of what the workers run, and `former` is where the member has taken
+        part last.
+        """
         self._located = located
         self._spec = spec
         self._run_id = run_id
+        self._program = program
         self._member = member
         self._runner = runner
         self._election = election
         self._perform = perform
         self._changed = changed
+        self._former = former
         self._store: Store = located.store
         self._own_key = f"t/{member.name}"
         self._is_draining = False
+        self._has_seen_end = False
+        self._moved_to: str | None = None
+        """The job in which this one goes on at another store; None: it goes on here."""
         self.written_serial = -1
+        self.stay = FormerStay()
 
     def __repr__(self) -> str:
         return f"<StoreSession at {self._located.endpoint}>"
@@ -96,33 +121,51 @@ class StoreSession:
         """
         async with AsyncExitStack() as stack:
             try:
-                if not await self._enter_run():
+                run = await self._enter_run()
+                if run is None:
                     return "the run has ended"
                 lease, orders, records, ends = await self._begin(stack)
                 work = [
                     self._write_statuses(lease),
                     self._follow_orders(orders),
-                    self._election.run(self._store, lease, records),
+                    self._election.run(self._store, run, lease, records),
                     self._watch_lease(lease),
                     self._follow_end(ends),
                 ]
                 if self._located.is_host:
-                    work.append(self._election.migrate())
+                    work.append(self._election.migrate(run))
                 return await first_result(work)
             except StoreError as error:
                 # The part after the semicolon is for callers of store operations.
                 return str(error).partition("; ")[0]
+            finally:
+                # The lease began at the last request that was answered.
+                until = self._located.store.last_reply_at + self._spec.heartbeat_timeout - FENCE
+                self.stay = FormerStay(until, self._moved_to)
 
-    async def _enter_run(self) -> bool:
-        """Find the generation to take part in; return False if the job is over."""
-        store, member = self._located.store, self._member
-        record, end = await enter_run(store, self._run_id, job=member.job, reuse=self._spec.reuse)
+    async def _enter_run(self) -> RunRecord | None:
+        """Find the generation to take part in; return None if the job is over."""
+        member = self._member
+        located, budget = self._located, self._runner.budget
+        seeking = RunEntry(
+            located, self._spec, self._run_id, self._program, member, budget, self._former
+        )
+        entry = await seeking.find()
+        if entry is None:
+            why = f"another job with the id {self._run_id!r} runs there, and the end of the one in"
+            why += " which this node took part is not known"
+            self._perform(member.fail(why, EndCause.OTHER_JOB))
+            return None
+        record, end = entry
         if end is not None:
-            self._perform(member.on_end(end.outcome))
-            return False
-        self._store = run_store(store, self._run_id, record)
-        member.attend(self._located.instance + b"%d" % record.generation, record.job)
-        return True
+            self._has_seen_end = True
+            self._perform(member.on_end(end.outcome, is_late=True))
+            return None
+        self._store = run_store(self._located.store, self._run_id, record)
+        instance = self._located.instance + b"%d" % record.generation
+        if member.attend(instance, record.job, was_leased=self._former.is_leased):
+            self._runner.budget.clear()
+        return record
 
     async def _begin(self, stack: AsyncExitStack) -> tuple[Lease, Watch, Watch, Watch]:
         """Begin the lease and the watches, at once: their requests are sent together."""
@@ -155,12 +198,27 @@ class StoreSession:
                 await self._changed.wait()
 
     async def _follow_orders(self, orders: Watch) -> str:
+        """Follow the orders; return once the coordinator takes this member for gone.
+
+        Its order is deleted then.  A member without an order looks for its status itself.
+        """
         for text in orders.present.values():
             self._on_order(text)
-        async for change in orders:
-            if change.value is not None:
-                self._on_order(change.value)
-        return "the orders have ended"
+        timeout = None if orders.present else _FIRST_ORDER_S
+        while True:
+            try:
+                async with asyncio.timeout(timeout):
+                    change = await anext(orders)
+            except TimeoutError:
+                pass
+            else:
+                timeout = None
+                if change.value is not None:
+                    self._on_order(change.value)
+                    continue
+            is_written = self.has_joined and not self._is_draining
+            if is_written and await self._store.peek(self._own_key) is None:
+                return "the status of this node was removed"
 
     def _on_order(self, text: bytes) -> None:
         try:
@@ -177,13 +235,25 @@ class StoreSession:
 
     async def _follow_end(self, ends: Watch) -> Never:
         """Take the recorded end, which reaches members without an order too."""
-        if not ends.present:
-            while (await anext(ends)).value is None:
-                pass
-        end = await read_end(self._store)
-        if end is not None:
-            self._perform(self._member.on_end(end.outcome))
-        await wait_forever()
+        value, is_late = next(iter(ends.present.values()), None), True
+        while True:
+            move = decode_move(value)
+            self._moved_to = None if move is None else move.goes_on_in
+            end = decode_end(value)
+            self._has_seen_end = end is not None
+            if end is not None:
+                self._perform(self._member.on_end(end.outcome, is_late=is_late))
+            value, is_late = (await anext(ends)).value, False
+
+    async def confirm_end(self) -> None:
+        """Record the end that this member was ordered, if the store does not have it.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        outcome = self._member.status.outcome
+        if outcome is not None and not self._has_seen_end:
+            await restore_end(self._store, outcome, wall_clock())
 
     # ----------------------------------------------------------------- its end
 
@@ -207,19 +277,23 @@ class StoreSession:
         await self._store.delete(self._own_key)
 
     async def wait_alone(self) -> None:
-        """Wait until no other member has workers in a round.
+        """Wait until no other member has workers that need this node.
 
         Those that have succeeded do not count: two nodes may wait at their barriers, after
-        rounds of two partitions.
+        rounds of two partitions.  The workers of another round use another node's store; all of
+        them need the node that hosts the store of the rendezvous.
 
         Raises:
             StoreError: the store is lost.
         """
+        placement = None if self._located.is_host else self._member.status.placement
+        round_id = None if placement is None else placement.round_id
         async with self._store.watch("t/", is_prefix=True) as statuses:
-            users = {key for key, text in statuses.present.items() if _has_workers(text)}
+            present = statuses.present.items()
+            users = {key for key, text in present if _has_workers(text, round_id)}
             while users - {self._own_key}:
                 change = await anext(statuses)
-                if change.value is None or not _has_workers(change.value):
+                if change.value is None or not _has_workers(change.value, round_id):
                     users.discard(change.key)
                 else:
                     users.add(change.key)
@@ -227,33 +301,46 @@ class StoreSession:
     async def drain(self) -> None:
         """Wait until all other members have left, if they need this one.
 
-        They need the coordinator and the node that hosts the store.
+        They need the coordinator and the node that hosts the store.  A member that was lost
+        with its workers may come back within the time of its lease: it must find the end of its
+        job then, and not the next one at this endpoint.
 
         Raises:
             StoreError: the store is lost.
         """
-        is_leader = self.is_leader
-        if not (is_leader or self._located.is_host):
+        is_leader, is_host = self.is_leader, self._located.is_host
+        if not (is_leader or is_host):
             return
+        # Another leader knows of the members that were lost until now.
+        lost_at = self._runner.lost_at if is_leader else monotonic_clock()
         await self._delete_status()
         async with self._store.watch("t/", is_prefix=True) as statuses:
-            members = set(statuses.present)  # later ones belong to another job
-            left = set(members)
+            members = frozenset(statuses.present)  # later ones belong to another job
+            left = statuses.present
             while left:
                 change = await anext(statuses)
-                if change.kind is not ChangeKind.SET:
-                    left.discard(change.key)
+                if change.value is None:
+                    text = left.pop(change.key, b"")
+                    if change.kind is ChangeKind.EXPIRED and _has_workers(text):
+                        lost_at = monotonic_clock()
                 elif change.key in members:
-                    left.add(change.key)
-        if is_leader and not (self._located.is_host or self._located.is_engine):
+                    left[change.key] = change.value
+        if is_host:
+            await asyncio.sleep(lost_at + self._spec.heartbeat_timeout - monotonic_clock())
+        elif is_leader and not self._located.is_engine:
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)
 
 
-def _has_workers(text: bytes) -> bool:
-    """Whether a status is that of a member whose workers have not all succeeded."""
+def _has_workers(text: bytes, round_id: tuple[int, str] | None = None) -> bool:
+    """Whether a status is that of a member whose workers have not all succeeded.
+
+    None: in whichever round.
+    """
     try:
         status = decode_status(text)
     except MessageError:
         return False
-    return status.placement is not None and status.phase is not MemberPhase.SUCCEEDED
+    if status.placement is None or round_id not in (None, status.placement.round_id):
+        return False
+    return status.phase is not MemberPhase.SUCCEEDED

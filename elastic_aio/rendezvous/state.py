@@ -90,6 +90,12 @@ class RoundState:
         """When the callback is given up, or the delay is over."""
 
     @property
+    def size(self) -> int:
+        """How many members the round was formed of; 0 before it is formed."""
+        first = next(iter(self.placements.values()), None)
+        return 0 if first is None else first.span.group_world_size
+
+    @property
     def change_text(self) -> str:
         """Why another round is needed, for a message."""
         return "; ".join(list(self.change_reasons)[:NAMES_MAX])
@@ -161,8 +167,12 @@ class CoordinatorState:
         self.fenced_until = -math.inf
         """Until when workers may live on nodes that are gone."""
         self.outcome: JobOutcome | None = None
+        self.set_aside: set[str] = set()
+        """Members of rounds that were not recovered, because the job may have ended by them."""
         self.differences: set[str] = set()
         """Settings that differ between nodes, as published."""
+        self.unsure_until = -math.inf
+        """Until when members that were lost may have their leases, by their own clocks."""
         self.visits = Visits()
         self._waiting_published_at = -math.inf
 
@@ -201,6 +211,7 @@ class CoordinatorState:
             return
         self.now = now
         self.outbox.discard(member)
+        self.set_aside.discard(member)
         if not (record.status.is_leaving or self.is_stopped(record)):
             # One that has gone to another store keeps its workers on its way.
             settings = self.settings
@@ -208,6 +219,8 @@ class CoordinatorState:
         self.visits.observe_departure(record, now)
         if member in self.round.placements:
             self.round.gone[member] = record
+            if is_lost and record.status.members_done < self.round.size:
+                self.unsure_until = now + self.settings.heartbeat_timeout
             if not self.has_succeeded(record):
                 self.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
                 self.round.has_lost_member = self.round.has_lost_member or is_lost
@@ -238,7 +251,8 @@ class CoordinatorState:
 
     def eligible(self) -> list[MemberRecord]:
         """Return the members that may take part now."""
-        return [record for record in self.admitted() if record.rank_holder is None]
+        admitted = self.admitted()
+        return [one for one in admitted if one.rank_holder is None and not self.is_aside(one)]
 
     def active(self) -> list[MemberRecord]:
         """Return the present members of the round."""
@@ -283,6 +297,24 @@ class CoordinatorState:
         if record.status.round >= self.round.number:
             return True
         return isinstance(record.sent, StartRound) and record.has_acked
+
+    def is_aside(self, record: MemberRecord) -> bool:
+        """Whether a member waits at its exit barrier because its job may have ended elsewhere.
+
+        It has succeeded in a round of another store that was not recovered here.
+        """
+        if self.round.number < 0:
+            return record.member in self.set_aside
+        return record.member not in self.round.placements and self.may_have_ended(record.status)
+
+    def may_have_ended(self, status: MemberStatus) -> bool:
+        """Whether the job may have ended with success at another store, as far as one knows."""
+        placement = status.placement
+        if placement is None or status.phase is not MemberPhase.SUCCEEDED:
+            return False
+        # After a second move, the lease says nothing of the store before the last one.
+        is_open = self.settings.may_move and status.was_leased and status.moves <= 1
+        return self.is_elsewhere(placement) and not is_open
 
     def inherited_restart(self, record: MemberRecord) -> RestartCause | None:
         """Return the restart after this round that a former coordinator has granted."""
@@ -348,12 +380,14 @@ class CoordinatorState:
         is_open = self.round.number >= 0 and self.phase not in stopped
         cause = self.round.cause
         granted = 0 if cause is None or cause.root is None else cause.restarts
+        # A round that was recovered may be older than the last one, of which no member came.
+        number = max(self.round.number, -1 if self.former is None else self.former.round)
         if self._recorded != (self.round.number, is_open):
             self._recorded = self.round.number, is_open
             self.outbox.publish(
                 RoundRecord(
                     term=self.outbox.term,
-                    round=self.round.number,
+                    round=number,
                     attempt=self.round.attempt,
                     changes=self.round.changes,
                     is_open=is_open,

@@ -46,13 +46,19 @@ def supervise(state: CoordinatorState) -> None:
     _take_requests(state, active)
     succeeded = list(filter(state.has_succeeded, active))
     done = current.members_done + sum(map(state.has_succeeded, current.gone.values()))
-    for record in filter(state.has_placement, active):
-        if record.status.members_done != done:
-            state.outbox.send(record, MembersDone(current.number, done))
-    if current.change_reasons or current.cause is not None:
+    is_changing = bool(current.change_reasons) or current.cause is not None
+    have_succeeded = succeeded == active and not is_changing
+    count = current.size if have_succeeded and state.settings.may_move else done
+    behind = [one for one in active if one.status.members_done != count]
+    for record in filter(state.has_placement, behind):
+        state.outbox.send(record, MembersDone(current.number, count))
+    if is_changing:
         _reform(state, active)
-    elif succeeded == active:
-        state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
+    elif have_succeeded:
+        # A member that comes to another store knows of this end, or that there is none yet.
+        is_known = not behind and not state.arm(state.unsure_until)
+        if is_known or not state.settings.may_move:
+            state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
     else:
         _scale_up(state, active, is_closing=bool(succeeded or done))
 

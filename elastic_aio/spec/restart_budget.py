@@ -54,6 +54,10 @@ class _Count:
         self.total = 0
         self.times: deque[float] = deque(maxlen=kept)
 
+    def clear(self) -> None:
+        self.total = 0
+        self.times.clear()
+
     def record(self, now: float) -> None:
         self.total += 1
         self.times.append(now)
@@ -88,6 +92,12 @@ class RestartBudget:
 
     def __repr__(self) -> str:
         return f"<RestartBudget: {self.restarts} of {self._max_restarts} restarts used>"
+
+    def clear(self) -> None:
+        """Begin anew, for another job."""
+        self._restarts.clear()
+        self._losses.clear()
+        self._consecutive = 0
 
     @property
     def restarts(self) -> int:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from elastic_aio.testing.agent import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
+    from elastic_aio.testing.search import Found as Found
+    from elastic_aio.testing.search import Recipe as Recipe
+    from elastic_aio.testing.search import SearchResult as SearchResult
     from elastic_aio.testing.search import search_scenarios as search_scenarios
     from elastic_aio.testing.simulation import Simulation as Simulation
     from elastic_aio.testing.trace import InvariantViolated as InvariantViolated
@@ -39,7 +42,7 @@ else:
             "elastic_aio.testing.agent": "WorkerBehavior",
             "elastic_aio.testing.node": "SimNode",
             "elastic_aio.testing.scenarios": "run_random_scenario",
-            "elastic_aio.testing.search": "search_scenarios",
+            "elastic_aio.testing.search": "Found Recipe SearchResult search_scenarios",
             "elastic_aio.testing.simulation": "Simulation",
             "elastic_aio.testing.trace": "InvariantViolated",
         },

@@ -125,8 +125,8 @@ class SimDriver(MultiNodeDriver):
             match instruction:
                 case StartRound(placement):
                     node.is_standing_by = node.has_succeeded = False
+                    self.checker.on_ordered(node, instruction)
                     node.placement = placement
-                    self.checker.rounds.on_ordered(node, instruction)
                 case StopRound(round) if node.placement is None or round >= node.placement.round:
                     node.has_succeeded = False
                 case EndJob(outcome):

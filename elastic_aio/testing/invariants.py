@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from elastic_aio.discovery.jobs import FormerJob
+from elastic_aio.discovery.keys import RunEnd
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
@@ -18,7 +20,6 @@ from elastic_aio.rendezvous.base import EndJob, RestartPending, StartRound, Stop
 from elastic_aio.rendezvous.dynamic import order_timeout
 from elastic_aio.rendezvous.members import Outbox
 from elastic_aio.rendezvous.messages import (
-    LeaderRecord,
     MemberStatus,
     Order,
     OrderBody,
@@ -28,10 +29,11 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.server_connection import Connection
+from elastic_aio.testing.ends import EndChecker
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.rounds import RoundChecker, brief
-from elastic_aio.testing.store import SimStore
+from elastic_aio.testing.store import SimStore, Written
 from elastic_aio.testing.trace import Trace
 from elastic_aio.testing.virtual_time import RATE_MIN
 
@@ -71,6 +73,7 @@ class InvariantChecker:
     Attributes:
         stores: all stores that there were, by instance; ordered.
         rounds: the checks of rounds.
+        ends: the checks of ends.
         outcomes: how the job has ended, by the name of each node on which it has.
         obey_s: seconds without a fault within which an order is obeyed.
         event_hook: called with each event of each node.
@@ -83,6 +86,7 @@ class InvariantChecker:
         """Begin without stores; `nodes` has the newest process of each host."""
         self.stores: dict[bytes, SimStore] = {}
         self.rounds = RoundChecker(spec, self.stores, trace, nodes)
+        self.ends = EndChecker(self.rounds.rounds, trace, lambda: network.time.now)
         self.outcomes: dict[str, JobOutcome] = {}
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
@@ -93,8 +97,6 @@ class InvariantChecker:
         self._nodes = nodes
         self._terms: dict[tuple[bytes, int], str] = {}
         self._obligations: dict[tuple[bytes, str], _Obligation] = {}
-        self._has_ended = False
-        """Whether a coordinator has ordered the end of the job."""
         network.on_accepted = self._on_accepted
 
     # ------------------------------------------------------------- the stores
@@ -128,10 +130,14 @@ class InvariantChecker:
                 store = SimStore(self._time, listener, server, self._on_change)
                 self.stores[server.instance] = store
 
-    def _on_change(self, store: SimStore, member: str, value: LeaderRecord | Order) -> None:
+    def _on_change(self, store: SimStore, member: str, value: Written) -> None:
         if isinstance(value, Order):
             self._oblige(store, member, value)
             self._on_order(store, member, value.body)
+        elif isinstance(value, RunEnd):
+            self.ends.on_recorded(store, member, value)
+        elif isinstance(value, FormerJob):
+            self.ends.on_former(value)
         elif term := value.term:
             self._trace.note(store.host.name, f"{value.name} leads in term {term}")
             former = self._terms.setdefault((store.instance, term), member)
@@ -145,11 +151,10 @@ class InvariantChecker:
             case StartRound(placement):
                 text = f"start {brief(placement)} as {placement.span.group_rank}"
                 self.rounds.on_written(store, member, placement, self._time.now)
+                self.ends.on_written(self.rounds.rounds[placement.round_id])
                 rounds = len(self.rounds.rounds)
                 if rounds > _ROUNDS_PER_FAULT * (self._trace.faults + 1):
                     self._trace.fail(f"{rounds} rounds after {self._trace.faults} faults")
-            case EndJob():
-                self._has_ended = True
         if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
             self._trace.note(store.host.name, f"order for {name}: {text}")
         if self.order_hook is not None:
@@ -184,8 +189,13 @@ class InvariantChecker:
 
     # --------------------------------------------------------------- the nodes
 
+    def on_ordered(self, node: SimNode, order: StartRound) -> None:
+        """Check a round that a node is sent, after `node.placement`."""
+        self.rounds.on_ordered(node, order)
+        self.ends.on_ordered(node, self.rounds.rounds[order.placement.round_id])
+
     def on_end_ordered(self, node: SimNode, outcome: JobOutcome) -> None:
-        """Check an end: it is true, and the node took part in the job, or came too late."""
+        """Check an end: it is true, and recorded."""
         if outcome.is_rendezvous:
             return
         rounds = self.rounds.rounds.values()
@@ -193,9 +203,7 @@ class InvariantChecker:
             self._trace.fail(
                 f"{node.name} is sent a success, and no round has succeeded everywhere"
             )
-        # A node that is late reads the recorded end, at a store where the job has ended.
-        if node.placement is None and not self._has_ended:
-            self._trace.fail(f"{node.name} is sent the end of a job in which it took no part")
+        self.ends.on_end_ordered(node, outcome)
 
     def on_event(self, node: SimNode, event: Event) -> None:
         """Record an event, and call the hook."""

@@ -23,6 +23,8 @@ class SimRound:
     """A round: when and where it was ordered, for which members, and which have succeeded."""
 
     store: SimStore
+    generation: str
+    job: str
     formed_at: float
     placement: Placement
     members: dict[str, int] = field(default_factory=dict)
@@ -60,7 +62,6 @@ class RoundChecker:
         """The last number of a round in each generation, by the instance of its store."""
         self._ranks: dict[str, dict[str, int]] = {}
         self._attempts: dict[tuple[str, int], int] = {}
-        self._last: dict[str, Placement] = {}
 
     def on_written(self, store: SimStore, member: str, placement: Placement, now: float) -> None:
         """Check an order in a store: ranks are given once and kept, and numbers only grow."""
@@ -74,7 +75,9 @@ class RoundChecker:
             if placement.round <= newest:
                 self._fail(f"{brief(placement)} follows round {newest} at its store")
             self._newest[generation] = placement.round
-        round = self.rounds.setdefault(name, SimRound(store, now, placement))
+            job = store.jobs.get(store.generation, "")
+            self.rounds[name] = SimRound(store, store.generation, job, now, placement)
+        round = self.rounds[name]
         if _common(round.placement) != _common(placement):
             self._fail(f"two rounds of one name: {brief(round.placement)} and {brief(placement)}")
         number = self._attempts.setdefault((placement.formed_by, placement.attempt), name[0])
@@ -98,8 +101,7 @@ class RoundChecker:
 
     def on_ordered(self, node: SimNode, order: StartRound) -> None:
         """Check what a node is sent: it is newer than what it was sent before."""
-        placement = order.placement
-        last, self._last[node.name] = self._last.get(node.name), placement
+        placement, last = order.placement, node.placement
         if last is None:
             return
         is_newer = placement.round > last.round and placement.attempt > last.attempt

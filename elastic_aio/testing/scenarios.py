@@ -28,7 +28,8 @@ def run_random_scenario(
     For some seconds, the network, the hosts, the stores and the workers of a few nodes
     fail in many ways.  Then all faults are over, and the nodes must come together in one
     round, or the job must end; finally all workers succeed, and the job must end with one
-    outcome on all nodes.
+    outcome on all nodes.  In some scenarios there are faults at the end too, and the next job
+    of the same run id begins at the same endpoints while nodes are still cut off.
 
     Args:
         seed: of all random numbers.
@@ -72,7 +73,8 @@ class Scenario:
         )
         # Rounds with fixed ranks need all nodes, and those of a user may need most.
         self._has_replacements = self._is_static or spec is not None
-        self._settle_s = 60.0 if spec is None else 3600.0
+        # The exit barrier, and then the search for a store or the join timeout.
+        self._settle_s = 90.0 if spec is None else 3600.0
         self.sim = Simulation(
             spec or self._spec(count),
             seed=seed,
@@ -89,6 +91,8 @@ class Scenario:
             self.sim.checker.order_hook = self._inject_on_order
         for name in names:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
+        self._end_random = Random(f"end of scenario {seed}")
+        self.has_next_job = not self._is_static and self._end_random.random() < 0.4
 
     def _spec(self, count: int) -> LaunchSpec:
         random = self._random
@@ -141,7 +145,11 @@ class Scenario:
             for _ in range(waves):
                 self.inject_faults()
             self.recover()
-            self.finish()
+            if self.has_next_job:
+                self.finish_with_faults()
+                self.run_next_job()
+            else:
+                self.finish()
 
     def inject_faults(self) -> None:
         """Inject random faults, one after the other."""
@@ -158,10 +166,7 @@ class Scenario:
         self._failing = 0.0
         sim.checker.order_hook = None
         sim.end_faults()
-        serving = [store.host.name for store in sim.checker.open_stores]
-        for name in sim.endpoints:
-            if name.startswith("store") and name not in serving:
-                sim.start_store(name)
+        self._start_stores()
         if self._has_replacements and sim.live_nodes and not sim.outcomes:
             for name in self._names:
                 self._add_or_restart(name)
@@ -179,10 +184,64 @@ class Scenario:
         sim.run_until(lambda: sim.is_over, self._settle_s)
         outcomes = [node.outcome for node in left if node.outcome is not None]
         states = {one.state for one in outcomes if not one.is_rendezvous} - {JobState.STOPPED}
-        if len(states) > 1:
+        # Two halves that met at different stores until just now may both have ended.
+        places = [store for store in sim.checker.stores.values() if store.ends]
+        if len(states) > 1 and len(places) == 1:
             sim.fail(f"the job ended in different ways: {sorted(states)}")
 
+    def finish_with_faults(self) -> None:
+        """Let all workers succeed, with faults meanwhile, until a node knows of an end."""
+        random, sim = self._end_random, self.sim
+        known = len(sim.outcomes)
+        sim.finish_workers()
+        # Later rounds take longer than nodes need to find another store.
+        sim.behavior = lambda node, placement: WorkerBehavior(seconds=5.0)
+        for _ in range(random.randint(1, 3)):
+            seconds = random.random() * random.choice([0.02, 0.2, 2.0])
+            sim.time.at(sim.now + seconds, self._fault_at_end)
+        sim.run_until(lambda: len(sim.outcomes) > known or sim.is_over, self._settle_s)
+
+    def run_next_job(self) -> None:
+        """Start new nodes at the same endpoints, end the faults, and let all nodes end."""
+        random, sim = self._end_random, self.sim
+        sim.run(random.choice([0.0, 1.0, 6.0]) * random.random())
+        sim.behavior = self._behavior
+        spec = sim.spec.replace(entrypoint="next.py") if random.random() < 0.5 else None
+        for number, name in enumerate([*self._names, *(f"next{one}" for one in range(2))]):
+            if name in self._hosts[:1] or number < 2 or random.random() < 0.5:
+                self._add(name, 0.001 + random.random() * random.choice([0.0, 0.3, 3.0]), spec)
+        sim.run(random.choice([0.1, 1.0, 10.0]) * random.random())
+        sim.end_faults()
+        self._start_stores()
+        sim.run(random.choice([0.0, 1.0, 10.0]) * random.random())
+        sim.finish_workers()
+        sim.run_until(lambda: sim.is_over, 2 * self._settle_s)
+
+    def _start_stores(self) -> None:
+        """Start the stores of hosts without a node that were stopped."""
+        serving = [store.host.name for store in self.sim.checker.open_stores]
+        for name in self.sim.endpoints:
+            if name.startswith("store") and name not in serving:
+                self.sim.start_store(name)
+
     # ------------------------------------------------------------------- faults
+
+    def _fault_at_end(self) -> None:
+        sim, random = self.sim, self._end_random
+        if not (live_nodes := sim.live_nodes):
+            return
+        node = random.choice(live_nodes)
+        others = [one for one in self._hosts if one != node.host.name]
+        faults: list[Callable[[], None]] = [
+            lambda: sim.kill(node),
+            lambda: sim.switch_off(node),
+            lambda: sim.suspend(node.host.name, random.choice([0.5, 3.0, 9.0]) * random.random()),
+            lambda: sim.partition([node.host.name], others),
+            lambda: sim.partition([node.host.name], others),
+            lambda: sim.partition([node.host.name], others, one_way=True),
+            lambda: sim.break_connection(node),
+        ]
+        random.choice(faults)()
 
     def _fault(self) -> None:
         sim, random = self.sim, self._random
@@ -271,7 +330,7 @@ class Scenario:
         if node is None or not node.is_live:
             self._add(name, 0.0)
 
-    def _add(self, name: str, delay: float) -> None:
+    def _add(self, name: str, delay: float, spec: LaunchSpec | None = None) -> None:
         random = self._random
         rank = random.choice([None, None, None, 0, 1])
         if self._is_static:
@@ -281,7 +340,7 @@ class Scenario:
 
         def add() -> None:
             if name not in self.sim.nodes or not self.sim.nodes[name].is_live:
-                self.sim.add_node(name, node_rank=rank, rate=rate, offset=offset)
+                self.sim.add_node(name, node_rank=rank, rate=rate, offset=offset, spec=spec)
 
         if delay:
             self.sim.time.at(self.sim.now + delay, add)

@@ -50,18 +50,30 @@ class Tape(Random):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What repeats a scenario: the seed of its network, and what it draws, to the `end`'s seed."""
+    """What repeats a scenario.
+
+    Attributes:
+        seed: of its network.
+        draws: the random numbers that it draws first.
+        end: seed of all later ones.
+        waves: how often faults are injected before they are over.
+    """
 
     seed: int
     draws: tuple[float, ...]
     end: int
     waves: int = 1
-    """How often faults are injected before they are over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A situation that was new, and the scenario that has reached it after `place` draws."""
+    """A situation that was new.
+
+    Attributes:
+        recipe: repeats the scenario that has reached it.
+        situation: what the coordinator knew and did.
+        place: after how many draws that was.
+    """
 
     recipe: Recipe
     situation: Hashable

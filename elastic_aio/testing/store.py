@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from elastic_aio.discovery.keys import run_prefix
+from elastic_aio.discovery.jobs import FormerJob, decode_former_jobs
+from elastic_aio.discovery.keys import RunEnd, decode_end, decode_run, run_prefix
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,
@@ -29,7 +30,9 @@ PORT = 29400
 
 _PREFIX = f"/{run_prefix(RUN_ID)}/".encode()
 
-OnChange = Callable[["SimStore", str, LeaderRecord | Order], None]
+Written = LeaderRecord | Order | RunEnd | FormerJob
+
+OnChange = Callable[["SimStore", str, Written], None]
 
 
 class SimStore(Client):
@@ -41,6 +44,9 @@ class SimStore(Client):
         statuses: by member.
         orders: the last one for each member.
         generation: that of the last order; a job that moves here after an end begins another.
+        jobs: which job each generation is.
+        ends: how generations have ended, and when in virtual time.
+        first_led_at: when it first had a leader, in virtual time.
         joined_at: since when nodes are present as members, in virtual time, by their numbers.
         left_at: when the others were last lost, or have left.
     """
@@ -48,7 +54,10 @@ class SimStore(Client):
     def __init__(
         self, time: VirtualTime, listener: Listener, server: ConnectionServer, on_change: OnChange
     ) -> None:
-        """Watch; `on_change` is called with the member of each new order, or leader."""
+        """Watch; `on_change` is called with each new order or leader, and its member.
+
+        It is called with each end and its generation, and with the former jobs.
+        """
         super().__init__()
         self.listener = listener
         self.host = listener.loop.host
@@ -58,6 +67,9 @@ class SimStore(Client):
         self.statuses: dict[str, MemberStatus] = {}
         self.orders: dict[str, Order] = {}
         self.generation = ""
+        self.jobs: dict[str, str] = {}
+        self.ends: dict[str, tuple[RunEnd, float]] = {}
+        self.first_led_at = math.inf
         self.joined_at: dict[int, float] = {}
         self.left_at: dict[int, float] = {}
         self._time = time
@@ -100,7 +112,16 @@ class SimStore(Client):
         if kind == "coordinator":
             self.leader = LeaderRecord.decode(change.value) if is_set else None
             if self.leader is not None:
+                self.first_led_at = min(self.first_led_at, now)
                 self._on_change(self, self.leader.member, self.leader)
+        elif generation == "run" and (record := decode_run(change.value)):
+            self.jobs[str(record.generation)] = record.job
+        elif generation == "jobs":
+            for former in decode_former_jobs(change.value):
+                self._on_change(self, former.job, former)
+        elif kind == "end" and (end := decode_end(change.value if is_set else None)):
+            self._on_change(self, generation, end)
+            self.ends.setdefault(generation, (end, now))
         elif kind == "t" and is_set:
             status = self.statuses[member] = decode_status(change.value)
             self.joined_at.setdefault(status.node.pid, now)

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from elastic_aio.cli import main
-from elastic_aio.discovery.keys import enter_run, run_store, write_end
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import restore_end, run_store
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.store import StoreServer, connect
 
@@ -20,10 +21,12 @@ HOUR = 3600.0
 async def end_job(endpoint: str, run_id: str, seconds_ago: float | None) -> None:
     """Leave a job that has ended so long ago; None: one without an end."""
     async with connect(endpoint) as store:
-        record, _ = await enter_run(store, run_id, job=run_id, reuse=False)
+        entry = await enter_run(store, run_id, job=run_id, reuse=False)
+        assert entry is not None
+        record, _ = entry
         if seconds_ago is not None:
             outcome = JobOutcome(JobState.FAILED, "rank 1 failed", 3, 0)
-            await write_end(run_store(store, run_id, record), outcome, time.time() - seconds_ago)
+            await restore_end(run_store(store, run_id, record), outcome, time.time() - seconds_ago)
 
 
 async def run(*arguments: str) -> list[str]:

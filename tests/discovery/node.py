@@ -13,7 +13,8 @@ import sys
 import time
 from typing import Any
 
-from elastic_aio.discovery.keys import enter_run
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import RemoteStore
@@ -51,12 +52,16 @@ async def stay(
         assert isinstance(located.store, RemoteStore)
         ends = [asyncio.ensure_future(located.store.wait_lost())]
         if located.is_host:
-            ends.append(asyncio.ensure_future(located.wait_superseded()))
+            ends.append(asyncio.ensure_future(wait_superseded(located)))
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ends:
             task.cancel()
         await asyncio.wait(ends)
         return str(done.pop().result())
+
+
+async def wait_superseded(located: LocatedStore) -> str:
+    return (await located.wait_superseded(RunRecord(0, ""), bool, at_once=True)).endpoint.text
 
 
 def emit(**what: Any) -> None:

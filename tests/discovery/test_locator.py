@@ -17,8 +17,14 @@ from elastic_aio.aio import wait_forever
 from elastic_aio.discovery import dialer, search
 from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
-from elastic_aio.discovery.keys import enter_run
-from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import RunRecord
+from elastic_aio.discovery.locator import (
+    ActiveElsewhere,
+    DiscoveryError,
+    LocatedStore,
+    StoreLocator,
+)
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.spec.rendezvous import RendezvousSpec
@@ -404,6 +410,11 @@ async def test_a_suspended_host_serves_a_later_endpoint_in_the_end(
     assert (located.index, located.is_host, suspensions) == (1, True, [])
 
 
+async def wait_superseded(located: LocatedStore) -> ActiveElsewhere:
+    """Wait as a node whose job has begun at this store."""
+    return await located.wait_superseded(RunRecord(0, "mine"), lambda: True, at_once=True)
+
+
 async def test_a_later_host_looks_at_the_earlier_endpoints_often_enough(
     make_locator: MakeLocator, only_local: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +432,7 @@ async def test_a_later_host_looks_at_the_earlier_endpoints_often_enough(
         await enter_run(store, RUN, job="", reuse=False)
         await store.set(f"elastic_aio/{RUN}/0/coordinator", "x")
         async with asyncio.timeout(20):
-            assert await located.wait_superseded() == f"127.0.0.1:{port}"
+            assert (await wait_superseded(located)).endpoint.index == 0
 
 
 @pytest.mark.slow
@@ -449,7 +460,7 @@ async def test_a_later_host_yields_to_an_earlier_one(
     locator = make_locator(endpoints, heartbeat_timeout=2.0)
     located = await locator.locate(is_first=False)
     assert (located.index, located.is_host) == (1, True)
-    waiting = asyncio.ensure_future(located.wait_superseded())
+    waiting = asyncio.ensure_future(wait_superseded(located))
     async with StoreServer("127.0.0.1", port) as earlier:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.5):  # longer than it takes to look there
@@ -458,7 +469,7 @@ async def test_a_later_host_yields_to_an_earlier_one(
             await enter_run(store, RUN, job="", reuse=False)
             await lease.set(f"elastic_aio/{RUN}/0/coordinator", "x")
             async with asyncio.timeout(20):
-                assert await waiting == f"127.0.0.1:{port}"
+                assert (await waiting).endpoint.index == 0
             located = await locator.locate(is_first=False)
             assert (located.index, located.is_host) == (0, False)
 
@@ -476,9 +487,9 @@ async def test_a_host_does_not_yield_to_itself(
     await located.store.set(f"elastic_aio/{RUN}/0/coordinator", "we")
     alias = StoreLocator(RendezvousSpec(endpoint=f"127.0.0.2:{port},127.0.0.2:{port}"), RUN)
     alias._server = locator._server
-    assert not await alias._has_active_run(alias._endpoints[0])
+    assert not await alias._job_at(1, RunRecord(0, ""), alias._endpoints[0])
     alias._server = None
-    assert await alias._has_active_run(alias._endpoints[0])
+    assert await alias._job_at(1, RunRecord(0, ""), alias._endpoints[0])
 
 
 async def test_an_own_address_that_leads_elsewhere_is_not_served(

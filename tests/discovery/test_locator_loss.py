@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.discovery.keys import enter_run
+from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
 from elastic_aio.store import RemoteStore
 from tests.discovery.conftest import RUN, MakeLocator, Node, StartNode
@@ -75,6 +75,7 @@ async def test_a_suspended_host_is_replaced_and_follows(
     async with again.store.lease(2.0) as lease:
         await enter_run(again.store, RUN, job="", reuse=False)
         await lease.set(f"elastic_aio/{RUN}/0/coordinator", "we")
+        await lease.set(f"elastic_aio/{RUN}/0/round", "ours")
         host.send(signal.SIGCONT)
         # Its own store may seem well to it, but the run is elsewhere.
         said = await host.wait_printed("endpoint")

@@ -36,8 +36,10 @@ from elastic_aio.rendezvous.messages import (
     Order,
     ProbePeers,
     Reject,
+    RoundRecord,
     StandBy,
     WaitForNodes,
+    encode,
 )
 from elastic_aio.rendezvous.state import CoordinatorPhase
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
@@ -961,6 +963,30 @@ def test_a_success_counts_that_leaves_another_store_before_it_is_recovered() -> 
     (finished,) = harness.events(JobFinished)
     assert isinstance(finished, JobFinished)
     assert finished.state is JobState.SUCCEEDED
+
+
+def test_the_record_of_a_newer_round_is_not_replaced() -> None:
+    """A node of an older round leads, and no member of the last one is present."""
+    settings = RoundSettings(1, 2, last_call_timeout=0, fence=5.0)
+    harness = CoordinatorHarness(settings, "a", "b")
+    old = harness.members.pop("b")
+    harness.coordinator.on_gone("b", 0.0, is_lost=True)
+    harness.settle(10)
+    assert harness.recorded is not None
+    former = RoundRecord.decode(encode(harness.recorded))
+    assert former is not None
+    assert former.round > old.status.round
+    harness.members = {"b": old}
+    harness.elect("b", former=former)
+    harness.settle()
+    harness.settle(11)
+    assert harness.coordinator.round.number == 0
+    assert harness.recorded.round == former.round
+    harness.settle(20)
+    assert harness.recorded.round > former.round
+    place = harness.places["b"]
+    assert place is not None
+    assert place.attempt > former.attempt
 
 
 def test_orders_of_another_store_are_obeyed() -> None:

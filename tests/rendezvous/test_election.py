@@ -9,6 +9,7 @@ from typing import Any, Never, cast
 import pytest
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task
+from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreRefused
 from elastic_aio.node_events import CoordinatorChanged
@@ -82,7 +83,9 @@ class Candidate:
         enter = self._stack.enter_async_context
         self.lease = await enter(self.store.lease(5))
         records = await enter(self.store.watch("coordinator"))
-        self.task = create_task(self.election.run(self.store, self.lease, records))
+        self.task = create_task(
+            self.election.run(self.store, RunRecord(0, "job"), self.lease, records)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
-from elastic_aio.discovery.keys import enter_run, run_store, write_end
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import restore_end, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
@@ -60,7 +61,9 @@ async def all_of(events: JobEvents) -> list[Event]:
 
 async def generation_of(store: Store) -> Store:
     """Return the view of the run `r`, which begins if it has not."""
-    record, _ = await enter_run(store, "r", job="j", reuse=False)
+    entry = await enter_run(store, "r", job="j", reuse=False, is_committed=True)
+    assert entry is not None
+    record, _ = entry
     return run_store(store, "r", record)
 
 
@@ -249,9 +252,11 @@ async def test_a_lost_store_is_followed_by_another_stream() -> None:
 async def test_a_recorded_end_is_the_last_event() -> None:
     """The events of an ended run are deleted; a late reader gets its end and duration."""
     async with StoreServer("127.0.0.1") as server, connect(server.endpoint) as client:
-        record, _ = await enter_run(client, "r", job="j", reuse=False)
+        entry = await enter_run(client, "r", job="j", reuse=False)
+        assert entry is not None
+        record, _ = entry
         outcome = JobOutcome(JobState.FAILED, "rank 1 failed", 3, 1)
-        await write_end(run_store(client, "r", record), outcome, record.began_at + 7.5)
+        await restore_end(run_store(client, "r", record), outcome, record.began_at + 7.5)
         async with follow_job(server.endpoint, "r") as events:
             assert events.has_begun
             seen = await all_of(events)

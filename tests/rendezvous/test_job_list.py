@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.discovery.keys import enter_run, read_run, run_prefix, run_store, write_end
+from elastic_aio.discovery.jobs import enter_run
+from elastic_aio.discovery.keys import read_run, restore_end, run_prefix, run_store
 from elastic_aio.events import WorkerStarted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
@@ -62,12 +63,14 @@ async def opened(place: dict[str, Any], run_id: str) -> AsyncIterator[Store]:
 async def begin(place: dict[str, Any], run_id: str, *, ends: bool) -> None:
     """Write what a job of this run leaves: its record, events, and its end."""
     async with opened(place, run_id) as store:
-        record, _ = await enter_run(store, run_id, job=uuid.uuid4().hex, reuse=True)
+        entry = await enter_run(store, run_id, job="", reuse=True)
+        assert entry is not None
+        record, _ = entry
         generation = run_store(store, run_id, record)
         await EventStreamWriter(generation).write([EVENT] * 70)
         await store.prefixed(run_prefix(run_id)).add("terms")
         if ends:
-            await write_end(generation, DONE, 1e9)
+            await restore_end(generation, DONE, 1e9)
 
 
 def listed(place: dict[str, Any]) -> JobList:
@@ -149,7 +152,9 @@ async def test_a_removed_run_id_begins_again(place: dict[str, Any]) -> None:
         assert await jobs.remove(job)
         assert await jobs.read() == []
     async with opened(place, "one") as store:
-        record, end = await enter_run(store, "one", job="", reuse=False)
+        entry = await enter_run(store, "one", job="", reuse=False)
+        assert entry is not None
+        record, end = entry
         assert end is None
         generation = run_store(store, "one", record)
         await EventStreamWriter(generation).write([EVENT])

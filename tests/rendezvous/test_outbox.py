@@ -174,7 +174,8 @@ def test_a_probe_that_never_ends_holds_no_place() -> None:
 def test_the_end_is_sent_until_it_is_read() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
     harness.drop_orders("b")
-    harness.succeed("a", "b")
+    harness.coordinator.fail_job("it has failed")
+    harness.settle()
     assert harness.end_orders().keys() == {"a"}
     harness.restore_orders()
     run_to(harness, 4)

@@ -8,6 +8,7 @@ from typing import Any, Never, cast
 import pytest
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
+from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous import failure_detector
@@ -65,7 +66,9 @@ async def test_a_round_record_never_replaces_that_of_a_later_term(former: int, s
     settings, budget = RoundSettings(1, 2), RestartBudget(0, RestartPolicy(), lambda: 1.0)
     unused = cast("Any", None)
     for term in (2, former):
-        runner = CoordinatorRunner(settings, budget, unused, node=unused, run_id="run", root=None)
+        runner = CoordinatorRunner(
+            settings, budget, unused, node=unused, run_id="run", root=None, on_end=unused
+        )
         await runner._record(store, RoundRecord(term, term, 0, 0, is_open=True, history=None))
     record = RoundRecord.decode(await store.peek("round"))
     assert record is not None
@@ -91,7 +94,7 @@ async def test_a_leader_whose_record_is_replaced_leads_no_more() -> None:
     runner, detector = cast("CoordinatorRunner", Runner()), FailureDetector()
     election = Election(located, "run", member, runner, detector, lambda effects: None, Notifier())
     async with store.lease(5) as lease, store.watch("coordinator") as records:
-        leading = create_task(election.run(store, lease, records))
+        leading = create_task(election.run(store, RunRecord(0, "job"), lease, records))
         await leads.wait()
         await store.set("coordinator", encode(LeaderRecord(9, "b", "b", None)))
         try:

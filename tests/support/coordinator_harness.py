@@ -99,16 +99,22 @@ class CoordinatorHarness:
         self.join(*names)
 
     def elect(
-        self, name: str, *, store: bytes | None = None, former: RoundRecord | None = None
+        self,
+        name: str,
+        *,
+        store: bytes | None = None,
+        former: RoundRecord | None = None,
+        was_leased: bool = True,
     ) -> CoordinatorState:
         """Replace the coordinator by a new one.
 
-        `store` is another one to move to, and `former` the last round as it was recorded then.
+        `store` is another one to move to, before or after the leases at the former one have
+        ended, and `former` the last round as it was recorded then.
         """
         if store is not None:
             self._store, self._terms = store, itertools.count(1)
             for member in self.members.values():
-                member.attend(store)
+                member.attend(store, was_leased=was_leased)
         term = next(self._terms)
         self._written.clear()
         budget = self.budgets.setdefault(name, self._budget())

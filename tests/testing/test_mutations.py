@@ -103,10 +103,11 @@ def test_the_stories_hold_without_a_mutation() -> None:
     lose_coordinator()
 
 
-def attend(self: Member, instance: bytes, job: str = "") -> None:
+def attend(self: Member, instance: bytes, job: str = "", *, was_leased: bool = False) -> bool:
     """Keep what was seen at the former store."""
     self.job = job
     self._update()
+    return False
 
 
 def test_terms_from_the_memory_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +216,7 @@ def test_an_end_for_a_node_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -
         return on_order(self, order)
 
     monkeypatch.setattr(Member, "on_order", ending)
-    assert "in which it took no part" in violation(100)
+    assert "an end that is not recorded" in violation(100)
 
 
 def test_a_coordinator_that_remembers_all_who_came(monkeypatch: pytest.MonkeyPatch) -> None:
