@@ -14,7 +14,8 @@ _ELECTION: Final = _RENDEZVOUS + "test_election.py::"
 _DETECTOR: Final = _RENDEZVOUS + "test_failure_detector.py::"
 _SUCCESSORS: Final = _RENDEZVOUS + "test_successors.py::"
 _DISCOVERY: Final = "tests/discovery/"
-_ENDS: Final = _DISCOVERY + "test_run_ends.py::"
+_JOBS: Final = _DISCOVERY + "test_jobs.py::"
+_END: Final = _RENDEZVOUS + "test_job_end.py::"
 _STORE: Final = "tests/store/"
 _KEYSPACE: Final = _STORE + "test_keyspace.py::"
 
@@ -80,13 +81,6 @@ MUTATIONS: Final = (
         "pass",
         "no round begins while workers may live on a node that is gone",
         _COORDINATOR + "test_a_round_waits_for_the_workers_of_a_node_that_is_gone",
-    ),
-    Mutation(
-        "open-round-is-stopped",
-        "rendezvous/state.py",
-        "is_open = is_placed and status.stopped_round < self.round.number",
-        "is_open = False",
-        "a member may start the workers of a round that it was just ordered to run",
     ),
     Mutation(
         "diverged-member-waited-for",
@@ -176,15 +170,15 @@ MUTATIONS: Final = (
     Mutation(
         "done-members-missing",
         "rendezvous/formation.py",
-        "is_whole = len(held) + members_done >= size",
-        "is_whole = len(held) >= size",
+        "is_whole = is_last and len(mine) + members_done >= size",
+        "is_whole = is_last and len(mine) >= size",
         "members that left after their success are not missing",
         _COORDINATOR + "test_a_successor_learns_how_many_members_are_done",
     ),
     Mutation(
         "missing-members-not-waited-for",
         "rendezvous/formation.py",
-        "is_whole = len(held) + members_done >= size",
+        "is_whole = is_last and len(mine) + members_done >= size",
         "is_whole = True",
         "a round of which members are missing is not recovered as whole",
     ),
@@ -242,8 +236,8 @@ MUTATIONS: Final = (
     Mutation(
         "one-success-is-enough",
         "rendezvous/supervision.py",
-        "elif succeeded == active:",
-        "elif succeeded:",
+        "have_succeeded = succeeded == active and not is_changing",
+        "have_succeeded = bool(succeeded) and not is_changing",
         "the job has succeeded when all members have",
     ),
     Mutation(
@@ -309,13 +303,6 @@ MUTATIONS: Final = (
         "a restart counts",
     ),
     Mutation(
-        "end-for-the-placed-only",
-        "rendezvous/state.py",
-        "in self.admitted():\n            self.outbox.send(record, EndJob",
-        "in self.active():\n            self.outbox.send(record, EndJob",
-        "standby nodes get the outcome",
-    ),
-    Mutation(
         "outcomes-differ",
         "rendezvous/supervision.py",
         'JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0)',
@@ -333,8 +320,8 @@ MUTATIONS: Final = (
     Mutation(
         "change-unnoticed",
         "rendezvous/supervision.py",
-        "if current.change_reasons or current.cause is not None:",
-        "if current.cause is not None:",
+        "is_changing = bool(current.change_reasons) or current.cause is not None",
+        "is_changing = current.cause is not None",
         "a round that loses a member is replaced",
     ),
     Mutation(
@@ -480,19 +467,19 @@ MUTATIONS: Final = (
     # -------------------------------------------------------------- discovery
     Mutation(
         "former-end-for-a-mover",
-        "discovery/keys.py",
-        "record.job == job or not (job or reuse)",
-        "record.job == job or not reuse",
+        "discovery/jobs.py",
+        "(end is not None and is_own and (is_committed or not reuse))",
+        "(end is not None and (is_committed or not reuse))",
         "the end of a former job is not that of a node which takes part in another",
-        _ENDS + "test_a_node_of_another_job_is_not_given_the_end_of_a_former_one",
+        _JOBS + "test_another_job_that_has_ended_is_followed_by_one_that_goes_on",
     ),
     Mutation(
         "ended-run-begins-again",
-        "discovery/keys.py",
-        "record.job == job or not (job or reuse)",
-        "record.job == job",
+        "discovery/jobs.py",
+        "(end is not None and is_own and (is_committed or not reuse))",
+        "(end is not None and is_own and is_committed)",
         "a late node reads the end of the run",
-        _ENDS + "test_a_late_node_reads_the_end",
+        _JOBS + "test_a_job_that_has_ended_has_ended_for_all",
     ),
     Mutation(
         "unknown-endpoint-passed-over",
@@ -513,7 +500,7 @@ MUTATIONS: Final = (
     Mutation(
         "later-store-does-not-yield",
         "discovery/locator.py",
-        "                if look.result():\n",
+        "                if job:\n",
         "                if False:\n",
         "the host of a later store yields to an earlier one",
         _DISCOVERY + "test_locator.py::test_a_later_host_yields_to_an_earlier_one",
@@ -521,8 +508,8 @@ MUTATIONS: Final = (
     Mutation(
         "host-yields-to-itself",
         "discovery/locator.py",
-        "return handshake.has_run and is_other",
-        "return handshake.has_run",
+        'return handshake.job if is_other else ""',
+        "return handshake.job",
         "a host does not yield to its own store",
         _DISCOVERY + "test_locator.py::test_a_host_does_not_yield_to_itself",
     ),
@@ -552,9 +539,9 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "expired-is-deleted",
-        "store/keyspace.py",
-        "lambda key: self._remove(key, CHANGE_EXPIRED)",
-        "lambda key: self._remove(key, CHANGE_DELETED)",
+        "store/lease_table.py",
+        "holder = lease.holder\n            self.release(lease, CHANGE_EXPIRED)",
+        "holder = lease.holder\n            self.release(lease, 1)",
         "an expired key differs from a deleted one",
         _KEYSPACE + "test_a_lease_expires",
     ),
@@ -616,9 +603,144 @@ MUTATIONS: Final = (
     Mutation(
         "gone-client-pops",
         "store/wait_table.py",
-        "if waiter.mode == VALUES or waiter.client.is_gone:",
-        "if waiter.mode == VALUES:",
+        "if waiter.mode == ITEM and not waiter.client.is_gone:",
+        "if waiter.mode == ITEM:",
         "a client that is gone takes no item",
         _KEYSPACE + "test_a_client_that_is_gone_takes_no_item",
+    ),
+    # ------------------------------------------------------------- ends and jobs
+    Mutation(
+        "end-ordered-before-recorded",
+        "rendezvous/coordinator_runner.py",
+        "if is_ending and outcome is not None:",
+        "if False:",
+        "the end of a job is recorded before it is ordered",
+    ),
+    Mutation(
+        "claim-of-an-end-obeyed",
+        "discovery/keys.py",
+        "return end if end is not None and end.is_final else None",
+        "return end",
+        "an end counts once its coordinator cannot be deposed any more",
+        _JOBS + "test_a_claim_is_no_end_and_goes_with_its_coordinator",
+    ),
+    Mutation(
+        "end-without-lease",
+        "discovery/keys.py",
+        'present = await lease.compare_set("end", former, claim)',
+        'present = await store.compare_set("end", former, claim)',
+        "a coordinator without a lease records no end",
+        _JOBS + "test_a_coordinator_without_a_lease_records_no_end",
+    ),
+    Mutation(
+        "claim-of-a-move-obeyed",
+        "discovery/keys.py",
+        "return move if move is not None and move.is_final else None",
+        "return move",
+        "a move counts once it cannot be withdrawn any more",
+        _JOBS + "test_a_move_is_taken_back_until_it_is_final",
+    ),
+    Mutation(
+        "committed-node-enters-another-job",
+        "discovery/jobs.py",
+        "is_own = not is_committed or job == record.job",
+        "is_own = True",
+        "a node that has had a place in a job enters no other one",
+    ),
+    Mutation(
+        "committed-node-without-lease-enters",
+        "rendezvous/entry.py",
+        "return self._former.is_leased and (is_open or may_restart)",
+        "return is_open or may_restart",
+        "a node whose lease may have ended does not know that its job goes on",
+        _END + "test_a_node_without_its_lease_enters_no_next_job",
+    ),
+    Mutation(
+        "continued-job-joins-another",
+        "rendezvous/election.py",
+        'goes_on_in = other.job if goes_on else ""',
+        "goes_on_in = other.job",
+        "a job that has had rounds at two stores may have ended at one of them",
+        _END + "test_a_half_that_may_have_ended_joins_no_other_job",
+    ),
+    Mutation(
+        "job-with-another-program-joined",
+        "discovery/jobs.py",
+        "program == record.program and goes_on(record.job)",
+        "goes_on(record.job)",
+        "a job with another program is no half of one",
+        _JOBS + "test_a_job_that_runs_another_program_is_no_half",
+    ),
+    Mutation(
+        "standby-enters-another-job",
+        "rendezvous/member.py",
+        "return self.status.placement is not None or self._is_standing_by",
+        "return self.status.placement is not None",
+        "a node on standby belongs to its job",
+        _END + "test_a_node_on_standby_enters_no_other_job",
+    ),
+    Mutation(
+        "former-end-forgotten",
+        "discovery/jobs.py",
+        "await _add_former(store, run_id, FormerJob(record.job, wall_clock(), end, goes_on_in))",
+        "pass",
+        "the end of a job outlives its generation",
+        _JOBS + "test_the_end_of_a_job_outlives_its_generation",
+    ),
+    Mutation(
+        "success-not-announced",
+        "rendezvous/supervision.py",
+        "count = current.size if have_succeeded and state.settings.may_move else done",
+        "count = done",
+        "all members know of the success of all before the job ends",
+        _END + "test_a_success_is_announced_to_all_before_the_job_ends",
+    ),
+    Mutation(
+        "lost-lease-not-waited-for",
+        "rendezvous/supervision.py",
+        "is_known = not behind and not state.arm(state.unsure_until)",
+        "is_known = not behind",
+        "a member that was lost may still hold its lease by its own clock",
+        _END + "test_a_member_that_was_lost_may_still_hold_its_lease",
+    ),
+    Mutation(
+        "success-repeated-elsewhere",
+        "rendezvous/state.py",
+        "return self.is_elsewhere(placement) and not is_open",
+        "return False",
+        "a success that may have ended the job is not repeated",
+        _END + "test_a_success_that_may_have_ended_the_job_is_not_repeated",
+    ),
+    Mutation(
+        "obeyed-end-not-restored",
+        "rendezvous/session.py",
+        "if outcome is not None and not self._has_seen_end:",
+        "if False:",
+        "a member that obeys an end records it if it is absent",
+        _END + "test_an_end_that_the_store_has_lost_is_restored",
+    ),
+    Mutation(
+        "host-leaves-before-a-lost-member",
+        "rendezvous/session.py",
+        "await asyncio.sleep(lost_at + self._spec.heartbeat_timeout - monotonic_clock())",
+        "await asyncio.sleep(0)",
+        "a member that was lost with its workers finds the end of its job",
+        _END + "test_a_host_stays_until_a_lost_member_has_no_lease",
+    ),
+    Mutation(
+        "missing-status-unnoticed",
+        "rendezvous/session.py",
+        "if is_written and await self._store.peek(self._own_key) is None:",
+        "if False:",
+        "a member whose status is gone comes back",
+        _END + "test_a_node_whose_status_is_gone_comes_back",
+    ),
+    Mutation(
+        "older-record-wins",
+        "rendezvous/state.py",
+        "number = max(self.round.number, -1 if self.former is None else self.former.round)",
+        "number = self.round.number",
+        "the number of the last round at a store only grows",
+        _COORDINATOR + "test_the_record_of_a_newer_round_is_not_replaced",
     ),
 )
