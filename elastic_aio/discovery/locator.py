@@ -396,12 +396,14 @@ class StoreLocator:
         if len(self._endpoints) == 1:
             await wait_forever()
         looks_at_all = at_once and run.is_continued
-        interval: float | None = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
-        if not index and is_committed():
-            interval = None
-        if at_once and (index or looks_at_all):
-            interval = 0.0
+        is_due = at_once and (index or looks_at_all)
         while True:
+            # The first endpoint yields to a later one before its first round alone.
+            interval = None
+            if index or not is_committed():
+                interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
+            if is_due:
+                interval = 0.0
             with contextlib.suppress(TimeoutError):
                 # There is no notification of a server that begins to listen: poll.
                 async with asyncio.timeout(interval):
@@ -423,10 +425,7 @@ class StoreLocator:
             for endpoint, job in zip(others, jobs, strict=True):
                 if job:
                     return ActiveElsewhere(endpoint, job, was_suspended)
-            looks_at_all = False
-            interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
-            if not index and is_committed():
-                interval = None
+            looks_at_all = is_due = False
 
     async def _confirm_superseded(self, index: int, run: RunRecord, other: ActiveElsewhere) -> bool:
         """Return whether the run is active elsewhere, and has not moved away from there.
