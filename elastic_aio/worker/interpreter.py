@@ -193,10 +193,12 @@ def finalize(code: int) -> NoReturn:
         _write_out_files([file for file in files if all(map(_is_standard, _layers(file)))], limit)
         if not is_forked:
             limit.run(_flush_c_streams)
-        # A garbage collection may close a file before it finalizes the buffer above it.
+        # A garbage collection may close a file before it finalizes the buffer above it, or an
+        # object of the program that writes to it, such as an archive.
         _write_out_files(files, limit)
-        del files
         limit.run(_release_main)
+        del files
+        limit.run(_collect_garbage)
         _write_out_files(_open_files(), limit)  # for what `__del__` methods have written
         if not is_forked:
             limit.run(_flush_c_streams)
@@ -292,6 +294,12 @@ def _release_main() -> None:
     if any(item is main for item in gc.get_objects()):
         del main, sys.modules["__main__"]
         sys.modules.pop("__mp_main__", None)
+    gc.collect()
+
+
+def _collect_garbage() -> None:
+    import gc
+
     gc.collect()
 
 

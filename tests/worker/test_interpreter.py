@@ -52,6 +52,16 @@ WRITTEN = {
     "deleted by __main__": b"",
     "piped": b"piped",
 }
+# The garbage collection at the end finds the file before the archive that writes to it: it goes
+# through the youngest objects first.
+YOUNG_FILE = """
+import gc, sys, zipfile
+gc.set_threshold(0)
+def function_of_this_module(): pass
+archive = zipfile.ZipFile.__new__(zipfile.ZipFile)
+gc.collect(0)
+archive.__init__(sys.argv[1] + "/archive", "w"); archive.writestr("name", "content")
+"""
 # Another thread is in a write to a pipe that nothing reads, and holds the lock of its buffer.
 OTHER_THREAD = """
 import os, sys, threading, time
@@ -180,6 +190,14 @@ def test_open_files_are_written_out(options: list[str], tmp_path: Path) -> None:
     assert found == WRITTEN
     # The interpreter itself loses some, by the order of a garbage collection.
     assert expected.keys() <= WRITTEN.keys()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_file_ends_after_what_writes_to_it(options: list[str], tmp_path: Path) -> None:
+    """The archive has the list of its members, which is written at its end."""
+    (plain, _), (worker, found) = run_both(tmp_path, options, YOUNG_FILE)
+    assert (plain.code, worker.code) == (0, 0)
+    assert found == {"archive": ["name"]}
 
 
 def test_frozen_files_are_written_out(tmp_path: Path) -> None:
