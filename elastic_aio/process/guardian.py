@@ -150,12 +150,10 @@ class Guardian:
         if not child.exited.done():
             child.send_signal(signal.SIGKILL)
             await asyncio.wait([child.exited], timeout=_KILL_S)
-        # Before the next guardian starts, which takes milliseconds.
-        try:
-            self._job.lock()
-        except OSError:
+        if not child.exited.done():
             self._on_lost("a guardian cannot be killed")
-        return child.exited.done() and child.exited.result().status.is_success
+            return False
+        return child.exited.result().status.is_success
 
     async def aclose(self) -> None:
         """Kill the process and wait until it is reaped, for 10 seconds at most.
@@ -190,9 +188,12 @@ class Guardian:
         delay = 0.0
         while True:
             try:
+                if not self._is_released:
+                    # `end_job` releases it, and a guardian that finds it free ends at once.
+                    self._job.lock()
                 self._process = _Process(self._spawn())
                 await self._process.wait_ready()
-            except HostError as error:
+            except (HostError, OSError) as error:
                 if delay == 0.0:
                     self._on_lost(str(error))
             else:

@@ -48,6 +48,7 @@ class Bench:
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.job = GuardedJob.create()
         self.refusals = 0
+        self.spawn_duration = 0.0
         monkeypatch.setattr(guardian, "GuardianProcess", self.spawn)
         self.guardian = Guardian(
             self.job,
@@ -61,7 +62,9 @@ class Bench:
         if self.refusals:
             self.refusals -= 1
             raise HostError("no processes left")
-        return GuardianProcess(*arguments)
+        process = GuardianProcess(*arguments)
+        time.sleep(self.spawn_duration)
+        return process
 
     async def start(self) -> int:
         """Start the guardian and return its pid when it works."""
@@ -105,6 +108,20 @@ async def test_it_ends_the_job_on_request(bench: Bench, marked: subprocess.Popen
         assert await bench.restarted.get() == bench.guardian.pid != former
     assert bench.guardian.pid is not None
     assert alive(bench.guardian.pid)
+
+
+@pytest.mark.slow
+async def test_another_one_may_start_before_the_host_goes_on(
+    bench: Bench, marked: subprocess.Popen[bytes]
+) -> None:
+    """It must not take the request to the former one for the end of this process."""
+    former = await bench.start()
+    bench.spawn_duration = 0.5
+    async with asyncio.timeout(GUARD):
+        assert await bench.guardian.end_job()
+        assert await bench.restarted.get() == bench.guardian.pid != former
+    assert marked.wait() == -signal.SIGTERM
+    assert bench.lost.empty()
 
 
 async def test_it_continues_stopped_processes(
