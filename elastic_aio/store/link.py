@@ -90,7 +90,7 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         self.resume_writing()
         self._unsent.clear()
-        discard_unsent(self._transport.get_extra_info("socket"))
+        discard_unsent(self._transport)
         self._transport.abort()
         self._fail_all(LinkLost(reason))
 

@@ -206,7 +206,7 @@ class RedisConnection(Connection):
     def abort(self) -> None:
         """Close it at once; a pending request fails."""
         if self._writer is not None:
-            discard_unsent(self._writer.get_extra_info("socket"))
+            discard_unsent(self._writer.transport)
             self._writer.transport.abort()
 
     async def aclose(self) -> None:

@@ -47,14 +47,17 @@ def format_endpoint(address: object) -> str:
     return format_host_port(str(address[0]), address[1])
 
 
-def discard_unsent(sock: Any) -> None:
-    """Let the kernel drop what it has not sent when this socket is closed, socket(7).
+def discard_unsent(transport: Any) -> None:
+    """Let the kernel drop what it has not sent when the socket is closed, socket(7).
 
     Otherwise it goes on sending in the background, and a write of a connection that was
     given up would arrive after those of the connection in its place.
     """
-    with contextlib.suppress(OSError):  # it has been closed
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+    sock = transport.get_extra_info("socket")
+    # A TLS transport that has ended has none; closed ones raise, and uvloop's a ValueError.
+    if sock is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
 
 
 def limit_read_size(transport: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import socket
 import subprocess
@@ -73,20 +73,21 @@ def test_a_timeout_may_be_longer_than_the_kernel_counts() -> None:
         enable_keepalive(sock, 9e8)
 
 
-def test_the_kernel_drops_what_a_connection_that_is_given_up_has_not_sent() -> None:
+@pytest.mark.both_loops
+async def test_the_kernel_drops_what_a_connection_that_is_given_up_has_not_sent() -> None:
     """Its reader gets a reset in place of the rest, as the kernel has no room for all of it."""
+    loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sock = socket.create_connection(server.getsockname())
+        transport, _ = await loop.create_connection(asyncio.Protocol, *server.getsockname())
         accepted, _ = server.accept()
         with accepted:
-            sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # when the buffers are full
-                while True:
-                    sock.send(bytes(1 << 16))
-            discard_unsent(sock)
-            sock.close()
+            transport.write(bytes(1 << 26))
+            discard_unsent(transport)
+            transport.abort()
+            await asyncio.sleep(0)  # the loop closes the socket after this step
             with pytest.raises(ConnectionResetError):
-                _read_all(accepted)
+                await asyncio.to_thread(_read_all, accepted)
+            discard_unsent(transport)  # of a closed socket: nothing
 
 
 def _read_all(sock: socket.socket) -> None:
