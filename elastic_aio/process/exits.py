@@ -69,6 +69,7 @@ class Watches:
         has_room: whether descendants can be watched now.
         foreground: identities of what the signalled shells wait for.
         is_blind: whether a process runs that was signalled and is not watched.
+        is_short: whether a process was not signalled, for want of descriptors.
         readers: when readers of pipes were first seen without writers, by identity.
     """
 
@@ -77,6 +78,7 @@ class Watches:
         self.has_room = True
         self.foreground: set[tuple[int, int]] = set()
         self.is_blind = False
+        self.is_short = False
         self.readers: dict[tuple[int, int], float] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -115,7 +117,8 @@ class Watches:
         try:
             descriptor = proc_scan.open_pidfd(process)
         except OSError:
-            return  # no descriptor left; the next scan tries again
+            self.is_short = True  # the next scan tries again
+            return
         if descriptor is None:
             return
         if identity not in self._signalled:

@@ -375,6 +375,9 @@ class ProcessTree:
                 alive = await pace.timed(self.descendants())
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
+                if watches.is_short:
+                    # A signal takes two descriptors at a time, and a scan one.
+                    self._free_descriptors()
                 running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running, *holders]
                 if not alive and not pending:

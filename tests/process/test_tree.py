@@ -460,30 +460,42 @@ async def test_an_empty_tree_is_stopped_at_once(bench: Bench) -> None:
 
 
 @contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Let this process have no descriptor left, as a program can that embeds us."""
+def no_descriptors(left: int = 0) -> Iterator[Callable[[], None]]:
+    """Let this process have few descriptors `left`, as a program can that embeds us.
+
+    Yields a function that takes those that have become free, but for `left`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Above all that is open: a descriptor beyond the limit, once closed, makes no room.
-    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     held = []
-    try:
+
+    def take() -> None:
         with suppress(OSError):
             while True:
                 held.append(os.dup(0))
-        yield
+        for _ in range(left):
+            os.close(held.pop())
+
+    try:
+        take()
+        yield take
     finally:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_stop_without_descriptors_ends_all_processes(bench: Bench) -> None:
-    """Those that the tree keeps suffice to find a process of another session."""
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_a_stop_without_descriptors_ends_all_processes(bench: Bench, left: int) -> None:
+    """Those that the tree keeps suffice to find and to signal a process of another session."""
     script = "for i in 1 2 3; do setsid sh -c 'echo $$; exec sleep 99' & done; wait"
     leader = await bench.add("bash", "-c", script)
     children = {int(bench.line()) for _ in range(3)}
-    with no_descriptors():
+    with no_descriptors(left) as take:
+        if left:  # else the tree has freed its own by then
+            leader.exited.add_done_callback(lambda _: take())
         assert await bench.stop(LONG) == []
     assert status(leader) == ExitStatus(signal=15)
     assert not any(map(alive, children))
