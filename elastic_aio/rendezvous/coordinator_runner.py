@@ -82,7 +82,7 @@ class CoordinatorRunner:
         self._node = node
         self._run_id = run_id
         self.lost_at = -math.inf
-        """When this node, as the coordinator, last took a member for lost with its workers."""
+        """When this node, as the coordinator, last lost a member that had not succeeded."""
         self._wakeup = asyncio.Event()
         self._departed: list[str] = []
         self._unwritten: asyncio.Queue[Event] = asyncio.Queue()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -55,7 +56,7 @@ from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePe
 from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.checks import parse_host_port
-from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.job import Command, LaunchSpec
 from elastic_aio.spec.restart import Backoff, changed_settings
 from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import Dropped
@@ -118,7 +119,7 @@ class DynamicRendezvous(Rendezvous):
                 stop_time=spec.stop.grace + spec.stop.reap_timeout,
             ),
         )
-        self._hosts_worker_store, self._program = spec.host_store, spec.name
+        self._hosts_worker_store, self._program = spec.host_store, _program_of(spec)
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
         self._detector = FailureDetector()
@@ -445,6 +446,17 @@ def order_timeout(spec: LaunchSpec) -> float:
     A suspended node is lost by its lease, and not by its silence.
     """
     return max(28.0, 2 * spec.rendezvous.heartbeat_timeout)
+
+
+def _program_of(spec: LaunchSpec) -> str:
+    """Return what all nodes of one job run, however each of them spells a path.
+
+    A command may be a shell or a wrapper, which its arguments tell apart.
+    """
+    words = [os.path.basename(spec.name)]
+    if isinstance(spec.entrypoint, Command):
+        words += [*spec.entrypoint.argv[1:], *map(str, spec.args)]
+    return " ".join(words)
 
 
 def _round_settings(spec: LaunchSpec) -> RoundSettings:

@@ -25,10 +25,12 @@ class FormerStay(Struct, frozen=True):
         leased_until: until when its lease there cannot have ended, by the clock of the loop.
         goes_on_in: the job in which its job goes on, if that store has a final `RunMove`: empty
             for none.
+        knows_failure: whether that store may have a failure of its workers.
     """
 
     leased_until: float = -math.inf
     goes_on_in: str | None = None
+    knows_failure: bool = False
 
     @property
     def is_leased(self) -> bool:
@@ -84,9 +86,10 @@ class RunEntry:
             return self._former.goes_on_in == job
         status = self._member.status
         is_open = status.is_busy or status.pending_restart is not None
-        # A failure that the coordinator may have seen ends no job that may be restarted.
-        may_restart = not (self._member.has_succeeded or self._budget.is_exhausted)
-        return self._former.is_leased and (is_open or may_restart)
+        # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
+        is_final = self._former.knows_failure and self._budget.is_exhausted
+        may_go_on = not (self._member.has_succeeded or is_final)
+        return self._former.is_leased and (is_open or may_go_on)
 
     async def _look(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:
         return await enter_run(

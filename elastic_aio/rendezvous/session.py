@@ -98,6 +98,7 @@ class StoreSession:
         self._has_seen_end = False
         self._moved_to: str | None = None
         """The job in which this one goes on at another store; None: it goes on here."""
+        self._knows_failure = False
         self.written_serial = -1
         self.stay = FormerStay()
 
@@ -139,9 +140,11 @@ class StoreSession:
                 # The part after the semicolon is for callers of store operations.
                 return str(error).partition("; ")[0]
             finally:
-                # The lease began at the last request that was answered.
-                until = self._located.store.last_reply_at + self._spec.heartbeat_timeout - FENCE
-                self.stay = FormerStay(until, self._moved_to)
+                # The lease began at the last request that was answered.  The store may end it as
+                # soon as a connection ends, but stays so long after the end of the job (`drain`).
+                seconds = min(self._spec.heartbeat_timeout, self._spec.close_timeout) - FENCE
+                until = self._located.store.last_reply_at + seconds
+                self.stay = FormerStay(until, self._moved_to, self._knows_failure)
 
     async def _enter_run(self) -> RunRecord | None:
         """Find the generation to take part in; return None if the job is over."""
@@ -186,6 +189,7 @@ class StoreSession:
             now = wall_clock()
             clock = now - monotonic_clock()
             status = replace(self._member.status, sent_at=now, clock=clock)
+            self._knows_failure = bool(status.failures)
             try:
                 await lease.set(self._own_key, encode(status))
             except StoreLost:
@@ -302,8 +306,9 @@ class StoreSession:
         """Wait until all other members have left, if they need this one.
 
         They need the coordinator and the node that hosts the store.  A member that was lost
-        with its workers may come back within the time of its lease: it must find the end of its
-        job then, and not the next one at this endpoint.
+        before it had succeeded may come back within the time of its lease: it must find the end
+        of its job then, and not the next one at this endpoint.  So may one that has not come from
+        the former store yet, for as long as this node could itself.
 
         Raises:
             StoreError: the store is lost.
@@ -321,12 +326,14 @@ class StoreSession:
                 change = await anext(statuses)
                 if change.value is None:
                     text = left.pop(change.key, b"")
-                    if change.kind is ChangeKind.EXPIRED and _has_workers(text):
+                    if change.kind is ChangeKind.EXPIRED and not _has_succeeded(text):
                         lost_at = monotonic_clock()
                 elif change.key in members:
                     left[change.key] = change.value
         if is_host:
-            await asyncio.sleep(lost_at + self._spec.heartbeat_timeout - monotonic_clock())
+            coming = self._former.leased_until + FENCE - asyncio.get_running_loop().time()
+            returning = lost_at + self._spec.heartbeat_timeout - monotonic_clock()
+            await asyncio.sleep(max(coming, returning))
         elif is_leader and not self._located.is_engine:
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)
@@ -344,3 +351,11 @@ def _has_workers(text: bytes, round_id: tuple[int, str] | None = None) -> bool:
     if status.placement is None or round_id not in (None, status.placement.round_id):
         return False
     return status.phase is not MemberPhase.SUCCEEDED
+
+
+def _has_succeeded(text: bytes) -> bool:
+    """Whether a status is that of a member whose workers have succeeded, or of no member."""
+    try:
+        return decode_status(text).phase is MemberPhase.SUCCEEDED
+    except MessageError:
+        return True

@@ -383,3 +383,112 @@ def test_a_node_without_its_lease_enters_no_next_job() -> None:
         sim.heal()
         sim.run_until(lambda: not b.is_live, 60)
         assert ends_by_75(b)
+
+
+def reset_and_cut_off(sim: Simulation, node: SimNode) -> None:
+    """Let host "a" see a reset of the connection of `node`, and nothing more."""
+    sim.partition(["a"], [node.host.name], one_way=True)
+    sim.run(0.001)
+    sim.break_connection(node)
+    sim.run(0.01)
+    sim.partition(["a"], [node.host.name])
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_host_stays_for_a_lost_node_on_standby(max_restarts: int) -> None:
+    """That would go on in the next job, as if its own had lost its store."""
+    with Simulation(LaunchSpec("x", nnodes=1, max_restarts=max_restarts), endpoints=["a"]) as sim:
+        a = sim.add_node("a")
+        sim.run_until(lambda: sim.is_settled(1), 60)
+        spare = sim.add_node("spare")
+        sim.run_until(lambda: spare.is_standing_by, 60)
+        sim.run(3)
+        reset_and_cut_off(sim, spare)
+        sim.finish_workers()
+        sim.run_until(lambda: not a.is_live, 60)
+        sim.behavior = lambda node, placement: WorkerBehavior()
+        next_one = sim.add_node("a")
+        sim.run_until(lambda: next_one.running is not None, 60)
+        sim.heal()
+        sim.run_until(lambda: not spare.is_live, 60)
+        assert ends_by_75(spare)
+
+
+def test_a_host_that_stays_shortly_is_waited_for_as_shortly() -> None:
+    """The lease would last a minute, and the host drains for two seconds."""
+    settings = RendezvousSpec(heartbeat_timeout=60.0, close_timeout=2.0, last_call_timeout=0.5)
+    spec = LaunchSpec("x", nnodes="1:2", rendezvous=settings)
+    with Simulation(spec, endpoints=["a"]) as sim:
+        a, b = start_two(sim)
+        sim.run(3)
+        reset_and_cut_off(sim, b)
+        sim.run_until(lambda: sim.is_settled(1, [a]), 60)
+        a.end_workers(0)
+        sim.run_until(lambda: not a.is_live, 60)
+        sim.behavior = lambda node, placement: WorkerBehavior()
+        next_one = sim.add_node("a")
+        sim.run_until(lambda: next_one.running is not None, 60)
+        sim.heal()
+        sim.run_until(lambda: not b.is_live, 120)
+        assert ends_by_75(b)
+
+
+@pytest.mark.parametrize("how", ["leaves", "killed", "killed, and its peer fails"])
+def test_the_host_may_be_started_again_without_any_restart_left(how: str) -> None:
+    """Within the time of a lease; with one endpoint the others wait for it."""
+    with Simulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
+        a, b = start_two(sim)
+        sim.run(3)
+        if how == "leaves":
+            sim.leave(a)
+            sim.run_until(lambda: not a.is_live, 60)
+        else:
+            sim.kill(a)
+            sim.run(0.3)
+        if "fails" in how:
+            sim.fail_worker(b)
+        sim.run(0.5)
+        again = sim.add_node("a")
+        sim.run_until(lambda: sim.is_settled(2, [again, b]), 60)
+
+
+def test_a_failure_that_may_have_ended_the_job_enters_no_next_one() -> None:
+    """Its coordinator has read it, and no restart is left."""
+    with Simulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
+        a, b = start_two(sim)
+        (store,) = sim.checker.open_stores
+        sim.fail_worker(b)
+        sim.run_until(lambda: any(key.endswith(b"/end") for key in store.keyspace.list_keys()), 60)
+        sim.partition(["a"], ["b"])
+        sim.break_connection(b)
+        sim.run_until(lambda: a.is_ending, 60)
+        sim.kill(a)
+        sim.behavior = lambda node, placement: WorkerBehavior()
+        next_one = sim.add_node("a")
+        sim.heal()
+        sim.run_until(lambda: not b.is_live, 60)
+        assert ends_by_75(b)
+        assert next_one.is_live
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("train.py", "/work/train.py", True),
+        (["sh", "x.sh"], ["sh", "y.sh"], False),
+        (["sh", "x.sh"], ["/bin/sh", "x.sh"], True),
+    ],
+)
+def test_a_job_has_one_program(one: Any, other: Any, is_same: bool) -> None:
+    """A node whose host comes back goes on with it if both run the same."""
+    with Simulation(LaunchSpec(one, nnodes=2, max_restarts=1), endpoints=["a"]) as sim:
+        a, b = start_two(sim)
+        sim.kill(a)
+        sim.run(0.5)
+        sim.spec = LaunchSpec(other, nnodes=2, max_restarts=1)
+        again = sim.add_node("a")
+        if is_same:
+            sim.run_until(lambda: sim.is_settled(2, [again, b]), 60)
+        else:
+            sim.run_until(lambda: not b.is_live, 60)
+            assert ends_by_75(b)
