@@ -15,14 +15,17 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from elastic_aio.store import wire
 from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
 from elastic_aio.store.limits import (
+    BYTES_AT_ONCE,
     ENTRY,
     KEYS_AT_ONCE,
     TARGET,
+    WORK_AT_ONCE,
     KeyspaceLimits,
     Usage,
     Work,
@@ -34,7 +37,11 @@ from elastic_aio.store.wait_table import ITEM, VALUES, WOKEN, Waiter, WaitHolder
 from elastic_aio.store.watch_table import PresentPairs, Watcher, WatchTable
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_LONGEST: Final = 64
 _TOP: Final = 1 << 63
+
+_LISTED: Final = 1 << 20
+"""Keys in the copies that watches which begin read, together."""
 
 PENDING: Final = object()
 """In place of a result: the client receives it later, through one of its hooks."""
@@ -44,7 +51,7 @@ class Client(LeaseHolder, Watcher, WaitHolder):
     """One client of a keyspace: its waits, leases and watches, and its notifications.
 
     Subclasses implement the hooks.  A hook is called in the middle of an operation
-    and must not call the keyspace.  `tag` is the client's identifier of the request.
+    and must not change the keyspace.  `tag` is the client's identifier of the request.
     """
 
 
@@ -65,6 +72,7 @@ class Keyspace:
         self._leased = self.leases.lease_of
         self.watches = WatchTable(limits, *account)
         self._watched = self.watches.targets
+        self._listed = 0
         # Functions of a key and an argument.
         handlers: dict[int, Callable[[bytes, Any], Any]] = {
             wire.SET: self.set,
@@ -147,6 +155,23 @@ class Keyspace:
         """Return whether all keys have a value."""
         return all(key in self._values for key in keys)
 
+    def size_of(self, key: bytes) -> int:
+        """Return the size of a value."""
+        return len(self._values.get(key, b""))
+
+    def is_large(self, keys: Sequence[bytes]) -> bool:
+        """Return whether the values of `keys` take long to send."""
+        if 1 < len(keys) <= KEYS_AT_ONCE:
+            return sum(map(len, filter(None, map(self._values.get, keys)))) > BYTES_AT_ONCE
+        return len(keys) > 1
+
+    def is_long(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Return whether `pairs` take long to set, for their number or for watches of prefixes."""
+        if len(pairs) > KEYS_AT_ONCE or not self._watched:
+            return len(pairs) > KEYS_AT_ONCE
+        longest = max(map(len, dict(pairs)), default=0)
+        return len(pairs) * self.watches.units(longest) > WORK_AT_ONCE
+
     def multi_set(self, _: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         # All or nothing; a key may be there twice.
         self.usage.take(sum(self._growth(key, value) for key, value in dict(pairs).items()))
@@ -167,9 +192,6 @@ class Keyspace:
                 self.usage.left += size
                 reserved -= size
                 self.set(key, value)
-                # Wait until the watches have been notified.
-                while self.work.later:
-                    yield KEYS_AT_ONCE
                 yield 1
         finally:
             self.usage.left += reserved
@@ -187,6 +209,11 @@ class Keyspace:
             if key not in values and key not in queues:
                 return 1
         return 0
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys that are not present."""
+        values, queues = self._values, self._queues
+        return [key for key in keys if key not in values and key not in queues]
 
     # Queues.
 
@@ -212,8 +239,7 @@ class Keyspace:
         values, queues = self._values, self._queues
         for key in keys:
             if key not in values and key not in queues:
-                missing = [key for key in keys if key not in values and key not in queues]
-                return self._begin_wait(Waiter(client, tag, WOKEN), missing)
+                return self._begin_wait(Waiter(client, tag, WOKEN), self.missing(keys))
         # A client has one wait per tag: a new wait replaces the pending one.
         if tag in client.waits:
             self.cancel(client, tag)
@@ -236,14 +262,20 @@ class Keyspace:
         """Count an arrival; return 0 from the `size`-th on, else PENDING (`on_woken`)."""
         count = self._number(key) + 1
         value = b"%d" % count
-        self.usage.take(self._growth(key, value))
-        self._values[key] = value
+        growth = self._growth(key, value)
+        self.usage.take(growth)
         if count >= size:
-            self._on_written(key, value)
+            self._write(key, value)
             return 0
+        try:
+            self.waits.begin(Waiter(client, tag, WOKEN), (key,))
+        except OperationRefused:
+            self.usage.left += growth
+            raise
+        self._values[key] = value
         if self._watched:
             self.watches.record(CHANGE_SET, key, value)
-        return self._begin_wait(Waiter(client, tag, WOKEN), (key,))
+        return PENDING
 
     def cancel(self, client: Client, tag: Any) -> bool:
         """End the wait or watch `tag`; return whether there was one."""
@@ -286,12 +318,13 @@ class Keyspace:
             raise OperationRefused("there are too many leases")
         return lease_id
 
-    def release_lease(self, _: Client, __: Any, lease_id: bytes, ___: None) -> int:
+    def release_lease(self, client: Client, tag: Any, lease_id: bytes, _: None) -> Any:
+        """Return 0 if the lease has ended, else PENDING and call `on_released`, maybe at once."""
         lease = self.leases.find(lease_id)
         if lease is None:
             return 0
-        self.leases.release(lease, CHANGE_DELETED)
-        return 1
+        self.leases.release(lease, CHANGE_DELETED, partial(client.on_released, tag))
+        return PENDING
 
     def watch(
         self, client: Client, tag: Any, key: bytes, last_revision: int, *, is_prefix: bool
@@ -321,15 +354,20 @@ class Keyspace:
             return snapshot._replace(pairs=((key, values[key]),) if key in values else ())
         self.watches.cancel(client, tag)
         present = PresentPairs()
+        while self._listed and self._listed + len(values) > _LISTED:
+            yield KEYS_AT_ONCE
         self.watches.begin(present, None, key, True, -1)
+        names = list(values)
+        self._listed += len(names)
         try:
-            for keys in in_parts(list(values)):
+            for keys in in_parts(names):
                 found = [name for name in keys if name.startswith(key) and name in values]
                 present.pairs.update((name, values[name]) for name in found)
                 self._check_items(len(present.pairs))
                 yield len(keys)
             self.watches.catch_up(present, None)
         finally:
+            self._listed -= len(names)
             self.watches.cancel(present, None)
         snapshot = self.watches.begin(client, tag, key, True, -1)
         return snapshot._replace(pairs=present.pairs.items())
@@ -450,9 +488,10 @@ def parse_counter(text: bytes | None) -> int:
         return 0
     if len(text) < 19 and text.isdigit():
         return int(text)
-    match = _NUMBER.match(text)
-    # Twenty characters hold every 64-bit number; more leading zeros are refused too.
-    number = int(match[1]) if match and len(match[1]) <= 20 else _TOP
+    match = _NUMBER.match(text, 0, _LONGEST)
+    # Twenty characters hold every 64-bit number; more leading zeros or spaces are refused too.
+    is_short = match and len(match[1]) <= 20 and match.end() < _LONGEST
+    number = int(match[1]) if match and is_short else _TOP
     if not -_TOP <= number < _TOP:
         raise OperationRefused("the value is not a 64-bit number")
     return number

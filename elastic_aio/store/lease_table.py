@@ -12,6 +12,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elastic_aio.store.limits import KeyspaceLimits, Work
@@ -27,9 +28,16 @@ class LeaseHolder:
         self.last_received_at = 0.0
         """When the server last received bytes from the client, by the server's clock."""
 
+    def is_unread(self) -> bool:
+        """Return whether the server itself does not read what the client sends."""
+        return False
+
     def on_lease_ended(self, tag: Any) -> None:
-        """The lease granted or resumed by the request `tag` has expired."""
+        """The lease granted or resumed by the request `tag` has expired; its keys are gone."""
         raise NotImplementedError
+
+    def on_released(self, tag: Any) -> None:
+        """The keys of the lease that the request `tag` has released are gone."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -91,7 +99,6 @@ class LeaseTable:
             return False
         lease = self._leases[lease_id] = LeaseRecord(lease_id, ttl, linger)
         self._attach(lease, holder, tag, now)
-        self._push(lease)
         return True
 
     def resume(self, holder: LeaseHolder, tag: Any, lease_id: bytes, now: float) -> bool:
@@ -105,16 +112,17 @@ class LeaseTable:
         self._attach(lease, holder, tag, now)
         return True
 
-    def release(self, lease: LeaseRecord, kind: int) -> None:
-        """End a lease, and remove its keys by changes of a `kind`."""
+    def release(
+        self, lease: LeaseRecord, kind: int, then: Callable[[], None] | None = None
+    ) -> None:
+        """End a lease, remove its keys by changes of a `kind`, and call `then`, maybe later."""
         lease.entry = 0
         self._leases.pop(lease.lease_id, None)
         self._departed.pop(lease, None)
         if lease.holder is not None:
             lease.holder.leases.discard(lease)
         self._work.spend(1)
-        if lease.keys:
-            self._work.run(self._remove_keys(lease, kind))
+        self._work.run(self._remove_keys(lease, kind, then))
 
     def bind(self, lease: LeaseRecord, key: bytes) -> None:
         """Bind `key`, which has just been written, to `lease`."""
@@ -171,13 +179,14 @@ class LeaseTable:
         while (due := self.next_deadline()) is not None and due <= now and self._work.left > 0:
             self._work.spend(1)
             lease = heapq.heappop(self._heap)[2]
+            holder = lease.holder
+            if holder is not None and holder.is_unread():
+                holder.last_received_at = now
             if lease.deadline() > now:
                 self._push(lease)
                 continue
-            holder = lease.holder
-            self.release(lease, CHANGE_EXPIRED)
-            if holder is not None:
-                holder.on_lease_ended(lease.tag)
+            then = None if holder is None else partial(holder.on_lease_ended, lease.tag)
+            self.release(lease, CHANGE_EXPIRED, then)
 
     def _push(self, lease: LeaseRecord) -> None:
         self._count += 1
@@ -194,10 +203,15 @@ class LeaseTable:
         lease.tag = tag
         holder.leases.add(lease)
         holder.last_received_at = now
+        # The new deadline may be earlier than the heap's entry.
+        self._push(lease)
 
-    def _remove_keys(self, lease: LeaseRecord, kind: int) -> Iterator[int]:
-        # Another lease may take a key, or a value without one, before it is removed.
-        for key in list(lease.keys):
-            if self.lease_of.get(key) is lease:
-                self._remove(key, kind)
+    def _remove_keys(
+        self, lease: LeaseRecord, kind: int, then: Callable[[], None] | None
+    ) -> Iterator[int]:
+        # Another lease may take a key, or a value without one, before it is removed (`unbind`).
+        while lease.keys:
+            self._remove(lease.keys.popitem()[0], kind)
             yield 1
+        if then is not None:
+            then()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, NoReturn
 
 from elastic_aio.store.wire import WireLimits
@@ -27,15 +26,25 @@ TARGET: Final = 700
 KEYS_AT_ONCE: Final = 2048
 """Keys that are handled before other connections are served: a millisecond or two."""
 
+BYTES_AT_ONCE: Final = 1 << 20
+"""The same for the bytes of values."""
 
 WORK_AT_ONCE: Final = 1024
 """Notifications, and work that takes as long, before other connections are served: 5 ms."""
 
 
-def in_parts(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the items in lists of at most `KEYS_AT_ONCE`."""
-    rest = iter(items)
-    while part := list(islice(rest, KEYS_AT_ONCE)):
+def in_parts(
+    items: Iterable[Any], size_of: Callable[[Any], int] = lambda _: 0
+) -> Iterator[list[Any]]:
+    """Yield the items in lists of at most `KEYS_AT_ONCE`, which end after `BYTES_AT_ONCE`."""
+    part, size = [], 0
+    for item in items:
+        part.append(item)
+        size += size_of(item)
+        if len(part) == KEYS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
         yield part
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
 from elastic_aio.errors import HostError
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.spec.tls import TlsSpec, checked_tls
-from elastic_aio.store import replies, wire
+from elastic_aio.store import wire
 from elastic_aio.store.acceptor import Acceptor
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import Dropped, ServerLimits
@@ -110,14 +110,12 @@ class StoreServer:
         self.instance = random_bytes(16)
         self.keyspace = Keyspace(limits.keyspace)
         # Served by the connection, in parts.
-        for op in (wire.LIST_KEYS, wire.MULTI_GET, wire.MULTI_SET):
+        for op in (wire.CHECK, wire.LIST_KEYS, wire.MULTI_GET, wire.MULTI_SET):
             self.keyspace.handlers[op] = None
-        # The plain dialect's; a CHECK of the reserved key identifies this server.
-        self._handlers = list(self.keyspace.handlers)
-        self._handlers[wire.CHECK] = self._check
+        self._handlers = list(self.keyspace.handlers)  # the plain dialect's
         self._dirty: list[ServerLink] = []
         self._is_flushing = False
-        self._postponed: list[ServerLink] = []
+        self._postponed: list[Callable[[], None]] = []
         self._has_later = False
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered
@@ -307,8 +305,8 @@ class StoreServer:
         self._has_later = False
         if not self.keyspace.work.step():
             postponed, self._postponed = self._postponed, []
-            for connection in postponed:
-                connection.proceed()
+            for proceed in postponed:
+                proceed()
         self._flush()
 
     def _rearm(self) -> None:
@@ -349,9 +347,3 @@ class StoreServer:
         self.keyspace.expire(now)
         self._flush()
         self._rearm()
-
-    def _check(self, key: bytes, keys: Any) -> int:
-        """Carry out a plain CHECK; the reserved key identifies this server to its clients."""
-        if keys == (wire.RESERVED_KEY,):
-            return replies.READY
-        return self.keyspace.check(key, keys)

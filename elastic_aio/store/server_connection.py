@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 from elastic_aio.aio import random_bytes
@@ -21,6 +21,9 @@ _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
 
 _STRANGER_BYTES: Final = 4096
 """Bytes that such a client may send in all."""
+
+_OF_MANY: Final = (wire.CHECK, wire.WAIT, wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS)
+"""Requests that `_serve_many` serves."""
 
 # For the many watches of one change, one after another.
 _encode_change = lru_cache(maxsize=1)(replies.encode_change)
@@ -130,6 +133,8 @@ class Connection(ServerLink, Client):
         if self._backlog or self._reader.has_more:
             self._server.loop.call_soon(self._resume)
         else:
+            # It may not have been read since its lease's deadline was last postponed.
+            self.last_received_at = self._server._now()
             self._transport.resume_reading()
             self._time_partial()
 
@@ -174,7 +179,7 @@ class Connection(ServerLink, Client):
                         if not self.flush():
                             self._backlog.extend(requests)
                             return
-                elif op == wire.WAIT:
+                elif op == wire.WAIT and len(argument) <= KEYS_AT_ONCE:
                     if wait(self, None, key, argument) is not PENDING:
                         out.append(b"\0")
                 elif op == wire.HELLO:
@@ -280,7 +285,9 @@ class Connection(ServerLink, Client):
         if op == wire.CANCEL_WAIT:
             self._server.keyspace.cancel(self, None)
             return replies.WAIT_CANCELED
-        if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
+        if op == wire.CHECK and argument == (wire.RESERVED_KEY,):
+            return replies.READY  # identifies this server to its clients
+        if op in _OF_MANY:
             return self._serve_many(op, argument, None)
         client_handler = self._server.keyspace.client_handlers[op]
         assert client_handler is not None, op
@@ -295,9 +302,9 @@ class Connection(ServerLink, Client):
             return PENDING
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             return self._read_in_parts(op, self._read_watched(op, key, argument, tag), tag)
-        if op in (wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS):
+        if op in _OF_MANY:
             return self._serve_many(op, argument, tag)
-        if op == wire.GET_WHEN_SET and len(argument) > KEYS_AT_ONCE:
+        if op == wire.GET_WHEN_SET and keyspace.is_large(argument):
             return self._read_in_parts(op, self._read_values(op, argument, tag), tag)
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
@@ -342,11 +349,20 @@ class Connection(ServerLink, Client):
         """Return the result of a request with many keys; PENDING if it is served in parts."""
         if op == wire.LIST_KEYS:
             return self._read_in_parts(op, self._read_names(tag), tag)
-        if op == wire.MULTI_SET:
+        if op in (wire.CHECK, wire.WAIT):
             if len(keys) > KEYS_AT_ONCE:
+                return self._read_in_parts(op, self._look_up(op, keys, tag), tag)
+            keyspace = self._server.keyspace
+            return (
+                keyspace.check(b"", keys)
+                if op == wire.CHECK
+                else keyspace.wait(self, tag, b"", keys)
+            )
+        if op == wire.MULTI_SET:
+            if self._server.keyspace.is_long(keys):
                 return self._read_in_parts(op, self._write_pairs(keys, tag), tag)
             return self._server.keyspace.multi_set(b"", keys)
-        if len(keys) > KEYS_AT_ONCE:
+        if self._server.keyspace.is_large(keys):
             return self._read_in_parts(op, self._read_values(op, keys, tag), tag)
         return self._server.keyspace.multi_get(b"", keys)
 
@@ -372,8 +388,11 @@ class Connection(ServerLink, Client):
             for keys in parts:
                 count += keys
                 if count >= KEYS_AT_ONCE or work.left <= 0:
-                    self._server._flush()
-                    self._server.loop.call_soon(self._read_part, parts, tag)
+                    # What it has caused comes first.
+                    server, is_spent = self._server, work.left <= 0
+                    proceed = server._postponed.append if is_spent else server.loop.call_soon
+                    proceed(partial(self._read_part, parts, tag))
+                    server._flush()
                     return
         except OperationRefused as error:
             if tag is None:
@@ -392,10 +411,20 @@ class Connection(ServerLink, Client):
         """Reply with the names of all keys at this moment."""
         names = self._server.keyspace.list_keys()
         pieces: Pieces = [replies.encode_head(wire.LIST_KEYS, names)]
-        for part in in_parts(names):
-            self._add(pieces, [replies.encode_items(wire.LIST_KEYS, part)])
-            yield len(part)
+        for part in in_parts(names, len):
+            yield len(part) + self._add(pieces, replies.encode_items(wire.LIST_KEYS, part))
         self._append(_reply(tag, replies.DONE, pieces))
+
+    def _look_up(self, op: int, keys: Sequence[bytes], tag: int | None) -> Generator[int]:
+        """Reply to a CHECK or WAIT whether each key is present when it is looked up."""
+        keyspace, missing = self._server.keyspace, []
+        for part in in_parts(keys):
+            missing += keyspace.missing(part)
+            yield len(part)
+        is_wait = op == wire.WAIT
+        result = keyspace.wait(self, tag, b"", missing) if is_wait else int(bool(missing))
+        if result is not PENDING:
+            self._append(_reply(tag, replies.DONE, ENCODER_OF[op](result)))
 
     def _write_pairs(self, pairs: Any, tag: int | None) -> Generator[int]:
         yield from self._server.keyspace.multi_set_in_parts(pairs)
@@ -406,13 +435,11 @@ class Connection(ServerLink, Client):
         """Reply with the value that each key has when it is read."""
         keyspace = self._server.keyspace
         pieces: Pieces = []
-        for part in in_parts(keys):
+        for part in in_parts(keys, keyspace.size_of):
             if op == wire.GET_WHEN_SET and not keyspace.have_values(part):
                 keyspace.get_when_set(self, tag, b"", keys)  # they are waited for as a whole
                 return
-            encoded = ENCODER_OF[op](keyspace.multi_get(b"", part))
-            self._add(pieces, [encoded] if isinstance(encoded, bytes) else encoded)
-            yield len(part)
+            yield len(part) + self._add(pieces, ENCODER_OF[op](keyspace.multi_get(b"", part)))
         self._append(_reply(tag, replies.DONE, pieces))
 
     def _read_watched(self, op: int, key: bytes, last_revision: int, tag: int) -> Generator[int]:
@@ -425,26 +452,39 @@ class Connection(ServerLink, Client):
         changes = () if snapshot.is_whole else keyspace.watches.since(self, tag, last_revision)
         pieces: Pieces = [replies.encode_head(op, snapshot)]
         try:
-            for part in in_parts(snapshot.pairs):
-                self._add(pieces, [replies.encode_items(op, part)])
-                yield len(part)
+            for part in in_parts(snapshot.pairs, lambda pair: len(pair[0]) + len(pair[1])):
+                yield len(part) + self._add(pieces, replies.encode_items(op, part))
         except OperationRefused:
             keyspace.cancel(self, tag)
             raise
         self._append(_reply(tag, replies.NOTIFY, pieces))
-        for some in in_parts(changes):
-            for change in some:
-                self._append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
-            yield len(some)
+        for change in changes:
+            size = self._append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
+            yield 1 + (size >> 9)
 
-    def _add(self, pieces: Pieces, more: Pieces) -> None:
-        """Add to the parts of a reply; refuse one that is too large."""
+    def _add(self, pieces: Pieces, more: bytes | Pieces) -> int:
+        """Add to a reply, unless it is too large; return the number of keys that take as long."""
+        more = [more] if isinstance(more, bytes) else more
         pieces += more
         size = sum(map(len, pieces))
         self._server.keyspace.check_reply(size)
         self._account_partial(size)
+        return sum(map(len, more)) >> 9
 
     # Hooks of the keyspace.
+
+    def is_unread(self) -> bool:
+        return self._is_reading_keys or self._is_postponed
+
+    def on_present(self, tag: Any, keys: Sequence[bytes]) -> bool:
+        if not self._server.keyspace.is_large(keys):
+            return False
+        self._backlog.insert(0, (wire.GET_WHEN_SET, b"", keys, tag))
+        self.postpone()
+        return True
+
+    def on_released(self, tag: Any) -> None:
+        self._push(tagged(tag, replies.DONE, b"\1"))
 
     def on_woken(self, tag: Any) -> None:
         self._push(tagged(tag, replies.DONE, b"\0") if self._is_tagged else b"\0")
@@ -465,5 +505,5 @@ class Connection(ServerLink, Client):
         self._push(tagged(tag, replies.NOTIFY, b""))
 
 
-def _reply(tag: int | None, status: int, pieces: Pieces) -> bytes | Pieces:
+def _reply(tag: int | None, status: int, pieces: bytes | Pieces) -> bytes | Pieces:
     return pieces if tag is None else tagged(tag, status, pieces)

@@ -33,7 +33,7 @@ class ConnectionServer(Protocol):
     _known_hosts: set[str] | None
     _handlers: list[Callable[[bytes, Any], Any] | None]
     _dirty: list[ServerLink]
-    _postponed: list[ServerLink]
+    _postponed: list[Callable[[], None]]
     _on_drop: Callable[[Dropped], None] | None
 
     def _now(self) -> float: ...
@@ -100,7 +100,7 @@ class ServerLink(asyncio.Protocol):
         if not self._is_postponed and not self.is_gone:
             self._is_postponed = True
             self._transport.pause_reading()
-            self._server._postponed.append(self)
+            self._server._postponed.append(self.proceed)
 
     def proceed(self) -> None:
         """Serve the rest of a batch that was postponed."""
@@ -127,6 +127,8 @@ class ServerLink(asyncio.Protocol):
         """Queue a notification, which is sent at the end of the present operation."""
         if self.is_gone:
             return
+        if units := len(reply) >> 11:  # what is copied; the length of `Pieces` is small
+            self._server.keyspace.work.spend(units)
         if self._is_replying:
             self._later += [reply] if isinstance(reply, bytes) else reply
         else:

@@ -45,6 +45,10 @@ class WaitHolder:
         """A GET_WHEN_SET is done: all its keys are present, with these values."""
         raise NotImplementedError
 
+    def on_present(self, tag: Any, keys: Sequence[bytes]) -> bool:
+        """A GET_WHEN_SET is done; return whether the client reads its values itself, in parts."""
+        return False
+
     def on_item(self, tag: Any, item: bytes) -> None:
         """A POP_WHEN_PUSHED is done and takes `item`."""
         raise NotImplementedError
@@ -243,6 +247,9 @@ class WaitTable:
         if waiter.mode == WOKEN:
             self._end(waiter)
             waiter.client.on_woken(waiter.tag)
+            return
+        if waiter.client.on_present(waiter.tag, waiter.requested):
+            self._end(waiter)
             return
         # A key may have been set and deleted while others were missing: wait for it again.
         missing = [key for key in waiter.requested if key not in self._values]

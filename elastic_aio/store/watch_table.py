@@ -168,7 +168,7 @@ class WatchTable:
 
         Each watch receives its changes in order; if there are many watches, later.
         """
-        self._work.spend(len(self._lengths) >> 4)
+        self._work.spend(self.units(len(key)))
         targets = list(self._covering(key))
         if not targets:
             return
@@ -186,6 +186,10 @@ class WatchTable:
                 self._work.run(self._notify(target))
             else:
                 self._work.spend(WORK_AT_ONCE)
+
+    def units(self, size: int) -> int:
+        """Return the work to look up the watches of a key of `size` bytes, hashed per length."""
+        return len(self._lengths) * (size + 256) >> 12
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is due, or None."""

@@ -540,8 +540,8 @@ MUTATIONS: Final = (
     Mutation(
         "expired-is-deleted",
         "store/lease_table.py",
-        "holder = lease.holder\n            self.release(lease, CHANGE_EXPIRED)",
-        "holder = lease.holder\n            self.release(lease, 1)",
+        "self.release(lease, CHANGE_EXPIRED, then)",
+        "self.release(lease, 1, then)",
         "an expired key differs from a deleted one",
         _KEYSPACE + "test_a_lease_expires",
     ),

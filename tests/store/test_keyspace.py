@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace
-from elastic_aio.store.limits import KeyspaceLimits, OperationRefused
+from elastic_aio.store.limits import KeyspaceLimits, OperationRefused, Work
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, RawChange
 from elastic_aio.store.watch_table import LINGER
 from tests.support.usage import counted, occupied
@@ -47,6 +47,9 @@ class RecordingClient(Client):
 
     def on_lease_ended(self, tag: Any) -> None:
         self.notified.append((tag, "ended"))
+
+    def on_released(self, tag: Any) -> None:
+        self.notified.append((tag, "released"))
 
 
 KEYS = [b"a", b"b", b"c"]
@@ -225,7 +228,15 @@ TestKeyspaceModel = pytest.mark.slow(KeyspaceModel.TestCase)
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(b"12abc", 12), (b"  -7", -7), (b"+3", 3), (b"0x10", 0), (b"007", 7), (b"\t\n5", 5)],
+    [
+        (b"12abc", 12),
+        (b"  -7", -7),
+        (b"+3", 3),
+        (b"0x10", 0),
+        (b"007", 7),
+        (b"\t\n5", 5),
+        (b" " * 40 + b"+17 ", 17),
+    ],
 )
 def test_counters_read_like_strtoll(text: bytes, value: int) -> None:
     """Leading space, a sign, digits; the rest is ignored."""
@@ -234,7 +245,9 @@ def test_counters_read_like_strtoll(text: bytes, value: int) -> None:
     assert keyspace.add(b"n", 0) == value
 
 
-@pytest.mark.parametrize("text", [b"", b"abc", b"-", b"9223372036854775808", b"1" * 5000])
+@pytest.mark.parametrize(
+    "text", [b"", b"abc", b"-", b"9223372036854775808", b"1" * 5000, b" " * 100 + b"1"]
+)
 def test_adding_to_text_is_refused(text: bytes) -> None:
     """The value is unchanged."""
     keyspace = Keyspace()
@@ -246,6 +259,16 @@ def test_adding_to_text_is_refused(text: bytes) -> None:
         with pytest.raises(OperationRefused, match="not a 64-bit number"):
             call()
     assert keyspace.get(b"n") == text
+
+
+def test_a_barrier_that_is_refused_does_not_count() -> None:
+    keyspace, client = Keyspace(KeyspaceLimits(waits_each=1)), RecordingClient()
+    keyspace.get_when_set(client, 1, b"", (b"k",))
+    before = occupied(keyspace)
+    with pytest.raises(OperationRefused, match="too many waits of one client"):
+        keyspace.barrier(client, 2, b"b", 2)
+    assert keyspace.peek(b"b") is None
+    assert occupied(keyspace) == before
 
 
 def test_barrier() -> None:
@@ -461,6 +484,43 @@ def test_a_lease_expires() -> None:
     assert not keyspace.leases.resume(holder, 1, b"lease", 14.0)
 
 
+def test_a_lease_that_the_server_does_not_read_from_lives() -> None:
+    keyspace, holder = Keyspace(), RecordingClient()
+    keyspace.grant_lease(holder, "l", b"lease", (2000, 0), 10.0)
+    holder.is_unread = lambda: True  # type: ignore[method-assign]
+    keyspace.expire(20.0)
+    assert keyspace.next_deadline() == 22.0
+    del holder.is_unread
+    keyspace.expire(22.0)
+    assert holder.take() == [("l", "ended")]
+
+
+def test_the_keys_of_a_lease_are_gone_when_its_end_is_reported() -> None:
+    """A hundred keys, ten at once."""
+    for ends_by_itself in (False, True):
+        keyspace, holder = Keyspace(work=Work(10)), RecordingClient()
+        keyspace.grant_lease(holder, "l", b"lease", (2000, 0), 10.0)
+        for number in range(100):
+            keyspace.leased_set(holder, None, b"%d" % number, [b"", b"lease"])
+        if ends_by_itself:
+            keyspace.expire(12.0)
+        else:
+            assert keyspace.release_lease(holder, "r", b"lease", None) is PENDING
+        while keyspace.num_keys():
+            assert holder.take() == []
+            keyspace.work.step()
+        keyspace.work.step()
+        assert holder.take() == [("l", "ended") if ends_by_itself else ("r", "released")]
+
+
+def test_a_lease_that_is_resumed_does_not_linger() -> None:
+    keyspace, former, holder = Keyspace(), RecordingClient(), RecordingClient()
+    keyspace.grant_lease(former, 1, b"lease", (1000, 30_000), 0.0)
+    keyspace.forget(former, 1.0)
+    keyspace.leases.resume(holder, 2, b"lease", 2.0)
+    assert keyspace.next_deadline() == 3.0
+
+
 def test_a_lease_that_lingers_can_be_resumed() -> None:
     """Within its linger, on another connection."""
     keyspace, holder, next_holder = Keyspace(), RecordingClient(), RecordingClient()
@@ -607,6 +667,36 @@ def test_a_watched_prefix_is_read_in_parts_while_it_changes(
         else:
             del seen[change.key]
     assert seen == watched()
+
+
+def test_watches_of_many_keys_begin_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads a copy of all keys."""
+    monkeypatch.setattr("elastic_aio.store.keyspace._LISTED", 5_000)
+    keyspace = Keyspace()
+    keyspace.multi_set(b"", [(b"%d" % number, b"") for number in range(3_000)])
+    one, two = (
+        keyspace.watch_in_parts(RecordingClient(), 1, b"", -1, is_prefix=True) for _ in range(2)
+    )
+    for parts in (one, two, two):
+        assert next(parts) == 2048
+        assert keyspace._listed == 3_000
+    one.close()
+    assert [next(two), next(two)] == [2048, 952]
+    two.close()
+    assert keyspace._listed == 0
+
+
+def test_watches_of_long_prefixes_are_work() -> None:
+    keyspace, client = Keyspace(), RecordingClient()
+    pairs = [(b"%d" % number, b"") for number in range(2_000)]
+    assert not keyspace.is_long(pairs)
+    for length in range(7_000, 7_100):
+        keyspace.watch(client, length, bytes(length), -1, is_prefix=True)
+    assert not keyspace.is_long(pairs[:50])
+    assert keyspace.is_long([(bytes(8_000), b"")] * 50)
+    keyspace.work.begin()
+    keyspace.set(b"1" * 8_000, b"")
+    assert keyspace.work.left < 1_024 - 100
 
 
 def test_a_watch_that_is_given_up_leaves_nothing() -> None:

@@ -155,6 +155,7 @@ async def test_the_keys_of_an_ended_lease_are_removed_in_parts(server: StoreServ
             counts.append(server.keyspace.num_keys())
             if counts[-1] == 5_000 - 1_024:
                 server.keyspace.set(b"/4999", b"mine")
+        assert await peer.receive(10) == struct.pack("<IBI", 3, 0, 1) + b"\1"
     assert max(a - b for a, b in itertools.pairwise(counts)) == 1_024
     assert server.keyspace.list_keys() == [b"/4999"]
 
@@ -195,7 +196,7 @@ async def test_a_wait_for_many_keys_begins_and_ends_in_parts(server: StoreServer
             counts.append(waits.count)
             if waits.count == 2 * 2_048 - 1_024:
                 server.keyspace.set(keys[-1], b"")
-        assert max(b - a for a, b in itertools.pairwise(counts)) <= 2_048
+        assert max(b - a for a, b in itertools.pairwise(counts)) <= 2_048 + 1_024
         for part in range(4):
             some = keys[part * 2_500 : (part + 1) * 2_500]
             await store.multi_set({key[1:].decode(): "" for key in some})
@@ -219,6 +220,116 @@ async def test_a_multi_set_of_many_keys_is_all_or_nothing(dropped: list[Dropped]
         assert server.keyspace.usage.left == server.keyspace.usage.limit
         await store.multi_set(dict(list(items.items())[:5_000]))
         assert await store.num_keys() == 5_000
+
+
+async def test_a_client_whose_reading_is_resumed_was_not_silent(server: StoreServer) -> None:
+    """Its lease lives while its requests wait for others, and `ttl` from then on."""
+    async with connected(server) as peer:
+        await tagged_peer(peer)
+        peer.send(encode(wire.GRANT_LEASE, b"", (60_000, 0), 1))
+        await peer.receive(33)
+        (connection,) = server._connections
+        for flag in ("_is_postponed", "_is_reading_keys"):
+            setattr(connection, flag, True)
+            server.keyspace.expire(server._now() + 1_000)
+            assert server.keyspace.leases.has_any
+            setattr(connection, flag, False)
+            connection.last_received_at = 0.0
+            connection._resume()
+            assert connection.last_received_at > 0
+        server.keyspace.expire(server._now() + 59)
+        assert server.keyspace.leases.has_any
+
+
+async def test_a_multi_set_in_parts_takes_turns_with_other_work(server: StoreServer) -> None:
+    """With that of a client which sets a key that it watches 1,024 times."""
+    async with connected(server) as peer, connect(server.endpoint) as store:
+        await tagged_peer(peer)
+        peer.send(b"".join(encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(1_024)))
+        await peer.receive(1_024 * (9 + 17))
+        peer.send(b"".join(encode(wire.SET, b"/k", b"%d" % n, 2_000) for n in range(200)))
+        await until(lambda: server.keyspace.peek(b"/k") is not None)
+        await store.multi_set({f"{number}": "" for number in range(3_000)})
+        assert int(server.keyspace.get(b"/k")) < 100
+
+
+async def test_many_keys_are_looked_up_in_parts(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CHECK and WAIT, in both dialects."""
+    counts: list[int] = []
+    missing = Keyspace.missing
+
+    def count(keyspace: Keyspace, keys: Any) -> list[bytes]:
+        counts.append(len(keys))
+        return missing(keyspace, keys)
+
+    monkeypatch.setattr(Keyspace, "missing", count)
+    keys = tuple(b"%d" % number for number in range(5_000))
+    server.keyspace.multi_set(b"", [(key, b"") for key in keys])
+    async with connected(server) as peer:
+        requests = [
+            encode(op, b"", each)
+            for op in (wire.CHECK, wire.WAIT)
+            for each in (keys, (*keys, b"absent"))
+        ]
+        peer.send(b"".join(requests))
+        assert await peer.receive(3) == b"\0\1\0"
+        await until(lambda: server.keyspace.waits.count == 1)
+        server.keyspace.set(b"absent", b"")
+        server._flush()
+        assert await peer.receive(1) == b"\0"
+        await tagged_peer(peer)
+        peer.send(encode(wire.CHECK, b"", (*keys, b"x"), 1) + encode(wire.WAIT, b"", keys, 2))
+        for tag in (1, 2):
+            assert await peer.receive(10) == struct.pack("<IBIB", tag, 0, 1, tag == 1)
+    assert max(counts) == 2_048
+    assert sum(counts) >= 6 * 5_000
+
+
+async def test_large_values_are_read_and_set_off_in_parts(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand of 10 kB at once, or when the last is set; also in a snapshot."""
+    most = [0]
+    multi_get, encode_items = Keyspace.multi_get, replies.encode_items
+
+    def read(keyspace: Keyspace, _: bytes, keys: Any) -> list[bytes]:
+        most.append(len(keys))
+        return multi_get(keyspace, b"", keys)
+
+    def encoded(op: int, items: Any) -> bytes:
+        most.append(len(items))
+        return encode_items(op, items)
+
+    monkeypatch.setattr(Keyspace, "multi_get", read)
+    monkeypatch.setattr(replies, "encode_items", encoded)
+    names, value = [f"n/{number}" for number in range(1_000)], bytes(10_000)
+    async with connect(server.endpoint) as store:
+        waiting = asyncio.create_task(store.multi_get(names))
+        await until(lambda: server.keyspace.waits.count == 1_000)
+        await store.multi_set(dict.fromkeys(names, value))
+        assert await waiting == [value] * 1_000
+        assert await store.multi_get(names) == [value] * 1_000
+        async with store.watch("n/", is_prefix=True) as watch:
+            assert watch.present == dict.fromkeys(names, value)
+        async with connected(server) as peer:
+            peer.send(encode(wire.MULTI_GET, b"", tuple(f"/{name}".encode() for name in names)))
+            assert await peer.receive(1_000 * 10_008) == wire.sized(value) * 1_000
+    assert max(most) == 105  # just above 1 MiB
+    assert sum(most) == 4 * 1_000
+
+
+async def test_large_notifications_are_more_work(server: StoreServer) -> None:
+    async with connected(server) as peer:
+        await tagged_peer(peer)
+        peer.send(b"".join(encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(200)))
+        await peer.receive(200 * (9 + 17))
+        server.keyspace.work.begin(lambda: None)
+        server.keyspace.set(b"/k", bytes(60_000))
+        assert server.keyspace.work.later
+        server._flush()
+        await peer.receive(200 * (9 + 17 + 2 + 60_000))
 
 
 def test_a_watch_that_begins_while_changes_are_delivered_has_each_once() -> None:
