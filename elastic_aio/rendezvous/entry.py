@@ -71,7 +71,9 @@ class RunEntry:
         Raises:
             StoreError: the store is lost.
         """
-        may_begin = self._located.is_host and not self._may_have_ended
+        may_begin = self._located.is_host and not (
+            self._may_have_ended or self._member.has_seen_success
+        )
         return await self._look(may_begin=may_begin) or await self._wait()
 
     @property
@@ -88,7 +90,8 @@ class RunEntry:
         is_open = status.is_busy or status.pending_restart is not None
         # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
         is_final = self._former.knows_failure and self._budget.is_exhausted
-        may_go_on = not (self._member.has_succeeded or is_final)
+        has_succeeded = self._member.has_succeeded or self._member.has_seen_success
+        may_go_on = not (has_succeeded or is_final)
         return self._former.is_leased and (is_open or may_go_on)
 
     async def _look(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:
@@ -124,6 +127,8 @@ class RunEntry:
                 is_empty = await read_run(store, run_id) is None
                 if is_empty and await self._located.is_known_elsewhere(self._member.job):
                     raise StoreLost("its job is known at another endpoint")
+                if self._member.has_seen_success:
+                    return None
                 if not (is_empty and self._may_have_ended):
                     return await self._look(may_begin=True)
                 await next_value(runs)

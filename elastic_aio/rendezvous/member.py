@@ -82,6 +82,11 @@ class Member:
         return self.status.placement is not None or self._is_standing_by
 
     @property
+    def has_seen_success(self) -> bool:
+        """Whether it knows, without a place, that all members of the round have succeeded."""
+        return self.status.placement is None and self.status.members_done > 0
+
+    @property
     def is_lead(self) -> bool:
         """Whether it has group rank 0, and so the store of the round's workers."""
         placement = self.status.placement
@@ -150,6 +155,8 @@ class Member:
             self._update()  # acknowledges the order
         if is_repeated and not isinstance(order.body, (ProbePeers, WaitForNodes)):
             return []
+        if self.has_seen_success and not isinstance(order.body, (MembersDone, EndJob)):
+            self._update(members_done=0)  # the job goes on after all
         match order.body:
             case StartRound():
                 return self._start(order.body)
@@ -177,7 +184,8 @@ class Member:
                 self._update(pending_restart=cause)
                 return [order.body]
             case MembersDone(round, count):
-                if round == self.status.round and count != self.status.members_done:
+                is_own = self.status.placement is None or round == self.status.round
+                if is_own and count != self.status.members_done:
                     self._update(members_done=count)
                 return []
 

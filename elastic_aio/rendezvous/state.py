@@ -217,10 +217,10 @@ class CoordinatorState:
             settings = self.settings
             self.fence(now + (settings.fence if is_lost else settings.heartbeat_timeout))
         self.visits.observe_departure(record, now)
+        if is_lost and record.status.members_done < self.round.size:
+            self.unsure_until = now + self.settings.heartbeat_timeout
         if member in self.round.placements:
             self.round.gone[member] = record
-            if is_lost and record.status.members_done < self.round.size:
-                self.unsure_until = now + self.settings.heartbeat_timeout
             if not self.has_succeeded(record):
                 self.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
                 self.round.has_lost_member = self.round.has_lost_member or is_lost

@@ -161,7 +161,7 @@ class RoundChecker:
         grace = rendezvous.store_grace
         if grace is not None and grace > rendezvous.heartbeat_timeout - FENCE:
             return True
-        if host.disturbed_at > since or host.is_suspended or host.delay:
+        if host.disturbed_at > since or host.is_suspended or host.delay or round.store.host.delay:
             return True
         former = self.rounds[running.round_id]
         is_successor = former.store is round.store or not former.members.keys().isdisjoint(

@@ -680,6 +680,22 @@ MUTATIONS: Final = (
         _END + "test_a_host_that_stays_shortly_is_waited_for_as_shortly",
     ),
     Mutation(
+        "standby-not-told-of-success",
+        "rendezvous/supervision.py",
+        "told += [one for one in state.unplaced() if one.status.placement is None]",
+        "pass",
+        "a node on standby knows of the success before the job ends",
+        _END + "test_a_success_is_announced_to_a_node_on_standby",
+    ),
+    Mutation(
+        "told-standby-goes-on",
+        "rendezvous/entry.py",
+        "self._may_have_ended or self._member.has_seen_success",
+        "self._may_have_ended",
+        "a node on standby that knows of the success goes on nowhere",
+        _END + "test_a_node_on_standby_goes_on_alone_unless_it_was_told_of_the_success",
+    ),
+    Mutation(
         "continued-job-joins-another",
         "rendezvous/election.py",
         'goes_on_in = other.job if goes_on else ""',
@@ -714,8 +730,8 @@ MUTATIONS: Final = (
     Mutation(
         "success-not-announced",
         "rendezvous/supervision.py",
-        "count = current.size if have_succeeded and state.settings.may_move else done",
-        "count = done",
+        "if have_succeeded and state.settings.may_move:",
+        "if False:",
         "all members know of the success of all before the job ends",
         _END + "test_a_success_is_announced_to_all_before_the_job_ends",
     ),

@@ -101,6 +101,30 @@ def test_a_member_that_was_lost_may_still_hold_its_lease() -> None:
     assert harness.end_orders().keys() == {"a"}
 
 
+def test_a_success_is_announced_to_a_node_on_standby() -> None:
+    """It may go to another store, and go on there if it does not know."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, may_move=True), "a", "b", "c")
+    harness.drop_orders("c")
+    harness.succeed("a", "b")
+    harness.settle(1)
+    assert not harness.end_orders()
+    harness.restore_orders()
+    harness.settle(10)
+    assert harness.end_orders().keys() == {"a", "b", "c"}
+
+
+def test_a_lost_node_on_standby_may_still_hold_its_lease() -> None:
+    settings = RoundSettings(2, 2, heartbeat_timeout=5.0, may_move=True)
+    harness = CoordinatorHarness(settings, "a", "b", "c")
+    harness.settle(1.0)
+    harness.lose("c")
+    harness.succeed("a", "b")
+    harness.settle(5.9)
+    assert not harness.end_orders()
+    harness.settle(6.0)
+    assert harness.end_orders().keys() == {"a", "b"}
+
+
 def test_a_success_is_not_announced_where_there_is_one_store() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b")
     harness.drop_orders("b")
@@ -212,6 +236,29 @@ def test_a_node_on_standby_enters_no_other_job() -> None:
         sim.heal()
         sim.run_until(lambda: not spare.is_live, 60)
         assert ends_by_75(spare)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_node_on_standby_goes_on_alone_unless_it_was_told_of_the_success(is_told: bool) -> None:
+    """The only other node is killed; its success may have ended the job."""
+    with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a", "spare"]) as sim:
+        a = sim.add_node("a")
+        sim.run_until(lambda: sim.is_settled(1), 60)
+        spare = sim.add_node("spare")
+        sim.run_until(lambda: spare.is_standing_by, 60)
+        (store,) = sim.checker.open_stores
+        sim.finish_workers()
+        if is_told:  # and nothing is recorded
+            sim.run_until(
+                lambda: any(one.round < 0 < one.members_done for one in store.statuses.values()), 60
+            )
+        sim.kill(a)
+        sim.behavior = lambda node, placement: WorkerBehavior()
+        if is_told:
+            sim.run_until(lambda: not spare.is_live, 60)
+            assert spare.placement is None
+        else:
+            sim.run_until(lambda: sim.is_settled(1, [spare]), 60)
 
 
 @pytest.mark.parametrize("seed", range(3))
