@@ -360,13 +360,8 @@ class DynamicRendezvous(Rendezvous):
     # ---------------------------------------------------------- without a store
 
     def _may_serve(self) -> bool:
-        """Whether this node may serve a store: not for a job that may have ended with success.
-
-        Nor for one that goes on at another store, which this node has left its own for.
-        """
-        if self._former.goes_on_in is not None:
-            return False
-        return self._former.is_leased or not self._member.has_succeeded
+        """Whether this node may serve a store: not after it has left its own for another one."""
+        return self._former.goes_on_in is None
 
     def _start_grace(self, why: str, began_at: float) -> None:
         """Keep the workers running until the other nodes may have replaced this one."""

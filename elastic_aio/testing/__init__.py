@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elastic_aio.testing.search import Found as Found
     from elastic_aio.testing.search import Recipe as Recipe
     from elastic_aio.testing.search import SearchResult as SearchResult
+    from elastic_aio.testing.search import play_recipe as play_recipe
     from elastic_aio.testing.search import search_scenarios as search_scenarios
     from elastic_aio.testing.simulation import Simulation as Simulation
     from elastic_aio.testing.trace import InvariantViolated as InvariantViolated
@@ -42,7 +43,7 @@ else:
             "elastic_aio.testing.agent": "WorkerBehavior",
             "elastic_aio.testing.node": "SimNode",
             "elastic_aio.testing.scenarios": "run_random_scenario",
-            "elastic_aio.testing.search": "Found Recipe SearchResult search_scenarios",
+            "elastic_aio.testing.search": "Found Recipe SearchResult play_recipe search_scenarios",
             "elastic_aio.testing.simulation": "Simulation",
             "elastic_aio.testing.trace": "InvariantViolated",
         },

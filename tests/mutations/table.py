@@ -696,6 +696,14 @@ MUTATIONS: Final = (
         _END + "test_a_node_on_standby_goes_on_alone_unless_it_was_told_of_the_success",
     ),
     Mutation(
+        "succeeded-node-serves-nobody",
+        "rendezvous/dynamic.py",
+        "return self._former.goes_on_in is None",
+        "return not self._member.has_succeeded",
+        "a node that has succeeded serves the store for those that compute",
+        _END + "test_a_node_that_has_succeeded_serves_the_store_for_those_that_compute",
+    ),
+    Mutation(
         "continued-job-joins-another",
         "rendezvous/election.py",
         'goes_on_in = other.job if goes_on else ""',

@@ -337,21 +337,22 @@ def test_a_half_that_may_have_ended_joins_no_other_job() -> None:
 
 
 def test_a_success_that_is_cut_off_does_not_hold_the_next_job_up() -> None:
-    """It serves no store, in which the new nodes would wait for it."""
+    """Its own store at the second endpoint is not that of the new nodes."""
     spec = LaunchSpec("x", nnodes=2)
     with Simulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         b.end_workers(0)
         sim.run(1)
         sim.partition(["b"], ["a"])
-        sim.run(20)
+        sim.run(30)
         sim.finish_workers()
         sim.run_until(lambda: not a.is_live, 60)
         sim.heal()
-        began_at = sim.now
+        began_at, former = sim.now, set(sim.checker.rounds.rounds)
         second = [sim.add_node("a"), sim.add_node("c")]
         sim.run_until(lambda: all(not one.is_live for one in second), 60)
         assert sim.now - began_at < 20
+        assert len(sim.checker.rounds.rounds.keys() - former) == 1
         assert {one.outcome.state for one in second if one.outcome} == {JobState.SUCCEEDED}
         sim.run_until(lambda: sim.is_over, 600)
 
@@ -539,3 +540,16 @@ def test_a_job_has_one_program(one: Any, other: Any, is_same: bool) -> None:
         else:
             sim.run_until(lambda: not b.is_live, 60)
             assert ends_by_75(b)
+
+
+def test_a_node_that_has_succeeded_serves_the_store_for_those_that_compute() -> None:
+    """Its own success ends no job whose other nodes still run, and only it can serve."""
+    spec = LaunchSpec("x", nnodes="2:3", rendezvous=RendezvousSpec(last_call_timeout=0.5))
+    with Simulation(spec, endpoints=["a", "b"]) as sim:
+        a, b = start_two(sim)
+        c = sim.add_node("c")
+        sim.run_until(lambda: sim.is_settled(3), 60)
+        b.end_workers(0)
+        sim.run(3)
+        sim.switch_off(a)
+        sim.run_until(lambda: sim.is_settled(2, [b, c]), 60)
