@@ -131,4 +131,4 @@ class RunEntry:
                     return None
                 if not (is_empty and self._may_have_ended):
                     return await self._look(may_begin=True)
-                await next_value(runs)
+                # No event reports a store that begins elsewhere: look there again.

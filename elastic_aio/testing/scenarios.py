@@ -364,12 +364,14 @@ class Scenario:
             return True
         if any(node.is_ending for node in live):
             return False
+        waiting = [node for node in live if self._is_aside(node)]
+        live = [node for node in live if node not in waiting]
         placed = [node for node in live if node.has_place]
         if any(not node.is_standing_by for node in live if node not in placed):
             return False
         placements = [node.placement for node in placed if node.placement is not None]
         names = {placement.round_id for placement in placements}
-        if len(names) != 1 or not self._is_one_store(live):
+        if len(names) != 1 or not self._is_one_store([*live, *waiting]):
             return False
         size = placements[0].span.group_world_size
         # A node may have succeeded in it and been in another round since, in a partition.
@@ -377,6 +379,19 @@ class Scenario:
             return len(succeeded | {one.span.group_rank for one in placements}) == size
         nnodes = sim.spec.nnodes
         return nnodes.minimum <= len(placed) == size == min(nnodes.maximum, len(live))
+
+    def _is_aside(self, node: SimNode) -> bool:
+        """Return whether a node has succeeded in a round that others replaced at another store.
+
+        The job may have ended by that round, so it waits at its exit barrier.
+        """
+        rounds = self.sim.checker.rounds.rounds
+        if node.placement is None or not rounds:
+            return False
+        own = rounds[node.placement.round_id]
+        newest = max(rounds.values(), key=lambda one: one.formed_at)
+        has_succeeded = node.placement.span.group_rank in own.succeeded
+        return has_succeeded and own is not newest and own.store is not newest.store
 
     def _is_one_store(self, live: list[SimNode]) -> bool:
         """Return whether all live nodes are at one store, and known to one coordinator."""

@@ -40,7 +40,7 @@ class SimStore(Client):
 
     Attributes:
         instance: the id of the server.
-        leader: the coordinator's record, if there is one.
+        leader: the record of the coordinator of the newest generation, if there is one.
         statuses: by member.
         orders: the last one for each member.
         generation: that of the last order; a job that moves here after an end begins another.
@@ -64,6 +64,7 @@ class SimStore(Client):
         self.keyspace = server.keyspace
         self.instance = server.instance
         self.leader: LeaderRecord | None = None
+        self._led = "0"
         self.statuses: dict[str, MemberStatus] = {}
         self.orders: dict[str, Order] = {}
         self.generation = ""
@@ -109,7 +110,8 @@ class SimStore(Client):
         kind, _, member = key.partition("/")
         is_set = change.kind == CHANGE_SET
         now = self._time.now
-        if kind == "coordinator":
+        if kind == "coordinator" and int(generation) >= int(self._led):
+            self._led = generation
             self.leader = LeaderRecord.decode(change.value) if is_set else None
             if self.leader is not None:
                 self.first_led_at = min(self.first_led_at, now)
