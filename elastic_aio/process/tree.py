@@ -375,9 +375,6 @@ class ProcessTree:
                 alive = await pace.timed(self.descendants())
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
-                if watches.is_short:
-                    # A signal takes two descriptors at a time, and a scan one.
-                    self._free_descriptors()
                 running = (leader.exited for _, leader in self._running())
                 pending: list[asyncio.Future[Any]] = [*watches.exits(), *running, *holders]
                 if not alive and not pending:
@@ -436,6 +433,8 @@ class ProcessTree:
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
             await yielder.maybe_yield()
+        if watches.is_short:
+            self._free_descriptors()  # a signal takes two at a time, and a scan one
         leaders = [leader.exited for pid, leader in self._running() if pid in holders]
         return [*leaders, *watches.exits(holders), *timers]
 

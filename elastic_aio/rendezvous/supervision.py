@@ -48,12 +48,12 @@ def supervise(state: CoordinatorState) -> None:
     done = current.members_done + sum(map(state.has_succeeded, current.gone.values()))
     is_changing = bool(current.change_reasons) or current.cause is not None
     have_succeeded = succeeded == active and not is_changing
-    told, count = list(filter(state.has_placement, active)), done
+    informed, count = list(filter(state.has_placement, active)), done
     if have_succeeded and state.settings.may_move:
         # Nodes on standby go to other stores too.
-        told += [one for one in state.unplaced() if one.status.placement is None]
+        informed += [one for one in state.unplaced() if one.status.placement is None]
         count = current.size
-    behind = [one for one in told if one.status.members_done != count]
+    behind = [one for one in informed if one.status.members_done != count]
     for record in behind:
         state.outbox.send(record, MembersDone(current.number, count))
     if is_changing:

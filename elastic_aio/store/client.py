@@ -181,7 +181,8 @@ class RemoteStore(Store):
     def last_reply_at(self) -> float:
         """When the server last answered, in the loop's seconds; 0: never.
 
-        Unlike `last_received_at`, the end of a connection does not count: it may be read late.
+        Unlike `last_received_at`, the end of a connection does not count, nor does a reply after
+        a long silence: they may be read late.
         """
         return self._last_reply_at if self._link is None else self._link.last_reply_at
 

@@ -238,8 +238,8 @@ def test_a_node_on_standby_enters_no_other_job() -> None:
         assert ends_by_75(spare)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_node_on_standby_goes_on_alone_unless_it_was_told_of_the_success(is_told: bool) -> None:
+@pytest.mark.parametrize("is_informed", [True, False])
+def test_a_node_on_standby_goes_on_alone_unless_it_knows_of_the_success(is_informed: bool) -> None:
     """The only other node is killed; its success may have ended the job."""
     with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a", "spare"]) as sim:
         a = sim.add_node("a")
@@ -248,13 +248,13 @@ def test_a_node_on_standby_goes_on_alone_unless_it_was_told_of_the_success(is_to
         sim.run_until(lambda: spare.is_standing_by, 60)
         (store,) = sim.checker.open_stores
         sim.finish_workers()
-        if is_told:  # and nothing is recorded
+        if is_informed:  # before the end is recorded
             sim.run_until(
                 lambda: any(one.round < 0 < one.members_done for one in store.statuses.values()), 60
             )
         sim.kill(a)
         sim.behavior = lambda node, placement: WorkerBehavior()
-        if is_told:
+        if is_informed:
             sim.run_until(lambda: not spare.is_live, 60)
             assert spare.placement is None
         else:

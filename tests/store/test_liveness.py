@@ -168,6 +168,22 @@ async def test_a_suspended_client_keeps_its_connection(server: StoreServer) -> N
         assert store._error is None
 
 
+@pytest.mark.slow
+async def test_a_reply_that_is_read_late_does_not_say_when_it_was_sent() -> None:
+    """The loop was blocked meanwhile; the next reply counts again."""
+    async with server_process() as (_, endpoint), pinging(endpoint, 0.4) as store:
+        await store.num_keys()
+        replied_at = store.last_reply_at
+        late = asyncio.create_task(store.num_keys())
+        for _ in range(3):
+            await asyncio.sleep(0)  # until the request is sent
+        time.sleep(1.1)  # block the loop
+        await late
+        assert store.last_reply_at == replied_at
+        await store.num_keys()
+        assert store.last_reply_at > replied_at
+
+
 async def test_a_lease_survives_a_connection_reset(server: StoreServer) -> None:
     """As long as its linger lasts."""
     async with ChaosProxy(server.port) as proxy, connect(server.endpoint) as other:
