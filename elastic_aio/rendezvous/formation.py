@@ -272,7 +272,7 @@ def _arrivals_until(state: CoordinatorState) -> float:
         if is_first_move and missing == {placement.host_rank}:
             continue
         if len(missing) > members_done:
-            last = max(one.joined_at for one in arrived.values())
+            last = max(one.arrived_at for one in arrived.values())
             until = max(last + state.settings.heartbeat_timeout + state.settings.fence, until)
     return until
 

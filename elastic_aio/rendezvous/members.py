@@ -117,6 +117,9 @@ class MemberRecord:
     status: MemberStatus
     joined_at: float
     """When its first status arrived, in monotonic seconds."""
+    arrived_at: float = -math.inf
+    """When its placement arrived, maybe from another store: a suspended coordinator keeps
+    members that go there and come back."""
     has_neighbor: bool = False
     """Whether another member is, or was, on its host."""
     is_published: bool = False
@@ -151,6 +154,9 @@ class MemberRecord:
         """Take a status that has arrived at `now`, in monotonic seconds."""
         if abs(status.clock - self.status.clock) > _CLOCK_TOLERANCE_S:
             self.offset = math.inf  # its clock was set
+        former = self.status.placement, self.status.moves
+        if self.arrived_at < self.joined_at or former != (status.placement, status.moves):
+            self.arrived_at = now
         self.status = status
         # Exact but for the time on the way, which is never negative.
         if now - status.sent_at <= self.offset_bound(now):

@@ -31,7 +31,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.member import Member
-from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.members import MemberRecord, RoundSettings
 from elastic_aio.rendezvous.messages import (
     Order,
     ProbePeers,
@@ -1252,3 +1252,18 @@ def test_a_lost_member_comes_before_a_requested_restart() -> None:
     assert harness.events(MembershipChanged) == [
         MembershipChanged(attempt=1, why="b is lost", round=1, nodes=1)
     ]
+
+
+def test_a_placement_may_arrive_later_than_its_member() -> None:
+    """A suspended coordinator keeps a member that has had a round at another store meanwhile."""
+    settings = RoundSettings(2, 2)
+    placed = CoordinatorHarness(settings, "a", "b").members["a"].status
+    joined = status("a", settings)
+    record = MemberRecord("a", joined, 1.0)
+    record.observe(joined, 1.0)
+    assert record.arrived_at == 1.0
+    record.observe(placed, 9.0)
+    record.observe(replace(placed, serial=placed.serial + 1), 10.0)
+    assert record.arrived_at == 9.0
+    record.observe(replace(placed, moves=placed.moves + 1), 11.0)
+    assert (record.joined_at, record.arrived_at) == (1.0, 11.0)

@@ -159,6 +159,15 @@ def start_two(sim: Simulation) -> tuple[SimNode, SimNode]:
     return a, b
 
 
+def start_with_spare(sim: Simulation) -> tuple[SimNode, SimNode]:
+    """Return a node that runs a round alone, and one on standby."""
+    a = sim.add_node("a")
+    sim.run_until(lambda: sim.is_settled(1), 60)
+    spare = sim.add_node("spare")
+    sim.run_until(lambda: spare.is_standing_by, 60)
+    return a, spare
+
+
 def ends_by_75(node: SimNode) -> bool:
     """Whether a node has ended because another job runs where it looked for its own."""
     outcome = node.outcome
@@ -223,10 +232,7 @@ def test_a_node_reads_the_end_of_its_job_in_the_next_generation() -> None:
 
 def test_a_node_on_standby_enters_no_other_job() -> None:
     with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a"]) as sim:
-        a = sim.add_node("a")
-        sim.run_until(lambda: sim.is_settled(1), 60)
-        spare = sim.add_node("spare")
-        sim.run_until(lambda: spare.is_standing_by, 60)
+        a, spare = start_with_spare(sim)
         sim.partition(["spare"], ["a"])
         sim.finish_workers()
         sim.run_until(lambda: not a.is_live, 60)
@@ -242,10 +248,7 @@ def test_a_node_on_standby_enters_no_other_job() -> None:
 def test_a_node_on_standby_goes_on_alone_unless_it_knows_of_the_success(is_informed: bool) -> None:
     """The only other node is killed; its success may have ended the job."""
     with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a", "spare"]) as sim:
-        a = sim.add_node("a")
-        sim.run_until(lambda: sim.is_settled(1), 60)
-        spare = sim.add_node("spare")
-        sim.run_until(lambda: spare.is_standing_by, 60)
+        a, spare = start_with_spare(sim)
         (store,) = sim.checker.open_stores
         sim.finish_workers()
         if is_informed:  # before the end is recorded
@@ -446,10 +449,7 @@ def reset_and_cut_off(sim: Simulation, node: SimNode) -> None:
 def test_a_host_stays_for_a_lost_node_on_standby(max_restarts: int) -> None:
     """That would go on in the next job, as if its own had lost its store."""
     with Simulation(LaunchSpec("x", nnodes=1, max_restarts=max_restarts), endpoints=["a"]) as sim:
-        a = sim.add_node("a")
-        sim.run_until(lambda: sim.is_settled(1), 60)
-        spare = sim.add_node("spare")
-        sim.run_until(lambda: spare.is_standing_by, 60)
+        a, spare = start_with_spare(sim)
         sim.run(3)
         reset_and_cut_off(sim, spare)
         sim.finish_workers()
