@@ -19,6 +19,9 @@ _SUSPENDED_AFTER: Final = 0.5
 """A timer this late, in seconds, shows that this process was suspended (SIGSTOP, a paused
 virtual machine): it cannot have received what its peers have sent meanwhile."""
 
+_LATE_S: Final = 0.2
+"""Seconds by which the reply to a ping may be late, and is known to be new."""
+
 _AFTER_SUSPENSION: Final = 0.25
 """Seconds that a peer which is pinged then has for its answer, if its time is over."""
 
@@ -66,8 +69,9 @@ class Link(asyncio.Protocol):
         other.last_received_at = other.last_reply_at = self.last_received_at
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done() and not isinstance(error, TimeoutError):
-            self.last_received_at = self._loop.time()  # a FIN or RST of the peer's kernel
+        # A FIN or RST of the peer's kernel.
+        if not (self.ended.done() or isinstance(error, TimeoutError) or self._is_late()):
+            self.last_received_at = self._loop.time()
         self.fail(str(error) if error else "the peer closed the connection")
 
     def tls_failed(self, reason: str) -> None:
@@ -151,6 +155,14 @@ class Link(asyncio.Protocol):
             self._ends_after = now + min(_AFTER_SUSPENSION, self._reply_timeout)
         else:
             self.last_received_at = now
+
+    def _is_late(self) -> bool:
+        """Whether what arrives now is later than the reply to a ping.
+
+        This process was suspended, or the network was cut and has held it back.
+        """
+        silence = self._loop.time() - self.last_received_at
+        return silence > (self._ping_interval or self._reply_timeout) + _LATE_S
 
     @property
     def _end(self) -> float:

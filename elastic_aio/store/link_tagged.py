@@ -29,10 +29,6 @@ class _PendingRequest:
     future: asyncio.Future[Any]
 
 
-_LATE_S = 0.2
-"""Seconds by which the reply to a ping may be late, and is known to be new."""
-
-
 class TaggedLink(Link):
     """A connection in our tagged dialect."""
 
@@ -44,7 +40,7 @@ class TaggedLink(Link):
         super().__init__(reply_timeout)
         self.instance = instance
         self._ping_interval = ping_interval
-        self._is_late = False
+        self._is_reading_late = False
         self._reader = TaggedReader()
         self._last_tag = 0
         self._pending: dict[int, _PendingRequest] = {}
@@ -52,9 +48,7 @@ class TaggedLink(Link):
         self._watch_tags: dict[Watch, int] = {}
 
     def data_received(self, data: bytes) -> None:
-        # Later than the reply to a ping: this process was suspended, or the network was cut.
-        silence = self._loop.time() - self.last_received_at
-        self._is_late = silence > (self._ping_interval or self._reply_timeout) + _LATE_S
+        self._is_reading_late = self._is_late()
         try:
             frames = self._reader.read(data)
             if not frames:
@@ -77,7 +71,7 @@ class TaggedLink(Link):
         reaches the peer any more, and the peer is about to end the leases of this connection.
         """
         self.last_received_at = self._loop.time()
-        if not self._is_late:
+        if not self._is_reading_late:
             self.last_reply_at = self.last_received_at
 
     def _on_reply(self, tag: int, status: int, payload: bytes) -> None:

@@ -560,6 +560,14 @@ MUTATIONS: Final = (
         "the lease of a silent holder ends",
     ),
     Mutation(
+        "late-end-counts",
+        "store/link.py",
+        " or self._is_late()):",
+        "):",
+        "the end of a connection that a partition held back does not say when it was sent",
+        _STORE + "test_liveness.py::test_an_end_that_is_read_late_does_not_say_when_it_was_sent",
+    ),
+    Mutation(
         "pause-expires-leases",
         "store/lease_table.py",
         "holder.last_received_at = min(now, holder.last_received_at + seconds)",

@@ -171,17 +171,35 @@ async def test_a_suspended_client_keeps_its_connection(server: StoreServer) -> N
 @pytest.mark.slow
 async def test_a_reply_that_is_read_late_does_not_say_when_it_was_sent() -> None:
     """The loop was blocked meanwhile; the next reply counts again."""
-    async with server_process() as (_, endpoint), pinging(endpoint, 0.4) as store:
+    async with (
+        server_process() as (process, endpoint),
+        connect(endpoint, reply_timeout=0.4) as store,
+    ):
         await store.num_keys()
         replied_at = store.last_reply_at
+        process.send_signal(signal.SIGSTOP)
         late = asyncio.create_task(store.num_keys())
         for _ in range(3):
             await asyncio.sleep(0)  # until the request is sent
+        process.send_signal(signal.SIGCONT)
         time.sleep(1.1)  # block the loop
         await late
         assert store.last_reply_at == replied_at
         await store.num_keys()
         assert store.last_reply_at > replied_at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocked", [0.0, 1.1])
+async def test_an_end_that_is_read_late_does_not_say_when_it_was_sent(blocked: float) -> None:
+    """A partition may have held it back, while the other nodes replaced this one."""
+    async with server_process() as (process, endpoint), pinging(endpoint, 1.0) as store:
+        await store.num_keys()
+        received_at = store.last_received_at
+        process.kill()
+        time.sleep(blocked)  # block the loop
+        await store.wait_lost()
+        assert (store.last_received_at > received_at) == (not blocked)
 
 
 async def test_a_lease_survives_a_connection_reset(server: StoreServer) -> None:
