@@ -30,6 +30,12 @@ _REPLY_TIMEOUT: Final = 8.0
 """Seconds for the answers of a store that has accepted the connection: one at which thousands
 of nodes arrive at once must not have to begin anew with each of them."""
 
+_PING_SHARE: Final = 0.2
+"""Time between two pings of the store, as a share of `heartbeat_timeout`: of the half of it in
+which a node that hears nothing from the store lets its workers run, most is left to the store."""
+
+_PING_INTERVAL_MAX: Final = 2.0
+
 SILENT: Final = "it accepts connections, but does not answer"
 
 _ADDRESSES_MAX: Final = 16
@@ -162,7 +168,7 @@ class Dialer:
             peer_timeout=self._spec.heartbeat_timeout,
             token=self._spec.token,
             tls=tls,
-            ping_when_idle=True,
+            ping_interval=min(_PING_INTERVAL_MAX, self._spec.heartbeat_timeout * _PING_SHARE),
             survive_server_restart=False,
         )
         try:

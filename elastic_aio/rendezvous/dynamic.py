@@ -55,6 +55,7 @@ from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePeers
 from elastic_aio.rendezvous.other_runs import OtherRuns
 from elastic_aio.rendezvous.session import StoreSession
+from elastic_aio.rendezvous.silence import SilenceWatch
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import Command, LaunchSpec
 from elastic_aio.spec.restart import Backoff, changed_settings
@@ -129,7 +130,7 @@ class DynamicRendezvous(Rendezvous):
         self._settled_at = 0.0
         self._attending: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
-        self._grace: asyncio.TimerHandle | None = None
+        self._silence = SilenceWatch(spec, self._member, lambda: self._session, self._perform)
         self._former = FormerStay()
         self._leaves = 0
         self._draining: asyncio.Timeout | None = None
@@ -244,7 +245,7 @@ class DynamicRendezvous(Rendezvous):
             if session.has_joined:
                 refusals = 0
                 self._former = session.stay
-                self._start_grace(why, located.store.last_received_at)
+                self._silence.on_lost(session.last_received_at, why)
             # The store is there, so the search alone would not wait.
             elif (refusals := refusals + 1) > 1:
                 await asyncio.sleep(_REJOIN.delay(refusals - 2, random.random))
@@ -291,6 +292,7 @@ class DynamicRendezvous(Rendezvous):
                 case StartRound(placement):
                     self._other_runs.stop()
                     self._await_start(placement.round)
+                    self._silence.check()
                     self._agent.on_instruction(effect)
                     if not self._shares_store:
                         self._reserve_port()
@@ -363,16 +365,6 @@ class DynamicRendezvous(Rendezvous):
         """Whether this node may serve a store: not after it has left its own for another one."""
         return self._former.goes_on_in is None
 
-    def _start_grace(self, why: str, began_at: float) -> None:
-        """Keep the workers running until the other nodes may have replaced this one."""
-        self._stop_grace()
-        grace = self._settings.store_grace
-        if grace is not None or not self._settings.is_on_engine:
-            seconds = self._settings.heartbeat_timeout - FENCE if grace is None else grace
-            reason = f"no store could be found for {seconds:g} s ({why})"
-            loop = asyncio.get_running_loop()
-            self._grace = loop.call_at(began_at + seconds, self._isolate, reason)
-
     def _on_store_awaited(self, why: str, time_left: float | None) -> None:
         left = None if time_left is None else round(time_left, 1)
         self._agent.on_event(RendezvousStoreAwaited(why=why, time_left=left))
@@ -383,18 +375,10 @@ class DynamicRendezvous(Rendezvous):
             self._has_refused = True
             self._agent.on_event(WorkerStoreRefused(peer=dropped.peer, why=dropped.reason))
 
-    def _stop_grace(self) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
-
-    def _isolate(self, why: str) -> None:
-        if self._session is None or not self._session.has_joined:
-            self._perform(self._member.isolate(why))
-
     # ------------------------------------------------------------------ leaving
 
     async def _leave(self) -> None:
-        self._stop_grace()
+        self._silence.cancel()
         if self._session is not None and self._leaves == 1:
             await self._leave_session(self._session)
         running = (self._probing, self._attending, self._other_runs.stop())

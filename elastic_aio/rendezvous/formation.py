@@ -34,15 +34,15 @@ The workers of a node that is gone may still run when the next round is to begin
 lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`, F for
 `FENCE`, and G for `CUT_OFF_GRACE`:
 
-* The node receives its last reply from the store at r.  It stops its workers at r + L - F,
-  with SIGKILL at r + L - F + G.
+* The node receives its last reply from the store at r.  It stops its workers by their plan
+  from r + L / 2 or later, and by the first signal and SIGKILL at r + L - F and G after that.
 * The store receives the last message of the node at s, and ends the lease at s + L.  The
   reply was sent after s, or after an earlier message; so r - s is the reply's way at most.
 * The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.4 s for the way of
   the reply, for the end of killed processes, and for clocks of different rates.
 * A connection that ends without a partition ends the lease LEASE_LINGER later: its agent
   is dead, and the guardian kills the workers; or the node has given up the connection, not
-  before r + L - F - RECONNECT_FOR, and stops its workers RECONNECT_FOR later.  That leaves
+  before r + L - F - RECONNECT_FOR, and kills its workers RECONNECT_FOR later.  That leaves
   LEASE_LINGER + F - RECONNECT_FOR - G = 0.1 s.
 * Members of a round that was formed at another store arrive one by one.  No lease tells when
   a missing one has last received a reply: it was before the last one arrived, as they have

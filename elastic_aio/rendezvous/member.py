@@ -206,12 +206,12 @@ class Member:
     def _refuse(self, why: str) -> list[MemberEffect]:
         return self.fail(f"the other nodes refused this one: {why}")
 
-    def isolate(self, why: str) -> list[MemberEffect]:
-        """Stop the workers: after this long without the store, this node is replaced."""
+    def isolate(self, why: str, *, is_cut_off: bool = False) -> list[MemberEffect]:
+        """Stop the workers: this node is about to be replaced, or is now (`is_cut_off`)."""
         if not self.status.is_busy:
             return []
         self._stopping = max(self.status.round, self._stopping)
-        return [StopRound(self.status.round, why, is_cut_off=True)]
+        return [StopRound(self.status.round, why, is_cut_off)]
 
     def leave(self) -> None:
         """Take part no more; no worker of this node is left, or rounds may overlap."""

@@ -111,6 +111,11 @@ class StoreSession:
         return self._election.is_leader
 
     @property
+    def last_received_at(self) -> float:
+        """When the store has sent its last reply, in loop seconds."""
+        return self._located.store.last_received_at
+
+    @property
     def has_joined(self) -> bool:
         """Whether its first status is in the store."""
         return self.written_serial >= 0

@@ -101,8 +101,12 @@ class RendezvousSpec:
     """Seconds to wait for further nodes once the first round has its minimum."""
     close_timeout: float = 30.0
     """Seconds that the node which serves the store waits at the end for the others to finish."""
-    heartbeat_timeout: float = 5.0
-    """Seconds without a sign from a node after which it is lost; 2 or more."""
+    heartbeat_timeout: float = 30.0
+    """Seconds without a sign from a node after which it is lost; 2 or more.
+
+    It is for hosts that are unreachable or suspended: a node whose process has ended is lost at
+    once.
+    """
     read_timeout: float = 60.0
     """Seconds to search for a store, at the start and after a loss."""
     exit_barrier_timeout: float = 300.0
@@ -113,9 +117,11 @@ class RendezvousSpec:
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
 
-    None is `heartbeat_timeout` less 0.25 s, and without a limit on an engine.  The time counts
-    from the last reply of the store, as the other nodes count from the last sign of this one:
-    with a longer one, its workers may run beside those of the round that replaces it.
+    Then the stop plan begins, which ends with SIGKILL 0.25 s before `heartbeat_timeout` is over.
+    None is as long as that leaves time for the whole plan, and half of `heartbeat_timeout` at
+    least; without a limit on an engine.  The time counts from the last reply of the store, as
+    the other nodes count from the last sign of this one: with one above `heartbeat_timeout`, its
+    workers may run beside those of the round that replaces it.
     """
     keep_workers: bool = True
     """Whether workers keep running when the nodes move to another store and nothing else changes.

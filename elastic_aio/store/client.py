@@ -56,7 +56,7 @@ class RemoteStore(Store):
         min_ttl: float = MIN_TTL,
         token: str | None = None,
         tls: TlsSpec | None = None,
-        ping_when_idle: bool = False,
+        ping_interval: float = 0.0,
         survive_server_restart: bool = True,
     ) -> None:
         """Configure a client; nothing is connected yet.
@@ -74,8 +74,9 @@ class RemoteStore(Store):
             token: the server's token, if it has one.
             tls: connect over TLS; `ca` verifies the server, `cert` and `key` are this
                 client's, if the server requires a certificate.
-            ping_when_idle: ping an idle server of this package, so that its suspension is
-                detected within `reply_timeout`: its kernel keeps the connection.
+            ping_interval: seconds between two pings of an idle server of this package, whose
+                suspension is then detected within `reply_timeout`: its kernel keeps the
+                connection.  0: it is not pinged.
             survive_server_restart: reconnect to a new server at the endpoint, which has none
                 of the keys; False: the store is then lost for good.
 
@@ -91,13 +92,14 @@ class RemoteStore(Store):
         check_timeout(reconnect_for)
         check_number("reply_timeout", reply_timeout, above=0)
         check_number("peer_timeout", peer_timeout, above=0)
+        check_number("ping_interval", ping_interval, at_least=0)
         self._options = LinkOptions(
             host,
             port,
             checked_token(token),
             reply_timeout,
             peer_timeout,
-            max(min_ttl / 2, reply_timeout * _HEARTBEAT_SHARE) if ping_when_idle else 0.0,
+            ping_interval,
             client_context(tls),
         )
         self._connect_timeout = timeout
@@ -285,12 +287,11 @@ class RemoteStore(Store):
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
             self._heartbeat_timer = None
-        timeouts = [lease.ttl for lease in self._leases]
+        intervals = [max(self._min_ttl / 2, lease.ttl * _HEARTBEAT_SHARE) for lease in self._leases]
         if self._options.ping_interval:
-            timeouts.append(self._options.reply_timeout)
-        if timeouts and self._error is None:
-            interval = max(self._min_ttl / 2, min(timeouts) * _HEARTBEAT_SHARE)
-            loop = asyncio.get_running_loop()
+            intervals.append(self._options.ping_interval)
+        if intervals and self._error is None:
+            interval, loop = min(intervals), asyncio.get_running_loop()
             self._heartbeat_timer = loop.call_later(interval, self._send_heartbeat)
 
     def _send_heartbeat(self) -> None:

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -30,13 +31,37 @@ from elastic_aio.rendezvous import session
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.rendezvous.event_reader import follow_job
+from elastic_aio.rendezvous.silence import silence_limits
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import KeyspaceLimits, RemoteStore, ServerLimits, StoreServer, connect, wire
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
+
+
+@pytest.mark.parametrize(
+    ("settings", "grace", "limits"),
+    [
+        ({}, 25.0, (15.0, 29.75)),  # half of the time of the lease
+        ({}, 5.0, (24.75, 29.75)),
+        ({"heartbeat_timeout": 120.0}, 25.0, (94.75, 119.75)),
+        ({"store_grace": 0.0}, 25.0, (0.0, 29.75)),
+        ({"store_grace": 600.0}, 25.0, (600.0, 600.0)),
+        ({"backend": "etcd"}, 25.0, None),
+        ({"backend": "etcd", "store_grace": 20.0}, 25.0, (20.0, 29.75)),
+    ],
+)
+def test_when_a_node_without_a_store_stops(
+    settings: dict[str, Any], grace: float, limits: tuple[float, float] | None
+) -> None:
+    """Its workers have the time of the stop plan before its lease ends."""
+    spec = LaunchSpec("x", rendezvous=RendezvousSpec(**settings), stop=StopPlan.within(grace))
+    assert silence_limits(spec) == limits
 
 
 async def test_a_full_group_forms_at_once() -> None:

@@ -20,6 +20,8 @@ from tests.support.coordinator_harness import CoordinatorHarness
 ALONE = "others had not"
 """In the outcome of a node that knows only of its own success."""
 
+BRIEF: dict[str, Any] = {"heartbeat_timeout": 5.0, "last_call_timeout": 0.5}
+
 
 # ------------------------------------------------------- what the coordinator does
 
@@ -308,7 +310,7 @@ def test_nodes_that_all_fail_with_their_store_go_on_elsewhere() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_of_two_halves_that_yield_one_goes_on(seed: int) -> None:
     """The node that serves the first endpoint was suspended, and both look at the same time."""
-    spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(last_call_timeout=0.5))
+    spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(**BRIEF))
     with Simulation(spec, seed=seed, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         sim.suspend("a", 12)
@@ -319,9 +321,7 @@ def test_of_two_halves_that_yield_one_goes_on(seed: int) -> None:
 
 def test_a_half_that_may_have_ended_joins_no_other_job() -> None:
     """Its job has failed at the first endpoint, where the next one runs; it runs at the second."""
-    spec = LaunchSpec(
-        "x", nnodes="1:3", rendezvous=RendezvousSpec(last_call_timeout=0.5, join_timeout=5)
-    )
+    spec = LaunchSpec("x", nnodes="1:3", rendezvous=RendezvousSpec(**BRIEF, join_timeout=5))
     with Simulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         c = sim.add_node("c")
@@ -341,7 +341,7 @@ def test_a_half_that_may_have_ended_joins_no_other_job() -> None:
 
 def test_a_success_that_is_cut_off_does_not_hold_the_next_job_up() -> None:
     """Its own store at the second endpoint is not that of the new nodes."""
-    spec = LaunchSpec("x", nnodes=2)
+    spec = LaunchSpec("x", nnodes=2, rendezvous=RendezvousSpec(heartbeat_timeout=5.0))
     with Simulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         b.end_workers(0)
@@ -397,7 +397,7 @@ def test_an_end_that_the_store_has_lost_is_restored() -> None:
 
 def test_a_host_stays_until_a_lost_member_has_no_lease() -> None:
     """It was reset while its workers ran: it may come back, and finds the end of its job."""
-    spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(last_call_timeout=0.5))
+    spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(**BRIEF))
     with Simulation(spec, endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.partition(["b"], ["a"])
@@ -420,7 +420,7 @@ def test_a_host_stays_until_a_lost_member_has_no_lease() -> None:
 
 def test_a_node_without_its_lease_enters_no_next_job() -> None:
     """Its workers were stopped when its lease had ended; its job may have gone on without it."""
-    settings = RendezvousSpec(store_grace=30.0, last_call_timeout=0.5)
+    settings = RendezvousSpec(**BRIEF, store_grace=30.0)
     spec = LaunchSpec("x", nnodes="1:2", rendezvous=settings)
     with Simulation(spec, endpoints=["a"]) as sim:
         a, b = start_two(sim)
@@ -544,7 +544,7 @@ def test_a_job_has_one_program(one: Any, other: Any, is_same: bool) -> None:
 
 def test_a_node_that_has_succeeded_serves_the_store_for_those_that_compute() -> None:
     """Its own success ends no job whose other nodes still run, and only it can serve."""
-    spec = LaunchSpec("x", nnodes="2:3", rendezvous=RendezvousSpec(last_call_timeout=0.5))
+    spec = LaunchSpec("x", nnodes="2:3", rendezvous=RendezvousSpec(**BRIEF))
     with Simulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         c = sim.add_node("c")

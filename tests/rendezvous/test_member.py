@@ -271,7 +271,9 @@ def test_an_isolated_member_stops_its_workers() -> None:
     ordered = OrderedMember()
     assert ordered.member.isolate("no store") == []
     ordered.order(StartRound(place(0)))
-    assert ordered.member.isolate("no store") == [StopRound(0, "no store", is_cut_off=True)]
+    assert ordered.member.isolate("no store") == [StopRound(0, "no store")]
+    cut_off = ordered.member.isolate("no store", is_cut_off=True)
+    assert cut_off == [StopRound(0, "no store", is_cut_off=True)]
     ordered.member.report(RoundStopped(0))
     assert ordered.member.isolate("no store") == []
 

@@ -297,6 +297,36 @@ def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None
     sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
 
 
+@pytest.mark.parametrize(("host", "seconds"), [("a", 12.0), ("b", 20.0), ("b", 14.9)])
+def test_a_pause_of_a_host_restarts_no_worker(host: str, seconds: float) -> None:
+    """Of the node that serves the store, for half of the time of a lease; of others, for longer."""
+    sim, a, _b, _c = three(endpoints=("a",))
+    sim.run(3.1)
+    sim.suspend(host, seconds)
+    sim.run(seconds + 10)
+    assert sim.is_settled(3)
+    assert a.running is not None
+    assert a.running.round == 0
+
+
+@pytest.mark.parametrize(("stop_duration", "stopped_after"), [(8.0, 23.0), (60.0, 29.9)])
+def test_a_node_that_is_cut_off_stops_by_its_plan(
+    stop_duration: float, stopped_after: float
+) -> None:
+    """Its workers have half of the time of its lease to save; then they are killed."""
+    sim = Simulation(job("1:3"), endpoints=("a",))
+    sim.behavior = lambda node, placement: WorkerBehavior(
+        stop_duration=stop_duration if node.host.name == "c" else 0.0
+    )
+    a, b, c = (sim.add_node(name) for name in "abc")
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    sim.partition(["a", "b"], ["c"])
+    since = sim.now
+    sim.run_until(lambda: c.running is None, 60)
+    assert stopped_after - 2.5 < sim.now - since < stopped_after  # counted from the last reply
+    sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+
+
 @pytest.mark.parametrize("seed", [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637])
 def test_a_scenario_that_has_failed_before(seed: int) -> None:
     run_random_scenario(seed)
@@ -598,7 +628,7 @@ def test_a_node_whose_workers_never_start_gives_up() -> None:
     assert b.outcome is not None
     assert b.outcome.why == "the workers of this node have not started within 600 s"
     assert waited == [60.0 * count for count in range(1, 10)]
-    sim.run_until(lambda: sim.is_settled(1, [a]), 10)
+    sim.run_until(lambda: sim.is_settled(1, [a]), 40)
 
 
 @pytest.mark.slow

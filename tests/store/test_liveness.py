@@ -67,7 +67,7 @@ def pinging(endpoint: str, reply_timeout: float = 0.7) -> RemoteStore:
         reply_timeout=reply_timeout,
         reconnect_for=0.25,
         min_ttl=0.2,
-        ping_when_idle=True,
+        ping_interval=max(0.1, 0.43 * reply_timeout),
         survive_server_restart=False,
     )
 
