@@ -228,9 +228,14 @@ class StartBarrier(Struct, frozen=True):
 
 
 class Leave(Struct, frozen=True):
-    """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`."""
+    """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`.
+
+    `stays`: first wait, until the grace of the stop is over, for workers of other nodes that
+    need this one.
+    """
 
     why: str
+    stays: bool = False
 
 
 Effect = (

@@ -19,10 +19,11 @@ Rules
 * A requested restart is reported: the rendezvous starts another round on all nodes.
 * A node that has succeeded waits for the other nodes at a barrier and still follows
   instructions.  When the barrier times out or the node is stopped, it ends as a success.
-* A stop of this node ends the job for this node only.  It leaves when its workers have
+* A stop of this node ends the job for this node only.  That is reported at once, so that the
+  workers of all nodes stop, and save, together.  The node leaves when its workers have
   stopped, so that none of them runs beside those of the next round; with `overlap` at
-  once.  If all workers had succeeded, that is reported first, and the node ends as a
-  success.
+  once.  Within its grace it stays for workers of other nodes that use its store.  If all
+  workers had succeeded, that is reported first, and the node ends as a success.
 * A node that is cut off stops its workers by the first signal of its plan and SIGKILL
   soon after, even if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
@@ -48,14 +49,19 @@ Rules
     STARTING,
     RUNNING    StopRound                         STOPPING  StopGroup
     STARTING,
-    RUNNING    StopReceived                      STOPPING  StopGroup (overlap: Leave)
+    RUNNING    StopReceived                      STOPPING  StopGroup, SendReport
+                                                           NodeDraining (overlap:
+                                                           Leave)
     STARTING,
     RUNNING    EndJob                            STOPPING  Leave, StopGroup
     STOPPING   StartRound, StopRound             STOPPING  (decides what follows)
     STOPPING   StopReceived, all succeeded       STOPPING  (decides what follows)
-    STOPPING   StopReceived                      STOPPING  (overlap: Leave)
+    STOPPING   StopReceived                      STOPPING  SendReport NodeDraining
+                                                           (overlap: Leave)
     STOPPING   EndJob                            STOPPING  Leave
     STOPPING   StopRound, cut off                STOPPING  StopGroup
+    STOPPING   GroupStopped, a stop is received  LEAVING   SendReport RoundStopped,
+                                                           Leave, unless before
     STOPPING   GroupStopped, the end is decided  LEAVING   Leave, unless before
     STOPPING   GroupStopped, all succeeded       BARRIER   SendReport RoundSucceeded,
                                                            StartBarrier
@@ -109,6 +115,7 @@ from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     EndJob,
     Instruction,
+    NodeDraining,
     Placement,
     RestartCause,
     RestartPending,
@@ -219,7 +226,11 @@ class MultiNodeMachine(AgentMachine):
         self._stop = stop
         if self.phase is AgentPhase.STOPPING and self._all_succeeded:
             return []  # GroupStopped will show whether the round is a success
-        return self._end(self._stopped(stop))
+        has_workers = self.phase is AgentPhase.STOPPING or self.phase in LIVE
+        is_draining = has_workers and not self._spec.rendezvous.overlap
+        finish = self._stopped(stop)
+        draining = [SendReport(NodeDraining(finish.outcome.why))] if is_draining else []
+        return [*self._end(finish), *draining]
 
     def _on_other_result(self, result: EffectResult) -> list[Effect]:
         if not isinstance(result, BarrierTimedOut) or self.phase is not AgentPhase.BARRIER:
@@ -251,7 +262,10 @@ class MultiNodeMachine(AgentMachine):
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
         self.phase = AgentPhase.IDLE
         if self._finish is not None:
-            return self._done()
+            if self._stop is None or not self._is_member or self._is_leaving:
+                return self._done()
+            # Without its failures: none of them ends the round.
+            return [SendReport(RoundStopped(self.round)), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
             return [SendReport(RoundSucceeded(self.round)), *self._after_success()]
         reports = self._report_stopped(has_survivors=stopped.has_survivors)
@@ -315,21 +329,21 @@ class MultiNodeMachine(AgentMachine):
             return leaving
         return [*self._cancel_barrier(), *leaving, *self._done()]
 
-    def _leave(self) -> list[Effect]:
+    def _leave(self, *, stays: bool = False) -> list[Effect]:
         """Leave the rendezvous, once."""
         if not self._is_member or self._is_leaving or self._finish is None:
             return []
         self._is_leaving = True
-        return [Leave(self._finish.outcome.why)]
+        return [Leave(self._finish.outcome.why, stays)]
 
-    def _done(self) -> list[Effect]:
+    def _done(self, *, stays: bool = False) -> list[Effect]:
         """Finish, unless this node is still leaving; no group is running."""
         finish = self._finish
         if finish is None:
             raise self._impossible("an end that was not decided")
         if self._is_member:
             self.phase = AgentPhase.LEAVING
-            return self._leave()
+            return self._leave(stays=stays)
         self.phase = AgentPhase.DONE
         failures = _merge(finish.outcome.failures, self._failures)
         if finish.outcome.failures:

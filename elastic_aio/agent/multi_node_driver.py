@@ -29,9 +29,11 @@ from elastic_aio.agent.messages import (
     LeftRendezvous,
     SendReport,
     StartBarrier,
+    StopGroup,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, JobState
@@ -70,6 +72,9 @@ class MultiNodeDriver(Driver):
         self._rendezvous = make(spec, node, runtime.run_id, self)
         self._joining: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Task[Any] | None = None
+        self._staying: asyncio.Task[None] | None = None
+        self._stop_ends_at = 0.0
+        """When the grace of the last stop is over, by the clock of the runtime."""
         self._is_member = False
         self._decide_error: BaseException | None = None
 
@@ -122,6 +127,8 @@ class MultiNodeDriver(Driver):
     def kill(self, reason: str = "") -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
         super().kill(reason)
+        if self._staying is not None:
+            self._staying.cancel()
         if self._leaving is not None and not self._leaving.done():
             why = "an immediate stop was requested"
             self._run(Leave(why), self._rendezvous.leave(why))
@@ -139,6 +146,9 @@ class MultiNodeDriver(Driver):
                 self._waiting = self._run(effect, self._wait_at_barrier(effect))
             case Leave():
                 self._leaving = self._run(effect, self._leave(effect))
+            case StopGroup(plan=plan):
+                self._stop_ends_at = self._runtime.clock.now() + plan.grace
+                super()._perform(effect)
             case _:
                 super()._perform(effect)
 
@@ -155,6 +165,15 @@ class MultiNodeDriver(Driver):
         return BarrierTimedOut(effect.attempt)
 
     async def _leave(self, effect: Leave) -> Input:
+        left = self._stop_ends_at - self._runtime.clock.now()
+        if effect.stays and left > 0:
+            # A kill cancels it, so it has a task of its own.
+            waiting = self._rendezvous.wait_unneeded()
+            self._staying = create_task(waiting, name="stay for the workers of other nodes")
+            try:
+                await asyncio.wait([self._staying], timeout=left)
+            finally:
+                await cancel_and_wait([self._staying])
         await self._leave_rendezvous(effect.why)
         return LeftRendezvous()
 

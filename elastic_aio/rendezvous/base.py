@@ -178,7 +178,15 @@ class RestartRequested(Struct, frozen=True):
     why: str
 
 
-Report = RoundStarted | RoundFailing | RoundStopped | RoundSucceeded | RestartRequested
+class NodeDraining(Struct, frozen=True):
+    """This node stops its workers, because of `why`, and leaves when they have ended."""
+
+    why: str
+
+
+Report = (
+    RoundStarted | RoundFailing | RoundStopped | RoundSucceeded | RestartRequested | NodeDraining
+)
 
 
 class AgentPort(Protocol):
@@ -231,10 +239,11 @@ class Rendezvous(abc.ABC):
     async def wait_unneeded(self) -> None:  # noqa: B027  # not every backend serves a store
         """Wait while other nodes' workers still need what this node serves to them.
 
-        Called after this node's success, once it waits no longer for its own sake.  The
-        default returns at once.
+        Called after this node's success, once it waits no longer for its own sake, and when its
+        workers have ended by a stop.  The default returns at once.
 
-        Cancellation: happens when an instruction follows, or this node stops.
+        Cancellation: happens when an instruction follows, or this node stops; after a stop, when
+        its grace is over.
         """
 
     @abc.abstractmethod

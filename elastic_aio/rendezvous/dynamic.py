@@ -170,6 +170,11 @@ class DynamicRendezvous(Rendezvous):
         While the store is lost, this node knows nothing of the others.  A node that lost the
         same store comes to the next one within the time of a lease, or stops its workers.
         """
+        if self._member.status.drain_reason:
+            if self._session is not None and self._member.is_lead:
+                with contextlib.suppress(StoreError):
+                    await self._session.wait_alone()
+            return
         is_reported = False
         while (session := self._session) is not None or self._member.is_lead:
             if session is None:

@@ -404,6 +404,8 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
             is_placed = record.member in state.round.placements
             why = state.round.stop_reason if is_placed else "the nodes wait for others"
             state.outbox.send(record, StopRound(record.status.round, why))
+    if not candidates and any(one.status.drain_reason for one in state.members.values()):
+        return  # the whole job is being stopped
     timer = state.timer
     forming = _round_forming(state, candidates)
     pause = min(_REPEAT_S, max(_UPDATE_S, _UPDATE_PER_NODE_S * len(candidates)))

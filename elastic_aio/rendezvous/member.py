@@ -16,6 +16,7 @@ from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,
     Instruction,
+    NodeDraining,
     Report,
     RestartPending,
     RestartRequested,
@@ -219,6 +220,9 @@ class Member:
 
     def report(self, report: Report) -> None:
         """Take a report of the agent; one of another round is dropped."""
+        if isinstance(report, NodeDraining):
+            self._update(drain_reason=sanitize(report.why))
+            return
         if report.round != self.status.round:
             return
         match report:

@@ -78,7 +78,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 30 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 31 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -104,6 +104,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
         pending_restart: a restart that was announced after the round's failure.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
+        drain_reason: why it stops its workers, and leaves then; empty if it does not.
         is_leaving: it takes part no more, and none of its workers is left.
         policy: its settings that all nodes should have alike and are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
@@ -138,6 +139,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     pending_restart: RestartCause | None = None
     restart_reason: str = ""
     outcome: JobOutcome | None = None
+    drain_reason: str = ""
     is_leaving: bool = False
     policy: dict[str, str] = {}
     stop_time: float = 0.0

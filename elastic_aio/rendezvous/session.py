@@ -44,6 +44,7 @@ from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
     MemberPhase,
+    MemberStatus,
     MessageError,
     decode_order,
     decode_status,
@@ -290,19 +291,27 @@ class StoreSession:
 
         Those that have succeeded do not count: two nodes may wait at their barriers, after
         rounds of two partitions.  The workers of another round use another node's store; all of
-        them need the node that hosts the store of the rendezvous.
+        them need the node that hosts the store of the rendezvous.  Of a node that is stopped
+        only those of its round do, until they have stopped: the others go on without it.
 
         Raises:
             StoreError: the store is lost.
         """
-        placement = None if self._located.is_host else self._member.status.placement
+        own = self._member.status
+        is_draining = bool(own.drain_reason)
+        placement = own.placement if is_draining or not self._located.is_host else None
         round_id = None if placement is None else placement.round_id
+
+        def is_user(text: bytes) -> bool:
+            status = _status_with_workers(text, round_id)
+            return status is not None and (status.is_busy or not is_draining)
+
         async with self._store.watch("t/", is_prefix=True) as statuses:
             present = statuses.present.items()
-            users = {key for key, text in present if _has_workers(text, round_id)}
+            users = {key for key, text in present if is_user(text)}
             while users - {self._own_key}:
                 change = await anext(statuses)
-                if change.value is None or not _has_workers(change.value, round_id):
+                if change.value is None or not is_user(change.value):
                     users.discard(change.key)
                 else:
                     users.add(change.key)
@@ -344,18 +353,18 @@ class StoreSession:
             await release_claim(self._located.store, self._run_id)
 
 
-def _has_workers(text: bytes, round_id: tuple[int, str] | None = None) -> bool:
-    """Whether a status is that of a member whose workers have not all succeeded.
+def _status_with_workers(text: bytes, round_id: tuple[int, str] | None) -> MemberStatus | None:
+    """Return a status if it is that of a member whose workers have not all succeeded.
 
-    None: in whichever round.
+    None as `round_id`: in whichever round.
     """
     try:
         status = decode_status(text)
     except MessageError:
-        return False
+        return None
     if status.placement is None or round_id not in (None, status.placement.round_id):
-        return False
-    return status.phase is not MemberPhase.SUCCEEDED
+        return None
+    return None if status.phase is MemberPhase.SUCCEEDED else status
 
 
 def _has_succeeded(text: bytes) -> bool:

@@ -44,6 +44,12 @@ class CoordinatorPhase(Enum):
     ENDING = "ending"
 
 
+def leaving(record: MemberRecord) -> str:
+    """Return what a message says of a member that leaves, or has left."""
+    why = record.status.drain_reason
+    return f"is leaving ({why})" if why else "has left"
+
+
 class FormationTimer:
     """Since when the coordinator waits for nodes, and what it published last about it."""
 
@@ -222,7 +228,7 @@ class CoordinatorState:
         if member in self.round.placements:
             self.round.gone[member] = record
             if not self.has_succeeded(record):
-                self.add_change_reason(f"{record.name} {'is lost' if is_lost else 'has left'}")
+                self.add_change_reason(f"{record.name} {'is lost' if is_lost else leaving(record)}")
                 self.round.has_lost_member = self.round.has_lost_member or is_lost
                 # A member that has seen the order to stop was alive after the failure.
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
@@ -251,8 +257,11 @@ class CoordinatorState:
 
     def eligible(self) -> list[MemberRecord]:
         """Return the members that may take part now."""
-        admitted = self.admitted()
-        return [one for one in admitted if one.rank_holder is None and not self.is_aside(one)]
+        return [
+            one
+            for one in self.admitted()
+            if one.rank_holder is None and not (one.status.drain_reason or self.is_aside(one))
+        ]
 
     def active(self) -> list[MemberRecord]:
         """Return the present members of the round."""

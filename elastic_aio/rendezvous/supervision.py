@@ -14,7 +14,7 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     truncate_failure,
 )
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, leaving
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.text import counted
 
@@ -32,12 +32,19 @@ def supervise(state: CoordinatorState) -> None:
     """Handle the reports of a running round."""
     _restore(state)
     active = state.active()
+    for record in active:
+        # All nodes stop at once, so that their workers save together.
+        if record.status.drain_reason and not state.has_succeeded(record):
+            state.add_change_reason(f"{record.name} {leaving(record)}")
+            state.round.is_excused = True
     failed = next(filter(state.has_failed, active), None)
     if failed is not None:
         state.round.stop_reason = f"a worker on {failed.name} has failed"
         state.phase = CoordinatorPhase.STOPPING
         return
     for record in active:
+        if record.status.drain_reason:
+            continue
         if record.status.phase is MemberPhase.STOPPED and state.has_placement(record):
             state.add_change_reason(f"the workers of {record.name} were stopped")
         elif state.has_diverged(record):
@@ -92,6 +99,7 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
     if state.round.has_lost_member and charge_node_loss(state):
         return
+    active = [one for one in active if not one.status.drain_reason]
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
     ]

@@ -30,6 +30,7 @@ from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     EndJob,
+    NodeDraining,
     Report,
     RestartCause,
     RestartPending,
@@ -141,6 +142,8 @@ async def test_another_round_takes_the_place_of_the_one_that_runs(tmp_path: Path
         RoundStarted,
         RoundStopped,
         RoundStarted,
+        NodeDraining,
+        RoundStopped,
     ]
     ended = rendezvous.reports[1]
     assert isinstance(ended, RoundStopped)
@@ -187,6 +190,8 @@ async def test_a_stop_round_and_a_restart(tmp_path: Path) -> None:
         RoundStarted,
         RoundStopped,
         RoundStarted,
+        NodeDraining,
+        RoundStopped,
     ]
     (failed,) = node.events_of(AttemptFailed)
     assert (failed.attempt, failed.root.host) == (0, "elsewhere")
@@ -430,7 +435,9 @@ async def test_a_node_that_is_stopped_leaves_after_its_workers(
             await node.agent.wait()
     assert running == [overlap]
     assert node.rendezvous.leave_reasons == ["pre-empted"]
-    assert not any(isinstance(report, RoundStopped) for report in node.rendezvous.reports)
+    drained = [NodeDraining("pre-empted"), RoundStopped(0)]
+    reports = [one for one in node.rendezvous.reports if not isinstance(one, RoundStarted)]
+    assert reports == ([] if overlap else drained)
     assert caught.value.result.exit_code == 143
     assert {event.attempt for event in node.events_of(WorkerStarted)} == {0}
 

@@ -47,6 +47,7 @@ from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     EndJob,
     Instruction,
+    NodeDraining,
     Placement,
     RestartCause,
     RestartPending,
@@ -139,6 +140,7 @@ BARRIER: list[Input] = [*ALL_DONE, group_stopped()]
 IDLE: list[Input] = [*FAILING, group_stopped(failure(2))]
 STOP = StopReceived("enough")
 SIGNAL = StopReceived("SIGQUIT was received", 3)
+DRAINING = SendReport(NodeDraining("enough"))
 CUT_OFF = InstructionReceived(StopRound(7, "no store", is_cut_off=True))
 
 
@@ -353,7 +355,7 @@ ROWS: list[Row] = [
         "starting: a stop is received",
         STARTING,
         STOP,
-        [stop_group("enough")],
+        [stop_group("enough"), DRAINING],
         AgentPhase.STOPPING,
     ),
     # ---------------------------------------------------------------- running
@@ -422,14 +424,14 @@ ROWS: list[Row] = [
         "running: a stop is received",
         RUNNING,
         STOP,
-        [stop_group("enough")],
+        [stop_group("enough"), DRAINING],
         AgentPhase.STOPPING,
     ),
     (
         "running: a signal",
         RUNNING,
         SIGNAL,
-        [stop_group("SIGQUIT was received", 3)],
+        [stop_group("SIGQUIT was received", 3), SendReport(NodeDraining("SIGQUIT was received"))],
         AgentPhase.STOPPING,
     ),
     ("running: cut off", RUNNING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
@@ -444,7 +446,7 @@ ROWS: list[Row] = [
         [changed(), formed(8)],
         AgentPhase.STOPPING,
     ),
-    ("stopping: a stop is received", FAILING, STOP, [], AgentPhase.STOPPING),
+    ("stopping: a stop is received", FAILING, STOP, [DRAINING], AgentPhase.STOPPING),
     ("stopping: cut off", FAILING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
     (
         "stopping: cut off after a stop",
@@ -596,8 +598,8 @@ ROWS: list[Row] = [
     (
         "stopping: stopped before this node leaves",
         [*RUNNING, STOP],
-        group_stopped(),
-        [Leave("enough")],
+        group_stopped(failure(2)),
+        [SendReport(RoundStopped(7)), Leave("enough", stays=True)],
         AgentPhase.LEAVING,
     ),
     (
@@ -846,7 +848,7 @@ class Members(RuleBasedStateMachine):
         self.running: set[int] = set()
         self.failures: list[Failure] = []
         self.barrier: int | None = None
-        self.joined = self.leaving = self.left = False
+        self.joined = self.leaving = self.left = self.is_draining = False
         self.newest = -1  # round of the newest instruction
         self.owed: int | None = None  # round of the newest StartRound or StopRound without a report
         self.started: list[int] = []
@@ -907,6 +909,9 @@ class Members(RuleBasedStateMachine):
 
     def check_report(self, report: Any) -> None:
         assert not self.leaving, "a node that has left sends no report"
+        if isinstance(report, NodeDraining):
+            self.is_draining = True
+            return
         assert report.round <= self.newest
         self.reports.append(report)
         match report:
@@ -919,7 +924,8 @@ class Members(RuleBasedStateMachine):
             case RoundStopped() | RoundSucceeded():
                 assert self.live is None, "the report comes when no process is left"
                 if report.round == self.live_round:
-                    expected = tuple(self.failures) if isinstance(report, RoundStopped) else ()
+                    is_stopped = isinstance(report, RoundStopped) and not self.is_draining
+                    expected = tuple(self.failures) if is_stopped else ()
                     assert getattr(report, "failures", ()) == expected, "no failure is lost"
         if report.round == self.owed:
             self.owed = None

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_aio.node_events import MembershipChanged, NodeRefused, RoundFormed
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
-from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, StopRound
+from elastic_aio.rendezvous.base import NodeDraining, RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.state import CoordinatorPhase
 from elastic_aio.rendezvous.supervision import LEAVING_S
@@ -229,6 +229,24 @@ def test_failures_are_no_reason_when_a_node_leaves() -> None:
     harness.lose("b", is_lost=False)
     assert harness.coordinator.outcome is None
     assert harness.ranks == {"a": 0}
+
+
+def test_all_nodes_stop_at_once_where_one_is_drained() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 3), "a", "b", "c", max_restarts=0)
+    harness.stop_slowly("a", "b", "c")
+    harness.members["b"].report(NodeDraining("SIGTERM was received"))
+    harness.settle()
+    why = "b is leaving (SIGTERM was received)"
+    for name in "ac":
+        assert harness.last(name) == StopRound(0, why)
+    harness.fail("a", failure(1))  # of the workers that have gone
+    for name in "bc":
+        harness.members[name].report(RoundStopped(0))
+    harness.settle()
+    assert harness.coordinator.outcome is None
+    assert harness.ranks == {"a": 0, "c": 1}
+    harness.lose("b", is_lost=False)
+    assert harness.ranks == {"a": 0, "c": 1}
 
 
 @pytest.mark.parametrize("leaves", [True, False])

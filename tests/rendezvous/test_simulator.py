@@ -26,6 +26,7 @@ from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing import (
     InvariantViolated,
     SimNode,
@@ -412,6 +413,43 @@ def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
         assert a.running.round >= 3
         assert "round 0" in sim.trace
         assert "MembershipChanged" not in sim.trace
+
+
+@pytest.mark.parametrize("drained", ["a", "c"])
+def test_the_nodes_stop_together_where_one_is_drained(drained: str) -> None:
+    """Their workers save at the same time, for 6 s; then the others go on without the node."""
+    sim = Simulation(job("1:3"), endpoints=("store0",))
+    sim.behavior = lambda node, placement: WorkerBehavior(stop_duration=6.0)
+    nodes = [sim.add_node(name) for name in "abc"]
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    since, others = sim.now, [node for node in nodes if node.host.name != drained]
+    sim.leave(sim.nodes[drained])
+    sim.run_until(lambda: all(node.running is None for node in nodes), 60)
+    assert sim.now - since < 6.1
+    sim.run_until(lambda: sim.is_settled(2, others), 10)
+    assert sim.now - since < 7.0
+    assert others[0].running is not None
+    assert others[0].running.restarts == 0
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(25.0, 3.0), (2.0, 10.0)])
+def test_the_store_of_the_workers_outlives_them(grace: float, seconds: float) -> None:
+    """Worker 0 has ended at once, and others still save; at most for the grace of its own node."""
+    spec = job(2)
+    sim = Simulation(spec, endpoints=("store0",))
+    sim.behavior = lambda node, placement: WorkerBehavior(
+        stop_duration=0.1 if placement.span.group_rank == 0 else seconds
+    )
+    lead = sim.add_node("a", node_rank=0, spec=spec.replace(stop=StopPlan.within(grace)))
+    other = sim.add_node("b", node_rank=1)
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    since = sim.now
+    for node in (lead, other):
+        sim.leave(node)
+    sim.run_until(lambda: lead.outcome is not None, 60)
+    assert sim.now - since == pytest.approx(min(grace, seconds), abs=0.5)
+    sim.run_until(lambda: other.running is None, 60)
+    assert sim.now - since == pytest.approx(seconds, abs=0.5)
 
 
 def test_a_loop_of_lost_nodes_ends_where_losses_are_noticed_late() -> None:

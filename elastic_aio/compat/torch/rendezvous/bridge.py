@@ -32,6 +32,7 @@ from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     AgentPort,
     EndJob,
+    NodeDraining,
     NodeInfo,
     Placement,
     Rendezvous,
@@ -220,7 +221,7 @@ class HandlerRendezvous(Rendezvous):
                     stop = StopRound(self._round, "other nodes wait to join")
                     self._agent.on_instruction(stop)
                 continue
-            if report.round != self._round:
+            if isinstance(report, NodeDraining) or report.round != self._round:
                 continue
             match report:
                 case RoundStarted():
