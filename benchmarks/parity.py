@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from tests.support.sockets import free_port, listening
 
 WORKER = Path(__file__).parent / "workers/parity.py"
 _MARK = "PARITY_NOTES"
+_HOST = socket.gethostname().partition(".")[0]
 _LEFT_S = 2.0
 """Seconds that processes may outlive their launcher before they count as left behind."""
 
@@ -239,8 +241,12 @@ class Job:
         root = self._path("logs")
         found = {}
         for path in sorted(root.rglob("*")) if root.is_dir() else []:
+            if path.name == "node.json":
+                continue  # torchrun has none
             run, *rest = path.relative_to(root).parts
-            # A run id that was not given is random, and all are followed by a random suffix.
+            # A run id that was not given is random, and all are followed by a random suffix,
+            # which in elastic_aio the host precedes.
+            run = run.replace(f"_{_HOST}_", "_")
             run = re.sub(r"^[0-9a-f-]{16,36}_", "RANDOM_", re.sub(r"_\w{8}$", "_SUFFIX", run))
             content = path.read_text("utf-8", "backslashreplace") if path.is_file() else ""
             if path.name.startswith("filtered_"):  # of several ranks, in any order

@@ -146,12 +146,15 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
 
 
 class SignalForwarded(Event, frozen=True, kw_only=True):
-    """`signal` was forwarded to the leader (`pids`) of each live worker."""
+    """`signal` was forwarded to workers, given by the pids of their leaders.
+
+    Of a worker whose leader is a shell without a handler, the program gets it that the shell runs.
+    """
 
     signal: int
     pids: tuple[int, ...]
     unhandled: tuple[int, ...] = ()
-    """Those of the first 64 that had no handler for it: the signal's default action ends them."""
+    """Those that had no handler for it: if also in `pids`, its default action ends them."""
 
 
 class TimerExpired(Event, frozen=True, kw_only=True):

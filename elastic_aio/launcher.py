@@ -117,7 +117,7 @@ async def supervise_agent(
         def on_stop(number: int) -> None:
             received.discard(chosen.forward | chosen.stop)  # this signal is handled
 
-        handling = agent._handle_signals(received, chosen.forward, on_stop)
+        handling = agent._handle_signals(received, chosen, on_stop)
         handler = create_task(handling, name="handle signals")
         try:
             return await agent.wait()

@@ -30,6 +30,7 @@ _NAME = r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*"
 _EXCEPTION = rf"{_NAME}(?:: .*|:?)$"
 _ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 
+_STDIN: Final = "--stdin rank0 gives rank 0 that of the launcher"
 # What a text says about the cause, the most specific first.
 _KNOWN_TEXTS: Final = (
     (
@@ -44,6 +45,8 @@ _KNOWN_TEXTS: Final = (
     ),
     (r"No module named '?([\w.]+)", "module {} is missing"),
     (r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use", "a port is in use"),
+    (r"EOFError: EOF when reading a line", f"standard input is at its end ({_STDIN})"),
+    (r"\bbdb\.BdbQuit", f"the debugger has ended, as it does without input ({_STDIN})"),
     (r"\[Errno 28\]|ENOSPC|No space left on device", "a disk is full"),
     (r"\[Errno 122\]|EDQUOT|[Dd]isk quota exceeded", "a disk quota is exceeded"),
     (

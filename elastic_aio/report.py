@@ -161,9 +161,10 @@ def _signal_forwarded(event: events.SignalForwarded) -> tuple[int, str]:
     text = f"{name} forwarded to {counted(len(event.pids), 'worker')}"
     if not event.unhandled:
         return Level.INFO, text
-    count = "it has" if len(event.pids) == 1 else f"{len(event.unhandled)} have"
+    count = "1 has" if len(event.unhandled) == 1 else f"{len(event.unhandled)} have"
+    end = "will be ended by it" if event.unhandled[0] in event.pids else "did not get it"
     pids = ", ".join(map(str, event.unhandled[:8])) + (", ..." if event.unhandled[8:] else "")
-    return Level.WARNING, f"{text}; {count} no handler for it and will be ended by it (pid {pids})"
+    return Level.WARNING, f"{text}; {count} no handler for it and {end} (pid {pids})"
 
 
 def _timer_expired(event: events.TimerExpired) -> str:

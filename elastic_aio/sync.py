@@ -97,7 +97,7 @@ class _SignalHandler:
             done = agent._started_driver.done
             handling = agent._handle_signals(
                 self._received,
-                (),
+                SignalSpec(forward=()),
                 lambda number: done.add_done_callback(lambda _: self._received.leave(number)),
             )
             self._task = create_task(handling, name="handle signals")
@@ -331,7 +331,9 @@ async def _join(start: Start, received: ReceivedSignals) -> None:
     if context is None:
         return
     async with context:
-        handling = context._group.agent._handle_signals(received, (), received.resend)
+        handling = context._group.agent._handle_signals(
+            received, SignalSpec(forward=()), received.resend
+        )
         handler = create_task(handling, name="handle signals") if received.numbers else None
         try:
             while not await context.join():

@@ -246,6 +246,12 @@ def test_causes_that_a_status_shows(facts: dict[str, object], cause: str, is_pro
         ("MemoryError", "out of memory"),
         ("OSError: [Errno 12] Cannot allocate memory", "out of memory"),
         ("C++ exception: std::bad_alloc", "out of memory"),
+        ("EOFError: EOF when reading a line", "standard input is at its end (--stdin rank0 gives"
+         " rank 0 that of the launcher)"),
+        ("bdb.BdbQuit", "the debugger has ended, as it does without input (--stdin rank0 gives"
+         " rank 0 that of the launcher)"),
+        ("EOFError: Ran out of input", ""),
+        ("EOFError", ""),
         ("ValueError: x", ""),
     ],
 )  # fmt: skip

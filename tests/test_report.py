@@ -361,7 +361,12 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         SignalForwarded(signal=10, pids=(5,), unhandled=(5,)),
         Level.WARNING,
-        "SIGUSR1 forwarded to 1 worker; it has no handler for it and will be ended by it (pid 5)",
+        "SIGUSR1 forwarded to 1 worker; 1 has no handler for it and will be ended by it (pid 5)",
+    ),
+    (
+        SignalForwarded(signal=10, pids=(7,), unhandled=(5, 6)),
+        Level.WARNING,
+        "SIGUSR1 forwarded to 1 worker; 2 have no handler for it and did not get it (pid 5, 6)",
     ),
     (
         SignalForwarded(signal=10, pids=tuple(range(1, 20)), unhandled=tuple(range(1, 11))),

@@ -8,7 +8,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from signal import SIGTSTP
 from types import TracebackType
@@ -46,6 +46,7 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.stop import SignalSpec
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
@@ -378,12 +379,12 @@ class Agent:
         """
         number, driver = signal_number("signal", signal), self._started_driver
         if rank is None:
-            return driver.forward(number)
+            return driver.send(number)
         pids = self.pids()
         if rank not in pids:
             problem = f"must be one of this node's running workers: {sorted(pids)}"
             raise SpecError("rank", rank, problem)
-        return driver.forward(number, pids[rank])
+        return driver.send(number, pids[rank])
 
     async def dump(self, reason: str = "a dump was requested") -> StackDump:
         """Read what all workers of this node are doing, for two seconds at most.
@@ -402,14 +403,14 @@ class Agent:
     async def _handle_signals(
         self,
         received: ReceivedSignals,
-        forward: Collection[int],
+        chosen: SignalSpec,
         on_stop: Callable[[int], object],
     ) -> None:
         """Suspend, forward, stop or kill, as each received signal requires.
 
         Args:
             received: the signals.
-            forward: those to send to the workers.
+            chosen: which of them are sent to which workers.
             on_stop: called with the first signal that stops the job.
         """
         first = 0
@@ -420,8 +421,8 @@ class Agent:
                     await self._started_driver.suspend_while(suspend)
                 except OSError:
                     continue  # no descriptor is left to scan /proc with: the job goes on
-            elif number in forward:
-                self.forward_signal(number)
+            elif number in chosen.forward:
+                self._started_driver.forward(number, is_for_all=chosen.unhandled == "kill")
             elif first:
                 second = "a second " if number == first else ""
                 self._started_driver.kill(f"{second}{signal_name(number)} was received")

@@ -93,7 +93,7 @@ class BareGroup:
 
     def send_signal(self, local_rank: int, number: int) -> None:
         """Send a signal to one worker, if it runs."""
-        self._driver.forward(number, self.records[local_rank].pid)
+        self._driver.send(number, self.records[local_rank].pid)
 
     # --------------------------------------------------------------- questions
 

@@ -202,18 +202,28 @@ class Driver:
         self._runtime.tree.escalate_to_kill(reason or "an immediate stop was requested")
         self.request_stop("an immediate stop was requested")
 
-    def forward(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
+    def forward(self, signal: int, *, is_for_all: bool) -> None:
+        """Send a signal that this process has received to the workers that handle it, or to all."""
+        pids, others = self._runtime.tree.forward(signal)
+        if is_for_all:
+            for pid in others:
+                pids += self._runtime.tree.signal_leaders(signal, pid)
+        self._on_forwarded(signal, pids, others)
+
+    def send(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
         """Send a signal to the leader of each live worker, or to one; return their pids."""
         records = () if self.group is None else self.group.records.values()
         workers = [record.pid for record in records if pid in (None, record.pid)]
         unhandled = ended_by_default(workers, signal)
         pids = self._runtime.tree.signal_leaders(signal, pid)
-        unhandled = tuple(one for one in unhandled if one in pids)
+        self._on_forwarded(signal, pids, tuple(one for one in unhandled if one in pids))
+        return pids
+
+    def _on_forwarded(self, signal: int, pids: tuple[int, ...], unhandled: tuple[int, ...]) -> None:
         attempt = self._runtime.attempt
         self._event_log.append(
             SignalForwarded(attempt=attempt, signal=signal, pids=pids, unhandled=unhandled)
         )
-        return pids
 
     async def suspend_while(self, wait: Callable[[], None]) -> None:
         """Suspend all processes and deadlines of the job while `wait` blocks this process.

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
@@ -23,6 +25,7 @@ from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
 from elastic_aio.logs.paths import (
     NOT_CAPTURED,
+    NodeRecord,
     StreamPlan,
     WorkerLogs,
     attempt_directory,
@@ -84,6 +87,13 @@ class JobOutput:
         self._run_id = run_id
         self._host = host
         self._nproc = nproc
+        self._node = NodeRecord(
+            run_id=run_id,
+            host=host,
+            pid=os.getpid(),
+            started_at=time.time(),
+            node_rank=spec.rendezvous.node_rank,
+        )
         self._publish = publish
         self.capture = Capture()
         self.logged = LoggedStreams()
@@ -112,7 +122,8 @@ class JobOutput:
             HostError: no temporary directory can be created, and streams are redirected.
         """
         self._streams = streams
-        self.directory = RunDirectory.make(self._spec.logs, self._run_id)
+        self.directory = RunDirectory.make(self._spec.logs, self._run_id, self._host)
+        self.directory.note_node(self._node)
         inherited = streams.inherited(1), streams.inherited(2)
         self._console = ConsoleStreams(self._console_target, inherited)
         if self._may_capture and self.directory.path is not None:
@@ -203,14 +214,15 @@ class JobOutput:
         path = self.directory.path
         return None if path is None else attempt_directory(path, attempt)
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Make the directory of an attempt.
+    def begin_attempt(self, attempt: int, group_rank: int) -> None:
+        """Make the directory of an attempt, in which this node has a group rank.
 
         Raises:
             SpawnError: the directory cannot be made.
         """
         self._attempt = attempt
         may_be_full = self._spec.logs.on_full == "console"
+        self.directory.note_node(msgspec.structs.replace(self._node, group_rank=group_rank))
         try:
             self.directory.make_attempt(attempt, may_be_full=may_be_full)
             for path in self._filtered_logs(attempt).values():

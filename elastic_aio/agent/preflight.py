@@ -21,6 +21,7 @@ from elastic_aio.spec.job import (
     Script,
 )
 from elastic_aio.worker import bootstrap
+from elastic_aio.worker.context import without_channels
 from elastic_aio.worker.scripts import run_script
 
 if TYPE_CHECKING:
@@ -274,15 +275,18 @@ def check_preload(spec: LaunchSpec) -> None:
 def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the job.
 
+    Python writes at once what it prints, so that a kill loses none of it: also in what a
+    command starts, where `-u` does not reach.
+
     Args:
         spec: the job, whose `env` overrides the inherited environment.
         nproc: number of workers on this host; with several, OMP_NUM_THREADS defaults to 1.
         own: variables of this package, which override all others.
     """
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
-    return {**defaults, **os.environ, **spec.env, **own}
+    return {**defaults, **without_channels(os.environ), **spec.env, **own}
 
 
 def startup_env(spec: LaunchSpec, env: Mapping[str, str]) -> dict[str, str]:

@@ -77,9 +77,11 @@ from elastic_aio.worker.context import (
     NOTIFY_FD,
     NOTIFY_SOCKET,
     REAL_LOCAL_RANK,
+    TASK,
     TIMER_FILE,
     WATCHDOG_USEC,
     WorkerContext,
+    task_of,
 )
 
 if TYPE_CHECKING:
@@ -319,7 +321,7 @@ class LocalRuntime:
             self.master_ports.introduce(*master)
         return self.master_ports.address_of(master[0]), master[1]
 
-    async def prepare_attempt(self, attempt: int) -> None:
+    async def prepare_attempt(self, attempt: int, group_rank: int) -> None:
         """Drop the results of the previous attempt, and make the directory of this one.
 
         Raises:
@@ -327,7 +329,7 @@ class LocalRuntime:
         """
         await self.program.forget_results()
         await remove_old_attempts(self.spec, self.output.directory, attempt)
-        self.output.begin_attempt(attempt)
+        self.output.begin_attempt(attempt, group_rank)
 
     def _stacks_directory(self, attempt: int) -> str | None:
         return self.output.attempt_directory(attempt)
@@ -374,7 +376,8 @@ class LocalRuntime:
             attempt=self.attempt,
             round=round_number,
         )
-        own = {**context.to_env(), self.tree.marker: "1"}
+        task = task_of({**os.environ, **self.spec.env})
+        own = {**context.to_env(), self.tree.marker: "1", TASK: task}
         if self.spec.virtual_local_rank:
             own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             own |= device_env(self.spec, ranks.local_rank)

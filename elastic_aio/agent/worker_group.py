@@ -139,8 +139,9 @@ class WorkerGroup:
 
     async def _spawn_all(self) -> None:
         runtime = self._runtime
-        master = await runtime.open_master(self._ranks[0].group_rank, self._master)
-        await runtime.prepare_attempt(self.attempt)
+        group_rank = self._ranks[0].group_rank
+        master = await runtime.open_master(group_rank, self._master)
+        await runtime.prepare_attempt(self.attempt, group_rank)
         for ranks in self._ranks:
             if self._is_abandoned:
                 break

@@ -11,6 +11,7 @@ from typing import Final
 from elastic_aio.agent.preflight import (
     check_runnable,
     device_env,
+    hostname,
     resolve_nproc,
     worker_argv,
     worker_cpus,
@@ -119,7 +120,8 @@ def _directory(spec: LaunchSpec) -> str | None:
     logs = spec.logs
     if logs.is_off:
         return None
-    run = run_prefix(spec.run_id or "") if spec.run_id else f"{_RANDOM}_"
+    run = run_prefix(spec.run_id or "", hostname())
+    run = run if spec.run_id else _RANDOM + run
     if logs.log_dir is not None:
         return f"{os.path.abspath(logs.log_dir)}/{run}{_RANDOM}"
     return f"<temporary directory>/elastic_aio_{run}{_RANDOM}"

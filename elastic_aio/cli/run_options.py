@@ -56,6 +56,14 @@ RUN_OPTIONS: Final = (
         metavar="NAMES",
     ),
     Option(
+        "signal-unhandled",
+        "workers without a handler for a forwarded signal: 'skip' them, or 'kill' them by it"
+        " (default 'skip')",
+        metavar="WHAT",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
         "shutdown-timeout",
         f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
         metavar="SECONDS",

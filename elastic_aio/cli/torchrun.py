@@ -8,7 +8,7 @@ after the script left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from msgspec import Struct
@@ -41,7 +41,7 @@ from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
-from elastic_aio.worker.context import RUN_ID, TIMER_FILE
+from elastic_aio.worker.context import RUN_ID, TIMER_FILE, is_in_worker
 from elastic_aio.worker.scripts import run_script
 
 
@@ -110,6 +110,7 @@ def parse_run(
     """
     accepted = (*RUN_OPTIONS, USE_ENV) if is_launch else RUN_OPTIONS
     options, program = split_options(argv, accepted)
+    env, notes = outside_worker(env)
     values = vars(option_parser(accepted, RUN_EPILOG, prog).parse_args(options))
     if not program:
         raise UsageError(f"a script is required: {prog} [options] script [arguments]")
@@ -129,10 +130,25 @@ def parse_run(
     try:
         found = _apply_scheduler(values, env)
         request = _request(values, program, env)
-        warnings = [*found, *request.warnings, *_misplaced(argv, program, accepted, env)]
+        warnings = [*notes, *found, *request.warnings, *_misplaced(argv, program, accepted, env)]
         return replace(request, variables=variables, warnings=tuple(warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
+
+
+def outside_worker(env: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
+    """Return the variables that describe a job, and a line if those of a worker are left out.
+
+    In a worker the scheduler's variables and PET_* describe the job of this worker: another one
+    with them would take a rank of it, or wait for one for ever.
+    """
+    left_out = {name for name in env if name.startswith((*_SCHEDULERS, "PET_"))}
+    if not left_out or not is_in_worker(env):
+        return env, []
+    kinds = sorted({f"{name.partition('_')[0]}_*" for name in left_out})
+    rest = {name: value for name, value in env.items() if name not in left_out}
+    run = env.get(RUN_ID, "another job")
+    return rest, [f"inside a worker of {run}: {', '.join(kinds)} are not read, options are"]
 
 
 def _misplaced(
@@ -216,7 +232,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     )
     return RunRequest(
         spec,
-        _signals(values["signals_to_handle"]),
+        _signals(values),
         values["events"],
         values["loop"] or "auto",
         (*warnings, *rendezvous.warnings),
@@ -332,9 +348,15 @@ def uninterruptible_timeout_from(env: Mapping[str, str]) -> float | None:
     return parse_seconds(_UNINTERRUPTIBLE_VARIABLE, text, limit=1e9) or None
 
 
-def _signals(value: str | None) -> SignalSpec:
-    if value is None:
-        return SignalSpec()
+def _signals(values: Values) -> SignalSpec:
+    stop: Iterable[int] = SignalSpec().stop
+    if (value := values["signals_to_handle"]) is not None:
+        # torchrun's users list SIGUSR1 to have it forwarded while the job goes on.
+        stop = _signal_numbers(value) - SignalSpec().forward
+    return SignalSpec(stop=stop, unhandled=values["signal_unhandled"] or "skip")  # type: ignore[arg-type]  # SignalSpec checks it
+
+
+def _signal_numbers(value: str) -> set[int]:
     numbers = set()
     for name in value.split(","):
         try:
@@ -342,8 +364,7 @@ def _signals(value: str | None) -> SignalSpec:
         except SpecError:
             problem = "must be signal names such as 'SIGTERM,SIGINT'"
             raise invalid_value("--signals-to-handle", problem, name.strip()) from None
-    # torchrun's users list SIGUSR1 to have it forwarded while the job goes on.
-    return SignalSpec(stop=frozenset(numbers) - SignalSpec().forward)
+    return numbers
 
 
 _OPTION_OF_FIELD = {
@@ -364,6 +385,7 @@ _OPTION_OF_FIELD = {
     "signals.stop": "--signals-to-handle",
     "stop.scope": "--stop-scope",
     "signals.forward": "--signals-to-handle",
+    "signals.unhandled": "--signal-unhandled",
     "entrypoint": "script",
     "python": "PYTHON_EXEC",
 }

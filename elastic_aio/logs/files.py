@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.logs.paths import (
+    NodeRecord,
     StreamPlan,
     StreamTarget,
     WorkerLogs,
@@ -29,6 +30,7 @@ from elastic_aio.text import error_reason
 from elastic_aio.worker.errorfile import is_temporary
 
 _LOCK = ".elastic_aio.lock"
+_NODE = "node.json"
 _LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC  # NFS locks what can be written (flock(2))
 _JOB_MAX = 1 << 16
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -61,12 +63,13 @@ class RunDirectory:
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
         self._lock = -1
+        self._node: NodeRecord | None = None
 
     def __repr__(self) -> str:
         return f"<RunDirectory {self.path}{', temporary' if self._is_temporary else ''}>"
 
     @classmethod
-    def make(cls, spec: LogSpec, run_id: str) -> RunDirectory:
+    def make(cls, spec: LogSpec, run_id: str, host: str = "") -> RunDirectory:
         """Create a new directory for a run, in `log_dir` or as a temporary directory.
 
         If no stream is redirected, the directory is only for the workers' error files; a
@@ -82,7 +85,7 @@ class RunDirectory:
             try:
                 parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
-                directory = cls(tempfile.mkdtemp("", run_prefix(run_id), parent))
+                directory = cls(tempfile.mkdtemp("", run_prefix(run_id, host), parent))
                 if spec.keep_runs is not None:
                     directory.lock()
                 return directory
@@ -92,7 +95,7 @@ class RunDirectory:
                 raise SpecError("logs.log_dir", spec.log_dir, problem) from error
         has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)
         try:
-            path = tempfile.mkdtemp("", f"elastic_aio_{run_prefix(run_id)}")
+            path = tempfile.mkdtemp("", f"elastic_aio_{run_prefix(run_id, host)}")
         except OSError as error:
             if not has_logs:
                 return cls(None)
@@ -124,6 +127,16 @@ class RunDirectory:
             with suppress(OSError):  # the disk is full, and takes no logs either
                 os.ftruncate(self._lock, 0)
                 os.pwrite(self._lock, job.encode(errors="replace"), 0)
+
+    def note_node(self, node: NodeRecord) -> None:
+        """Note which node this is, in a directory that several nodes may share."""
+        if self.path is None or self._is_temporary or node == self._node:
+            return
+        self._node, path = node, f"{self.path}/{_NODE}"
+        with suppress(OSError):  # as in `note_job`
+            with open(f"{path}.new", "wb") as file:
+                file.write(node.encode())
+            os.replace(file.name, path)
 
     @property
     def log_dir(self) -> str | None:

@@ -1,9 +1,11 @@
 """Plans of the workers' log files and streams, made before anything is opened.
 
-The layout is that of torch.distributed.elastic::
+The layout is that of torch.distributed.elastic, with the host and `node.json` for nodes that
+share a file system::
 
-    <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
-    <log_dir>/<run_id>_<random>/attempt_<n>/filtered_{stdout,stderr}.log
+    <log_dir>/<run_id>_<host>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run_id>_<host>_<random>/attempt_<n>/filtered_{stdout,stderr}.log
+    <log_dir>/<run_id>_<host>_<random>/node.json
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+import msgspec
 from msgspec import Struct
 
 from elastic_aio.spec.logs import LogLayout, LogLayoutContext, LogSpec, Std
@@ -79,11 +82,51 @@ class WorkerLogs(Struct, frozen=True):
     prefix: str | None = None
 
 
-def run_prefix(run_id: str) -> str:
-    """Return the prefix of a run's directory name; characters unfit for a path become `_`."""
+def run_prefix(run_id: str, host: str = "") -> str:
+    """Return the prefix of a run's directory name; characters unfit for a path become `_`.
+
+    Args:
+        run_id: name of the run.
+        host: name of the host; its domain is left out.  Empty for none.
+    """
     safe = re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".")
-    # A file name has at most 255 bytes, and a random suffix follows.
-    return safe.encode()[:200].decode(errors="ignore") + "_"
+    short = host if re.fullmatch(r"[\d.]*", host) else host.partition(".")[0]
+    node = re.sub(r"[^\w.:-]", "_", short, flags=re.ASCII)[:63]
+    # A file name has at most 255 bytes: 12 come before this prefix, and a random suffix follows.
+    run = safe.encode()[:160].decode(errors="ignore")
+    return f"{run}_{node}_" if node else f"{run}_"
+
+
+class NodeRecord(Struct, frozen=True, kw_only=True):
+    """The node that writes into a run's directory: the content of `node.json` there.
+
+    Attributes:
+        run_id: name of the run.
+        host: name of the host.
+        pid: that of the launcher.
+        started_at: Unix seconds.
+        node_rank: the group rank that the node has asked for, if any.
+        group_rank: the one in its last round; None before the first.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    started_at: float
+    node_rank: int | None = None
+    group_rank: int | None = None
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def decode(cls, content: bytes) -> NodeRecord:
+        """Read what `encode` has returned; fields that are not known are left out.
+
+        Raises:
+            ValueError: it is no such record.
+        """
+        return msgspec.json.decode(content, type=cls)
 
 
 def attempt_directory(run_directory: str, attempt: int) -> str:

@@ -1,13 +1,12 @@
-"""Which processes a signal would end because they do nothing else about it."""
+"""Which processes a signal would end because they do nothing else about it, and which get it."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from elastic_aio.process.proc_scan import read_status
+from elastic_aio.process.proc_scan import ProcEntry, read_status
 
 _HARMLESS: Final = {
     signal.SIGCHLD,
@@ -20,28 +19,50 @@ _HARMLESS: Final = {
     signal.SIGWINCH,
 }
 """Signals whose default action does not end a process (signal(7))."""
-
-_LOOKED_AT: Final = 64
-"""Processes whose masks are read: each takes some 30 microseconds, and workers are alike."""
+_MASKS: Final = (b"SigCgt", b"SigIgn", b"SigBlk")
+_ALL: Final = 0x7FFB_FEFF
+"""What a process blocks for as long as it starts another one: all but SIGKILL and SIGSTOP."""
 
 
 def ended_by_default(pids: Iterable[int], number: int) -> tuple[int, ...]:
-    """Return which of the first processes have neither a handler for a signal nor a mask.
+    """Return which processes the default action of a signal would end."""
+    return tuple(pid for pid in pids if is_ended_by(pid, number))
 
-    The default action of the signal ends them.  A process that blocks it may wait for it
-    (sigwait(3)).
+
+def is_ended_by(pid: int, number: int) -> bool | None:
+    """Return whether the default action of a signal would end a process; None: it has ended.
+
+    It has neither a handler for the signal nor a mask then.  A process that blocks the signal
+    may wait for it (sigwait(3)).  Takes some 30 microseconds.
     """
     if number in _HARMLESS:
-        return ()
-    return tuple(pid for pid in islice(pids, _LOOKED_AT) if _is_default(pid, number))
-
-
-def _is_default(pid: int, number: int) -> bool:
+        return False
     try:
         status = read_status(pid)
     except OSError:
         return False  # no descriptor is left to look
     if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):
-        return False  # it has ended
-    masks = (int(status[name], 16) for name in (b"SigCgt", b"SigIgn", b"SigBlk"))
-    return not any(mask >> (number - 1) & 1 for mask in masks)
+        return None
+    caught, ignored, blocked = (int(status[name], 16) for name in _MASKS)
+    if blocked & _ALL == _ALL:
+        blocked = 0
+    return not (caught | ignored | blocked) >> (number - 1) & 1
+
+
+def receivers_of(
+    leader: int,
+    is_ended: Callable[[int], bool | None],
+    foreground: Callable[[int], Iterable[ProcEntry]],
+) -> list[ProcEntry] | None:
+    """Return which processes get a forwarded signal in place of a leader, if it is a shell; pure.
+
+    Returns none for a leader that handles the signal, and None if no process of the worker does.
+
+    Args:
+        leader: its pid.
+        is_ended: returns whether the signal would end a process; None: it has ended.
+        foreground: returns what a process waits for, if it is a shell.
+    """
+    if not is_ended(leader):
+        return []
+    return [process for process in foreground(leader) if is_ended(process.pid) is False] or None

@@ -47,6 +47,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -57,6 +58,7 @@ from elastic_aio.process.base import Child
 from elastic_aio.process.exits import Watches
 from elastic_aio.process.orphans import Orphans
 from elastic_aio.process.session_list import SessionList, WorkerSession
+from elastic_aio.process.signal_actions import is_ended_by, receivers_of
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
@@ -260,6 +262,26 @@ class ProcessTree:
         wanted = [leader for leader in self._leaders.values() if pid in (None, leader.pid)]
         return tuple(leader.pid for leader in wanted if leader.send_signal(number))
 
+    def forward(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Send a signal to the workers that do not end by its default action.
+
+        Of a worker whose leader is a shell without a handler, what the shell waits for gets it.
+
+        Returns:
+            The leaders of these workers, and those of the workers that are left out.
+        """
+        is_ended = partial(is_ended_by, number=number)
+        sent, unhandled = [], []
+        for pid, leader in self._running():
+            receivers = receivers_of(pid, is_ended, _foreground_of)
+            if receivers is None:
+                unhandled.append(leader.pid)
+            elif receivers or leader.send_signal(number):
+                sent.append(leader.pid)
+            for process in receivers or ():
+                proc_scan.signal_process(process, number)
+        return tuple(sent), tuple(unhandled)
+
     async def signal_all(self, number: int) -> None:
         """Send a signal to all live processes of the job, once."""
         for process in await self.descendants() or ():
@@ -449,7 +471,7 @@ class ProcessTree:
     ) -> None:
         # Later on, a trap of the shell may wait for what it has started.
         if is_ordered and not watches.was_signalled(process):
-            watches.foreground |= _foreground_of(process.pid)
+            watches.foreground.update(one.identity for one in _foreground_of(process.pid))
         watches.send(process, number)
 
     def _signal_leader(
@@ -459,7 +481,7 @@ class ProcessTree:
         if leader.has_ended():
             return  # not because of this stop: it is no victim
         if is_ordered:
-            watches.foreground |= _foreground_of(pid)
+            watches.foreground.update(one.identity for one in _foreground_of(pid))
         self._signals.setdefault(leader.pid, set()).add(number)
         leader.send_signal(number)
         entry = None if number == signal.SIGKILL else _read_process(pid)
@@ -569,11 +591,11 @@ def _timer(seconds: float) -> asyncio.Future[None]:
     return future
 
 
-def _foreground_of(pid: int) -> set[tuple[int, int]]:
+def _foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
     try:
-        return {process.identity for process in stop_order.foreground_of(pid)}
+        return stop_order.foreground_of(pid)
     except OSError:
-        return set()  # no descriptor left
+        return []  # no descriptor left
 
 
 def _survivor(process: proc_scan.ProcEntry) -> Survivor:

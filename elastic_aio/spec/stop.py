@@ -163,16 +163,24 @@ class SignalSpec:
     """
     forward: frozenset[int] = frozenset({10, 12})
     """Send to the leader of every worker; the job continues.  Default: SIGUSR1, SIGUSR2."""
+    unhandled: Literal["skip", "kill"] = "skip"
+    """Leave out workers without a handler for a forwarded signal, or let it end them."""
 
     def __init__(
         self,
         *,
         stop: Iterable[int | str] = (1, 2, 3, 15),
         forward: Iterable[int | str] = (10, 12),
+        unhandled: Literal["skip", "kill"] = "skip",
     ) -> None:
         """Check and keep the signals, given as numbers or names."""
+        if unhandled not in ("skip", "kill"):
+            raise SpecError("signals.unhandled", unhandled, "must be 'skip' or 'kill'")
         set_fields(
-            self, stop=_signals("signals.stop", stop), forward=_signals("signals.forward", forward)
+            self,
+            stop=_signals("signals.stop", stop),
+            forward=_signals("signals.forward", forward),
+            unhandled=unhandled,
         )
         if both := self.stop & self.forward:
             names = [signal_name(number) for number in sorted(self.forward)]

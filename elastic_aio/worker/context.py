@@ -23,6 +23,15 @@ REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
 """The local rank where LOCAL_RANK is virtual, and so 0."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+TASK = "ELASTIC_AIO_TASK"
+"""Marks a worker: the scheduler's task that its launcher runs in, as `task_of` returns it."""
+_CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE}
+# What another task has other values of: a job or a step that a worker has submitted, for example.
+_TASK_VARIABLES = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID", "LSF_PM_TASKID"),
+    *("PBS_JOBID", "PBS_TASKNUM", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    *("PMI_JOBID", "PMI_KVS", "PMI_PORT"),
+)
 
 # Attributes by variable, for each type.
 _NUMBERS = {
@@ -125,3 +134,21 @@ class WorkerContext:
             ) from error
         error_file = env.get(ERROR_FILE, "")
         return cls(**values, use_agent_store=use_agent_store, error_file=error_file)
+
+
+def task_of(env: Mapping[str, str]) -> str:
+    """Return what identifies the scheduler's task of a process; "" without a scheduler."""
+    return " ".join(f"{name}={env[name]}" for name in _TASK_VARIABLES if name in env)
+
+
+def is_in_worker(env: Mapping[str, str]) -> bool:
+    """Return whether a process is part of a worker: its variables are those of another job.
+
+    A task that a worker has submitted inherits them, and is none.
+    """
+    return TASK in env and set(task_of(env).split()) <= set(env[TASK].split())
+
+
+def without_channels(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what leads a worker, and no process of its jobs, elsewhere."""
+    return {name: text for name, text in env.items() if TASK not in env or name not in _CHANNELS}

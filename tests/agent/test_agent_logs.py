@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from elastic_aio import (
     OutputLost,
     launch,
 )
+from elastic_aio.agent.preflight import hostname
+from elastic_aio.logs.paths import NodeRecord
 from elastic_aio.logs.tee import Tee
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
@@ -55,13 +58,13 @@ async def shown(
 
 
 def files(result: LaunchResult) -> dict[str, bytes]:
-    """Return the log files of a run by their path in its directory."""
+    """Return the files of the workers of a run by their path in its directory."""
     assert result.log_dir is not None
     root = Path(result.log_dir)
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent != root
     }
 
 
@@ -163,8 +166,22 @@ async def test_two_runs_of_one_name_have_two_directories(tmp_path: Path) -> None
     _, _, first = await shown(tmp_path, ["echo", "1"], redirects=1)
     _, _, second = await shown(tmp_path, ["echo", "2"], redirects=1)
     assert first.log_dir != second.log_dir
-    assert Path(first.log_dir or "").name.startswith("run_")
+    host = hostname().partition(".")[0]
+    assert Path(first.log_dir or "").name.startswith(f"run_{host}_")
     assert files(first) == {"attempt_0/0/stdout.log": b"1\n"}
+
+
+async def test_a_log_directory_says_which_node_it_is_of(tmp_path: Path) -> None:
+    """Nodes of one job may share a file system."""
+    began = time.time()
+    _, _, result = await shown(tmp_path, ["echo", "1"], redirects=1)
+    node = NodeRecord.decode((Path(result.log_dir or "") / "node.json").read_bytes())
+    assert (node.run_id, node.host, node.pid) == ("run", hostname(), os.getpid())
+    assert (node.node_rank, node.group_rank) == (None, 0)
+    assert began <= node.started_at <= time.time()
+    spec = LaunchSpec(["echo", "1"], logs=LogSpec(redirects=1))
+    result = await launch(spec)
+    assert not (Path(result.log_dir or "") / "node.json").exists()  # a temporary directory
 
 
 @pytest.fixture

@@ -150,8 +150,8 @@ async def test_a_log_directory_gets_no_captured_file_of_a_success(
     stderr.take()
     spec = LaunchSpec(shell("echo out; echo err >&2"), logs=LogSpec(log_dir=tmp_path, redirects=1))
     result = await launch(spec)
-    files = [path.name for path in Path(result.log_dir or "").rglob("*") if path.is_file()]
-    assert files == ["stdout.log"]
+    files = {path.name for path in Path(result.log_dir or "").rglob("*") if path.is_file()}
+    assert files == {"node.json", "stdout.log"}
 
 
 async def test_without_capture_the_stream_is_inherited(temporary: Path, stderr: Stderr) -> None:

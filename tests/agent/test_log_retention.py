@@ -115,7 +115,8 @@ async def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
         logs=LogSpec(log_dir=tmp_path, redirects=1, keep_attempts=2),
     )  # fmt: skip
     result = await launch(spec)
-    assert sorted(os.listdir(result.log_dir or "")) == ["attempt_3", "attempt_4"]
+    kept = ["attempt_3", "attempt_4", "node.json"]
+    assert sorted(os.listdir(result.log_dir or "")) == kept
 
 
 async def test_only_the_latest_runs_are_kept(tmp_path: Path) -> None:

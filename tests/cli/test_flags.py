@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.agent.preflight import hostname
 from elastic_aio.cli import main, main_launch, main_torchrun
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torchrun import parse_run
@@ -19,6 +20,7 @@ from elastic_aio.spec.job import Function, Script
 from tests.support.cli import CLI, Ended, run_program
 from tests.support.sockets import free_port
 
+HOST = hostname().partition(".")[0]
 CPUS = format_cpus(sorted(os.sched_getaffinity(0))[:1])
 RunHere = Callable[..., Ended]
 
@@ -256,13 +258,13 @@ def test_a_dry_run_starts_nothing(
     assert (ended.code, ended.err) == (0, "")
     for text in (
         "run id: mine\nnodes: 1\nworkers on this node: 2\n",
-        f"selected lines of stdout: {logs}/mine_<random>/attempt_0/filtered_stdout.log\n",
+        f"selected lines of stdout: {logs}/mine_{HOST}_<random>/attempt_0/filtered_stdout.log\n",
         "  LOCAL_RANK=0\n",
         "  OMP_NUM_THREADS=1\n",
         "  MASTER_PORT=<a free port>\n",
         f"worker 0:\n  command: {sys.executable} -u {script} -x0\n  cpus: {CPUS}\n",
         "  stdout: this console\n",
-        f"  stdout: {logs}/mine_<random>/attempt_0/1/stdout.log and this console\n",
+        f"  stdout: {logs}/mine_{HOST}_<random>/attempt_0/1/stdout.log and this console\n",
         "CUDA_VISIBLE_DEVICES=1 ELASTIC_AIO_LOCAL_RANK=1 RANK=1",
     ):
         assert text in ended.out

@@ -19,6 +19,7 @@ from elastic_aio import (
     NodeRange,
     RendezvousSpec,
     Script,
+    SignalSpec,
     Std,
     StdMap,
     StopPlan,
@@ -27,6 +28,7 @@ from elastic_aio.cli import main
 from elastic_aio.cli.options import Option, UsageError
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.cli.torchrun import RunRequest, parse_run
+from elastic_aio.worker.context import TASK, task_of
 from elastic_aio.worker.scripts import run_script
 from tests.support.children import assert_one_line
 from tests.support.leaks import own_children
@@ -303,6 +305,47 @@ def test_listed_user_signals_are_still_forwarded() -> None:
     signals = parse_run(["--signals-to-handle", "SIGTERM,SIGUSR1", "x"], {}).signals
     assert signals.stop == {signal.SIGTERM}
     assert signal.SIGUSR1 in signals.forward
+
+
+def test_workers_without_a_handler_are_skipped_or_killed() -> None:
+    assert parse_run(["x"], {}).signals.unhandled == "skip"
+    words = ["--signal-unhandled", "kill", "--signals-to-handle", "SIGTERM", "x"]
+    assert parse_run(words, {}).signals == SignalSpec(stop=["SIGTERM"], unhandled="kill")
+    with pytest.raises(UsageError, match=r"^--signal-unhandled: must be 'skip' or 'kill' \(got 'x"):
+        parse_run(["--signal-unhandled=x", "x"], {})
+
+
+STEP = {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "a,b", "SLURM_NODEID": "0"}  # fmt: skip
+OF_JOB = {**STEP, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NNODE": "3"}
+IN_WORKER = {**OF_JOB, TASK: task_of(STEP), "TORCHELASTIC_RUN_ID": "outer"}
+
+
+def test_the_variables_of_its_job_are_not_read_in_a_worker() -> None:
+    """A launch there would take a rank of this job; options are read."""
+    inner = parse_run(["x"], IN_WORKER)
+    assert (inner.spec.nnodes, inner.spec.nproc_per_node) == (NodeRange(1, 1), 1)
+    assert inner.spec.run_id is None
+    assert inner.spec.rendezvous == RendezvousSpec()
+    assert inner.variables == {}
+    said = "inside a worker of outer: PET_*, SLURM_* are not read, options are"
+    assert inner.warnings == (said,)
+    words = ["--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "x"]
+    spec = parse_run(words, IN_WORKER).spec
+    assert (spec.nnodes, spec.nproc_per_node) == (NodeRange(2, 2), 2)
+    assert spec.rendezvous.endpoints == ("h:1",)
+
+
+def test_no_line_in_a_worker_without_such_variables() -> None:
+    assert parse_run(["x"], {TASK: "", "TORCHELASTIC_RUN_ID": "outer"}).warnings == ()
+
+
+@pytest.mark.parametrize("changes", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "5"}])
+def test_a_task_that_a_worker_has_submitted_is_a_node(changes: dict[str, str]) -> None:
+    """By srun or sbatch, which pass on the variables of the worker."""
+    request = parse_run(["x"], {**IN_WORKER, **changes})
+    assert (request.spec.nnodes, request.spec.nproc_per_node) == (NodeRange(2, 2), 8)
+    assert request.spec.rendezvous.node_rank == 0
 
 
 # Options, variables, and words of the error: the option, the value, the problem.

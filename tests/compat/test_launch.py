@@ -397,6 +397,13 @@ def test_both_spellings_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_args(["x"])
 
 
+def test_variables_of_its_job_are_no_defaults_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("ELASTIC_AIO_TASK", "")
+    assert parse_args(["x"]).nnodes == "1:1"
+    assert parse_args(["--nnodes", "3", "x"]).nnodes == "3"
+
+
 @pytest.mark.parametrize(
     ("text", "texts"),
     [("a,b", ["a", "b"]), ("a,,b", ["a,b"]), ("a,,,b", ["a,", "b"]), ("x", ["x"])],

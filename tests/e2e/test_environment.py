@@ -392,3 +392,33 @@ def test_python_variables_of_the_user(tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (3, "[default0]:x\n")
     assert "Warning" not in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_what_a_wrapped_program_has_printed_survives_a_kill() -> None:
+    """Python buffers what goes to a pipe or a file; `-u` does not reach it behind a shell."""
+    program = "import os, signal; print('last words'); os.kill(os.getpid(), signal.SIGKILL)"
+    words = [*BASH, '"$0" -c "$1"; exit 3', sys.executable, program]
+    ended = run_cli(*words, env={"PYTHONUNBUFFERED": None})
+    assert (ended.code, ended.out) == (3, "last words\n")
+    ended = run_cli(*words, env={"PYTHONUNBUFFERED": ""})
+    assert (ended.code, ended.out) == (3, "")
+
+
+def test_a_launch_in_a_worker_is_a_job_of_its_own(tmp_path: Path) -> None:
+    """The variables of the outer job would let it wait for a second node, or take a rank."""
+    inner = tmp_path / "inner.py"
+    inner.write_text("import os; print('inner', os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
+    outer = tmp_path / "outer.py"
+    outer.write_text(
+        "import subprocess, sys\n"
+        f"command = {[*CLI, 'run', '--nproc-per-node', '2', str(inner)]!r}\n"
+        "sys.exit(subprocess.run(command, stdin=subprocess.DEVNULL).returncode)\n"
+    )
+    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}  # fmt: skip
+    pet = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:1"}
+    ended = run_cli("--nnodes", 1, outer, env={**step, **pet})
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["inner 0 2", "inner 1 2"]
+    said = "inside a worker of slurm-4711.0: PET_*, SLURM_* are not read, options are"
+    assert ended.err.count(said) == 1

@@ -100,13 +100,41 @@ def test_user_signals_are_forwarded(tmp_path: Path) -> None:
         assert job.wait() == 143
 
 
-def test_a_forwarded_signal_without_a_handler_is_warned_about(tmp_path: Path) -> None:
-    """Its default action ends the worker."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
+def test_a_worker_without_a_handler_does_not_get_a_forwarded_signal(tmp_path: Path) -> None:
+    """Its default action would end the worker; one line names the worker."""
+    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 0.1, "--no-python", *noting(),
+                     env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
+        pids = until_sync(noted(tmp_path, 2))
+        job.wait_err("rank 1 started")
+        job.send(signal.SIGUSR1)
+        job.wait_err("SIGUSR1 forwarded to 0 workers; 2 have no handler for it and did not get it")
+        assert all(map(alive, pids))
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_a_forwarded_signal_ends_workers_without_a_handler_on_demand(tmp_path: Path) -> None:
+    with running_cli("--nproc-per-node", 2, "--signal-unhandled", "kill", "--no-python",
+                     *noting(), env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
         until_sync(noted(tmp_path, 2))
+        job.wait_err("rank 1 started")
         job.send(signal.SIGUSR1)
         assert job.wait() == 128 + signal.SIGUSR1
         assert "SIGUSR1 forwarded to 2 workers; 2 have no handler for it and will be" in job.err
+
+
+def test_a_forwarded_signal_reaches_the_program_of_a_shell(tmp_path: Path) -> None:
+    """The shell has no handler, and goes on when its program has ended."""
+    program = shlex.join([*SIGNAL_LOGGER])
+    with running_cli("--shutdown-timeout", 0.1, "--no-python", "bash", "-c", f"{program}; true",
+                     env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
+        until_sync(noted(tmp_path, 1))
+        job.send(signal.SIGUSR1)
+        log = tmp_path / "log"
+        until_sync(lambda: log.exists() and log.read_text() == "SIGUSR1\n")
+        job.wait_err("SIGUSR1 forwarded to 1 worker\n")
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
 
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.logs.files import RunDirectory
-from elastic_aio.logs.paths import WorkerLogs, plan_logs
+from elastic_aio.logs.paths import NodeRecord, WorkerLogs, plan_logs
 from elastic_aio.spec.logs import LogSpec, Std, StdMap
 
 
@@ -48,6 +49,27 @@ def test_log_dir_is_created_with_its_parents(tmp_path: Path) -> None:
     assert repr(directories[0]) == f"<RunDirectory {paths[0]}>"
     assert directories[0].remove_empty()
     assert paths[0].is_dir()
+
+
+def test_a_directory_says_which_node_it_is_of(tmp_path: Path, temporary: Path) -> None:
+    """Not a temporary one, which no other host sees, and whose removal a file would prevent."""
+    node = NodeRecord(run_id="r", host="n1.x", pid=7, started_at=3.5, node_rank=1)
+    directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path / "logs")), "r", "n1.x")
+    path = Path(str(directory.path))
+    assert path.name.startswith("r_n1_")
+    for record in (node, msgspec.structs.replace(node, group_rank=1)):
+        directory.note_node(record)
+        assert NodeRecord.decode((path / "node.json").read_bytes()) == record
+        assert os.listdir(path) == ["node.json"]
+    (path / "node.json").unlink()
+    directory.note_node(record)  # it has not changed
+    assert os.listdir(path) == []
+    path.rmdir()
+    directory.note_node(node)  # no disk takes it: the job goes on
+    other = RunDirectory.make(LogSpec(), "r", "n1.x")
+    other.note_node(node)
+    assert not other.remove_empty()
+    assert os.listdir(temporary) == []
 
 
 def test_a_relative_log_dir_becomes_absolute(
@@ -221,6 +243,7 @@ def make_ended(job: str = "", second: int = 0) -> str:
     """Make the directory of a run that has ended at a second; return its name."""
     directory = RunDirectory.make(KEPT, "r")
     directory.note_job(job)
+    directory.note_node(NodeRecord(run_id="r", host="n1", pid=7, started_at=float(second)))
     directory.make_attempt(0)
     directory.close()
     path = str(directory.path)

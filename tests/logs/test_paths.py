@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_aio.logs.paths import (
+    NodeRecord,
     StreamPlan,
     StreamTarget,
     WorkerLogs,
@@ -104,17 +105,45 @@ def test_a_run_id_becomes_a_directory_name(run_id: str, prefix: str) -> None:
     assert run_prefix(run_id) == prefix
 
 
+@pytest.mark.parametrize(
+    ("host", "prefix"),
+    [
+        ("", "r_"),
+        ("n07", "r_n07_"),
+        ("n07.cluster.example", "r_n07_"),
+        ("train-w-0.svc.ns", "r_train-w-0_"),
+        ("10.0.0.7", "r_10.0.0.7_"),
+        ("fe80::1", "r_fe80::1_"),
+        ("a/b c", "r_a_b_c_"),
+        ("x" * 300, "r_" + "x" * 63 + "_"),
+    ],
+)
+def test_a_directory_name_has_the_short_name_of_the_host(host: str, prefix: str) -> None:
+    assert run_prefix("r", host) == prefix
+
+
 @pytest.mark.slow
-@given(st.text(max_size=300))
-@example("字" * 100)
-@example("𐐷" * 100)
-def test_any_run_id_is_a_safe_path_component(run_id: str) -> None:
-    prefix = run_prefix(run_id)
+@given(st.text(max_size=300), st.text(max_size=300))
+@example("字" * 100, "字" * 100)
+@example("𐐷" * 100, "x" * 100)
+def test_any_run_id_is_a_safe_path_component(run_id: str, host: str) -> None:
+    prefix = run_prefix(run_id, host)
     assert not re.search(r"[/\s\0]", prefix)
     assert not prefix.startswith(".")
-    assert len(prefix) <= 101
-    # The random suffix takes 8 bytes; a name may have 255.
-    assert len(prefix.encode("utf-8", "surrogatepass")) <= 240
+    assert len(prefix) <= 165
+    # A temporary directory has 12 bytes before it, the random suffix 8; a name may have 255.
+    assert len(prefix.encode("utf-8", "surrogatepass")) <= 235
+
+
+@given(st.builds(NodeRecord, started_at=st.floats(0, 1e12)))
+def test_the_record_of_a_node_is_read_as_it_was_written(node: NodeRecord) -> None:
+    assert NodeRecord.decode(node.encode()) == node
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"run_id":"r","host":"h"}', b"\xff"])
+def test_what_is_no_record_of_a_node(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        NodeRecord.decode(content)
 
 
 def test_attempts_have_directories() -> None:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_aio.process.signal_actions import ended_by_default
+from elastic_aio.process.proc_scan import ProcEntry
+from elastic_aio.process.signal_actions import ended_by_default, receivers_of
 
 SAY = "print('ready', flush=True); sys.stdin.read()"
 
@@ -34,6 +35,7 @@ def child(code: str) -> Iterator[int]:
         ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", False),
         ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])", False),
         ("signal.signal(signal.SIGUSR2, print)", True),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())", True),
     ],
 )
 def test_what_a_process_does_about_a_signal(code: str, is_ended: bool) -> None:
@@ -50,6 +52,26 @@ def test_a_process_that_has_ended() -> None:
         assert ended_by_default([process.pid, 2**22 + 1], signal.SIGUSR1) == ()
 
 
-def test_the_number_of_processes_is_bounded() -> None:
-    with child("pass") as pid:
-        assert len(ended_by_default([pid] * 1000, signal.SIGUSR1)) == 64
+@pytest.mark.parametrize(
+    ("is_ended", "receivers"),
+    [
+        ({1: False}, []),  # the leader handles it: only the leader gets it
+        ({1: False, 2: False}, []),
+        ({1: None}, []),
+        ({1: True}, None),
+        ({1: True, 2: False}, [2]),  # a shell that runs a program
+        ({1: True, 2: True}, None),
+        ({1: True, 2: None}, None),  # a program that has ended
+        ({1: True, 2: True, 3: False}, [3]),  # a shell in a shell, or both sides of a pipe
+    ],
+)
+def test_which_processes_of_a_worker_get_a_forwarded_signal(
+    is_ended: dict[int, bool | None], receivers: list[int] | None
+) -> None:
+    """1 is the leader, and waits for the others."""
+    found = receivers_of(1, is_ended.__getitem__, lambda _: map(entry, list(is_ended)[1:]))
+    assert (found if found is None else [one.pid for one in found]) == receivers
+
+
+def entry(pid: int) -> ProcEntry:
+    return ProcEntry(pid, 1, 1, 0, "S")

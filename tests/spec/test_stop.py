@@ -111,6 +111,7 @@ def test_signals_are_names_or_numbers() -> None:
         ({"forward": ["SIGTSTP"]}, "signals.forward: must be a signal that can be handled"),
         ({"forward": ["USR1"]}, "signals.forward: must be a signal number or a name"),
         ({"forward": [32]}, "signals.forward: must be a signal number or a name"),
+        ({"unhandled": "end"}, "signals.unhandled: must be 'skip' or 'kill' (got 'end')"),
         (
             {"stop": ["SIGTERM"], "forward": ["SIGTERM"]},
             "signals.forward: must not hold signals of signals.stop: SIGTERM (got ['SIGTERM'])",

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_aio.errors import HostError
-from elastic_aio.worker.context import WorkerContext
+from elastic_aio.worker.context import (
+    TASK,
+    WorkerContext,
+    is_in_worker,
+    task_of,
+    without_channels,
+)
 
 CONTEXT = WorkerContext(
     rank=5,
@@ -120,3 +126,37 @@ def test_a_malformed_number_is_an_error(name: str) -> None:
     problem = rf"^not inside a worker: {name} is not a whole number \(got 'x'\)$"
     with pytest.raises(HostError, match=problem):
         WorkerContext.from_env({**ENVIRONMENT, name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "is_inside"),
+    [
+        ({}, None, False),  # no worker
+        ({"SLURM_JOB_ID": "4"}, None, False),
+        ({}, {}, True),
+        ({"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0"}, {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0"},
+         True),
+        ({}, {"SLURM_JOB_ID": "4"}, True),  # it has removed the scheduler's variables
+        ({"SLURM_JOB_ID": "4"}, {}, False),  # submitted by a worker that is in no job
+        ({"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}, {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0"},
+         False),
+        ({"SLURM_JOB_ID": "4", "PMIX_NAMESPACE": "x"}, {"SLURM_JOB_ID": "4"}, False),  # mpirun
+        ({"SLURM_JOB_ID": "4", "SLURM_PROCID": "1"}, {"SLURM_JOB_ID": "4"}, True),
+    ],
+)  # fmt: skip
+def test_a_worker_knows_the_task_of_its_launcher(
+    now: dict[str, str], then: dict[str, str] | None, is_inside: bool
+) -> None:
+    env = now if then is None else {**now, TASK: task_of(then)}
+    assert is_in_worker(env) == is_inside
+
+
+def test_a_job_inside_a_worker_does_not_inherit_its_channels() -> None:
+    """Its own workers would send their messages to the launcher of another job."""
+    channels = dict.fromkeys(
+        ["ELASTIC_AIO_NOTIFY_FD", "NOTIFY_SOCKET", "WATCHDOG_USEC", "ELASTIC_AIO_LOCAL_RANK",
+         "TORCHELASTIC_TIMER_FILE"], "x"
+    )  # fmt: skip
+    env = {**channels, "RANK": "0", "X": "y"}
+    assert without_channels(env) == env  # of systemd, for example
+    assert without_channels({**env, TASK: ""}) == {"RANK": "0", "X": "y", TASK: ""}

@@ -14,6 +14,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.cli.options import variable_of
+from elastic_aio.cli.torchrun import outside_worker
 
 __all__ = ["get_args_parser"]
 
@@ -92,16 +93,20 @@ _ARGUMENTS: Final = {
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser; the PET_* variables of this process are its defaults."""
+    """Return torchrun's parser; the PET_* variables of this process are its defaults.
+
+    Not in a worker: they describe its own job there.
+    """
     parser = argparse.ArgumentParser(
         description="Run a script as a group of worker processes, with torchrun's options."
     )
+    env, _ = outside_worker(os.environ)
     for name, argument in _ARGUMENTS.items():
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         if argument.short:
             spellings = {argument.short: None, **spellings}
         default: Any = argument.default
-        text = os.environ.get(variable_of(name)) if argument.has_variable else None
+        text = env.get(variable_of(name)) if argument.has_variable else None
         if argument.default is False:
             if text is not None:
                 default = _flag(parser, variable_of(name), text)

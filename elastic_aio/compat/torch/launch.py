@@ -20,6 +20,7 @@ from typing import Any
 from elastic_aio.agent.preflight import resolve_nproc
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.rdzv_conf import parse_pairs
+from elastic_aio.cli.torchrun import outside_worker
 from elastic_aio.compat.torch.arguments import get_args_parser
 from elastic_aio.compat.torch.errors import record
 from elastic_aio.compat.torch.launcher import LaunchConfig, elastic_launch, launch_agent
@@ -219,6 +220,8 @@ def run(args: argparse.Namespace) -> None:
         ChildFailedError: workers have failed, and no restart is left.
         Exception: as for `launch_agent`.
     """
+    for note in outside_worker(os.environ)[1]:
+        log.warning("%s", note)
     args = _with_defaults(args)
     is_default = (
         args.rdzv_backend == "static"
