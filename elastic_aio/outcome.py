@@ -241,6 +241,8 @@ class EndCause(StrEnum):
 
     TOO_FEW_NODES = "too few nodes"
     """The nodes did not come together within `join_timeout`."""
+    NODES_NOT_REPLACED = "nodes not replaced"
+    """Nodes were lost or had left, and too few remained for another round."""
     NO_STORE = "no store"
     """The node could neither reach nor serve a store."""
     RUN_HAD_ENDED = "run had ended"

@@ -221,10 +221,13 @@ class SendReport(Struct, frozen=True):
 
 
 class StartBarrier(Struct, frozen=True):
-    """Wait `timeout` seconds for the other nodes; the result is `BarrierTimedOut`."""
+    """Wait `timeout` seconds for the other nodes; the result is `BarrierTimedOut`.
+
+    None: without limit.
+    """
 
     attempt: int
-    timeout: float
+    timeout: float | None
 
 
 class Leave(Struct, frozen=True):

@@ -33,7 +33,7 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
-from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.aio import cancel_and_wait, create_task, wait_forever
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, JobState
@@ -160,6 +160,8 @@ class MultiNodeDriver(Driver):
         return None
 
     async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
+        if effect.timeout is None:
+            await wait_forever()
         await self._runtime.clock.sleep(effect.timeout)
         await self._rendezvous.wait_unneeded()
         return BarrierTimedOut(effect.attempt)

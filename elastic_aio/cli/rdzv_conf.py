@@ -19,6 +19,7 @@ TIMES: Final = {
     "close_timeout": 0,
     "heartbeat_timeout": 2,
     "read_timeout": 1,
+    "replace_timeout": 0,
     "store_grace": 0,
 }
 """Keys that are times, with their least values."""

@@ -88,7 +88,7 @@ RENDEZVOUS_OPTIONS: Final = (
     ),
     Option(
         "exit-barrier-timeout",
-        "seconds that a finished node waits for the other nodes (default 300)",
+        "seconds that a finished node waits for the other nodes (default: no limit)",
         metavar="SECONDS",
         is_own=True,
     ),

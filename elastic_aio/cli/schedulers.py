@@ -26,6 +26,8 @@ Env = Mapping[str, str]
 _FIRST_PORT: Final = 20_000
 _PORTS: Final = 9_000
 _HOSTS_MAX: Final = 100_000
+_LOSSES: Final = "replace_timeout=30"
+"""Where the scheduler does not replace a lost node: the others do not wait long."""
 
 _PIECE: Final = re.compile(r"([\w.-]+)|\[([\d,-]+)\]")
 _HOST: Final = re.compile(rf"(?:{_PIECE.pattern})+")
@@ -45,6 +47,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
             if it is.
         problem: why the variables do not describe all nodes; empty if they do.  The job
             then needs its number of nodes and its endpoint as options.
+        replaces_nodes: whether it starts a task again whose host is lost.
     """
 
     scheduler: str
@@ -55,6 +58,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     grace: float | None = None
     advice: str = ""
     problem: str = ""
+    replaces_nodes: bool = False
 
     @property
     def run_id(self) -> str:
@@ -220,6 +224,7 @@ def _kubernetes(env: Env, fqdn: Callable[[], str]) -> Allocation | None:
         rank=rank,
         host=env.get("MASTER_ADDR") or first,
         grace=25.0,  # terminationGracePeriodSeconds is 30 by default
+        replaces_nodes=True,
     )
 
 
@@ -307,6 +312,10 @@ def apply_allocation(
     if is_many:
         if values["node_rank"] is None:
             values["node_rank"] = str(found.rank)
+        if not found.replaces_nodes:
+            # The last one of a key counts.
+            given = values["rdzv_conf"]
+            values["rdzv_conf"] = f"{_LOSSES},{given}" if given else _LOSSES
         said.append(f"node {values['node_rank']} of {nodes}")
         said.append(f"rendezvous at {_meet(values, found)}")
     if values["shutdown_timeout"] is not None and not is_explicit_stop:

@@ -22,6 +22,9 @@ from elastic_aio.spec.restart import RestartAction
 RENDEZVOUS_FAILED = 75
 """Exit code of a failed rendezvous: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
+NODES_NOT_REPLACED = 69
+"""Exit code of a job that has lost nodes which were not replaced: EX_UNAVAILABLE."""
+
 CUT_OFF_GRACE = 0.1
 """Seconds between the first signal and SIGKILL on a node that is cut off; for the bounds, see
 `elastic_aio.rendezvous.formation`.
@@ -30,7 +33,9 @@ CUT_OFF_GRACE = 0.1
 
 def rendezvous_failure(why: str, cause: EndCause | None = None) -> JobOutcome:
     """Return the outcome of a job, or of one node, that does not find the nodes it needs."""
-    return JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True, cause=cause)
+    is_loss = cause is EndCause.NODES_NOT_REPLACED
+    code = NODES_NOT_REPLACED if is_loss else RENDEZVOUS_FAILED
+    return JobOutcome(JobState.FAILED, why, code, is_rendezvous=True, cause=cause)
 
 
 class NodeInfo(Struct, frozen=True):

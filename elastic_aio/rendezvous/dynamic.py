@@ -184,7 +184,7 @@ class DynamicRendezvous(Rendezvous):
                 return
             if not is_reported:
                 what = "other nodes' workers, which use the store of this node"
-                waited = self._settings.exit_barrier_timeout
+                waited = self._settings.exit_barrier_timeout or 0.0
                 self._agent.on_event(RoundWaiting(phase="barrier", what=what, waited=waited))
                 is_reported = True
             left = self._settled_at - asyncio.get_running_loop().time()
@@ -450,6 +450,9 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
         minimum=spec.nnodes.minimum,
         maximum=spec.nnodes.maximum,
         join_timeout=settings.join_timeout,
+        replace_timeout=(
+            settings.join_timeout if settings.replace_timeout is None else settings.replace_timeout
+        ),
         last_call_timeout=settings.last_call_timeout,
         keep_workers=settings.keep_workers,
         fixed_ranks=is_static,

@@ -188,7 +188,7 @@ def form_when_possible(state: CoordinatorState) -> None:
         return
     if len(candidates) < settings.minimum:
         timer.enough_since = None
-        until = timer.since + settings.join_timeout
+        until = timer.since + _wait_limit(state)
         if not state.arm(until):
             _give_up(state)
             return
@@ -200,6 +200,14 @@ def form_when_possible(state: CoordinatorState) -> None:
             form_round(state, candidates)
             return
     _wait(state, candidates, until)
+
+
+def _wait_limit(state: CoordinatorState) -> float:
+    """Return how many seconds too few nodes wait for others."""
+    if state.round.number < 0:
+        return state.settings.join_timeout
+    # A node that has left after its success does not come back, and nor is it replaced.
+    return 0.0 if state.departed() else state.settings.replace_timeout
 
 
 def _candidates(state: CoordinatorState) -> list[MemberRecord]:
@@ -442,12 +450,22 @@ def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> R
 
 def _give_up(state: CoordinatorState) -> None:
     forming = _round_forming(state, state.eligible())
-    text = f"only {forming.joined} of {state.settings.nnodes} nodes came together"
+    is_first = state.round.number < 0
+    came = "came together" if is_first else "are left"
+    text = f"only {forming.joined} of {state.settings.nnodes} nodes {came}"
     if forming.present:
         text += f" ({', '.join(forming.present)})"
     if forming.missing:
         text += f"; missing: {', '.join(forming.missing)}"
     if forming.refused:
         text += f"; refused: {'; '.join(forming.refused)}"
-    text += f"; waited {state.settings.join_timeout:g} s (join_timeout)"
-    state.end_job(rendezvous_failure(text, EndCause.TOO_FEW_NODES))
+    if departed := state.departed():
+        text += f"; {departed} had succeeded and left (exit_barrier_timeout)"
+    else:
+        name = "join_timeout" if is_first else "replace_timeout"
+        text += f"; waited {_wait_limit(state):g} s ({name})"
+    if state.round.failures:
+        state.fail_job(text)
+    else:
+        cause = EndCause.TOO_FEW_NODES if is_first else EndCause.NODES_NOT_REPLACED
+        state.end_job(rendezvous_failure(text, cause))

@@ -63,6 +63,7 @@ class RoundSettings(Struct, frozen=True):
         minimum: fewest nodes of a round.
         maximum: most nodes of a round.
         join_timeout: how long to wait for `minimum` nodes.
+        replace_timeout: the same after a round, when nodes are gone.
         last_call_timeout: how long to wait for more nodes once there are enough.
         recovery_timeout: how long a new coordinator waits for the members of the round
             that it recovers.
@@ -82,6 +83,7 @@ class RoundSettings(Struct, frozen=True):
     minimum: int
     maximum: int
     join_timeout: float = 600.0
+    replace_timeout: float = 600.0
     last_call_timeout: float = 30.0
     recovery_timeout: float = 0.7
     keep_workers: bool = True

@@ -20,6 +20,7 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
 from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.text import counted
 
 _NOTICE_S = 5.0
 """Seconds of waiting for `restart.decide` before that is published."""
@@ -270,6 +271,13 @@ class CoordinatorState:
     def unplaced(self) -> list[MemberRecord]:
         """Return the eligible members without a placement in the round."""
         return [record for record in self.eligible() if record.member not in self.round.placements]
+
+    def departed(self) -> str:
+        """Return which nodes of the round have left after their success; empty for none."""
+        names = [one.name for one in self.round.gone.values() if self.has_succeeded(one)]
+        if self.round.members_done:
+            names.append(counted(self.round.members_done, "other node"))
+        return ", ".join(names[:NAMES_MAX])
 
     # --------------------------------------------------------------- one member
 

@@ -30,7 +30,7 @@ STATIC_PORT: Final = 29500
 
 _ALIKE: Final = frozenset(
     {"heartbeat_timeout", "join_timeout", "keep_workers"}
-    | {"last_call_timeout", "overlap", "store_grace"}
+    | {"last_call_timeout", "overlap", "replace_timeout", "store_grace"}
 )
 """Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
@@ -97,6 +97,8 @@ class RendezvousSpec:
     """
     join_timeout: float = 600.0
     """Seconds to wait for the minimum of nodes."""
+    replace_timeout: float | None = None
+    """The same once there has been a round, after the loss of nodes; None is `join_timeout`."""
     last_call_timeout: float = 30.0
     """Seconds to wait for further nodes once the first round has its minimum."""
     close_timeout: float = 30.0
@@ -109,10 +111,12 @@ class RendezvousSpec:
     """
     read_timeout: float = 60.0
     """Seconds to search for a store, at the start and after a loss."""
-    exit_barrier_timeout: float = 300.0
-    """Seconds that a node whose workers succeeded waits for the others.
+    exit_barrier_timeout: float | None = None
+    """Seconds that a node whose workers succeeded waits for the others; None for no limit.
 
-    A node that serves a store to the workers of other nodes stays until they have ended.
+    A node that has left is not there for a restart of the others: the job then fails at once if
+    they are too few.  A node that serves a store to the workers of other nodes stays until they
+    have ended.
     """
     store_grace: float | None = None
     """Seconds that workers keep running while no store is reachable.
@@ -166,12 +170,13 @@ class RendezvousSpec:
             checked_host("rendezvous.local_addr", self.local_addr)
         for name in ("join_timeout", "read_timeout"):
             check_number(f"rendezvous.{name}", getattr(self, name), above=0)
-        for name in ("last_call_timeout", "close_timeout", "exit_barrier_timeout"):
+        for name in ("last_call_timeout", "close_timeout"):
             check_number(f"rendezvous.{name}", getattr(self, name), at_least=0)
         heartbeat = self.heartbeat_timeout
         check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
-        if self.store_grace is not None:
-            check_number("rendezvous.store_grace", self.store_grace, at_least=0)
+        for name in ("exit_barrier_timeout", "replace_timeout", "store_grace"):
+            if (value := getattr(self, name)) is not None:
+                check_number(f"rendezvous.{name}", value, at_least=0)
         for name in ("keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")

@@ -136,8 +136,20 @@ def test_placements_of_a_round_agree() -> None:
 
 
 def test_too_few_nodes_fail_after_the_join_timeout() -> None:
+    harness = CoordinatorHarness(RoundSettings(3, 3, join_timeout=600), "a", "d")
+    harness.settle(599.9)
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    harness.settle(600)
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert (outcome.cause, outcome.exit_code) == (EndCause.TOO_FEW_NODES, RENDEZVOUS_FAILED)
+    text = "only 2 of 3 nodes came together (a, d); waited 600 s (join_timeout)"
+    assert outcome.why == text
+
+
+def test_too_few_nodes_after_a_loss_fail_with_a_code_of_their_own() -> None:
     """The reason names present, missing and refused nodes."""
-    harness = CoordinatorHarness(RoundSettings(3, 3, join_timeout=600), "a", "b", "d")
+    harness = CoordinatorHarness(RoundSettings(3, 3, replace_timeout=30), "a", "b", "d")
     harness.lose("b")
     harness.members["x"] = Member("x", status("x", RoundSettings(1, 8)))
     harness.done["x"] = []
@@ -145,20 +157,33 @@ def test_too_few_nodes_fail_after_the_join_timeout() -> None:
     shown = harness.events(RoundForming)[-1]
     assert isinstance(shown, RoundForming)
     assert (shown.joined, shown.missing, shown.present) == (2, ("b",), ("a", "d"))
-    assert shown.time_left == 599
-    harness.settle(599.9)
+    assert shown.time_left == 29
+    harness.settle(29.9)
     assert harness.is_in(CoordinatorPhase.FORMING)
-    harness.settle(600)
+    harness.settle(30)
     outcome = harness.coordinator.outcome
     assert outcome is not None
     assert outcome.is_rendezvous
-    assert outcome.cause is EndCause.TOO_FEW_NODES
-    assert outcome.exit_code == RENDEZVOUS_FAILED
+    assert (outcome.cause, outcome.exit_code) == (EndCause.NODES_NOT_REPLACED, 69)
     assert outcome.why == (
-        "only 2 of 3 nodes came together (a, d); missing: b; refused: x: it was started with"
-        " --nnodes 1:8, the job with 3; waited 600 s (join_timeout)"
+        "only 2 of 3 nodes are left (a, d); missing: b; refused: x: it was started with"
+        " --nnodes 1:8, the job with 3; waited 30 s (replace_timeout)"
     )
     assert {name for name, body in harness.sent if body == EndJob(outcome)} == {"a", "d"}
+
+
+def test_a_node_that_left_after_its_success_is_not_waited_for() -> None:
+    """The exit code is that of the failure which could have been restarted."""
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=3)
+    harness.succeed("a")
+    harness.lose("a", is_lost=False)
+    harness.fail("b", failure(7))
+    harness.settle(1)
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.is_rendezvous) == (7, False)
+    text = "only 1 of 2 nodes are left (b); missing: a; a had succeeded and left"
+    assert outcome.why == f"{text} (exit_barrier_timeout)"
 
 
 def test_waiting_members_get_few_orders() -> None:

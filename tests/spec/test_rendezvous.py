@@ -19,7 +19,8 @@ def test_the_defaults() -> None:
     spec = RendezvousSpec()
     assert (spec.backend, spec.endpoints) == ("c10d", ("localhost:29400",))
     assert (spec.join_timeout, spec.last_call_timeout, spec.close_timeout) == (600, 30, 30)
-    assert (spec.heartbeat_timeout, spec.read_timeout, spec.exit_barrier_timeout) == (30, 60, 300)
+    assert (spec.heartbeat_timeout, spec.read_timeout, spec.exit_barrier_timeout) == (30, 60, None)
+    assert spec.replace_timeout is None
     assert (spec.store_grace, spec.keep_workers, spec.is_host) == (None, True, None)
 
 

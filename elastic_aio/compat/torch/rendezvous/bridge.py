@@ -58,6 +58,8 @@ _POLL_MIN_S = 0.1
 _ROLE = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
 _BARRIER = "torchelastic/agent/terminal_state"
+_BARRIER_S = 300.0
+"""Torch's limit of that barrier."""
 _END_THREAD = None
 
 
@@ -313,7 +315,8 @@ class HandlerRendezvous(Rendezvous):
 
     def _wait_at_barrier(self, info: Any) -> None:
         """Wait for the other nodes; an error or the timeout only ends the wait, as in torch."""
-        store, seconds = info.store, self._spec.rendezvous.exit_barrier_timeout
+        store, limit = info.store, self._spec.rendezvous.exit_barrier_timeout
+        seconds = _BARRIER_S if limit is None else limit
         try:
             if store.add(f"{_BARRIER}/num_members", 1) == info.world_size:
                 store.set(f"{_BARRIER}/last_member", "<val_ignored>")

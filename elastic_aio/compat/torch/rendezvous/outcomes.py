@@ -16,6 +16,8 @@ _ERRORS = {
     EndCause.TOO_FEW_NODES: RendezvousTimeoutError,
     EndCause.NO_STORE: RendezvousConnectionError,
     EndCause.RUN_HAD_ENDED: RendezvousClosedError,
+    EndCause.NODES_NOT_REPLACED: RendezvousTimeoutError,
+    EndCause.OTHER_JOB: RendezvousClosedError,
 }
 
 
