@@ -75,7 +75,8 @@ def preload(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
         return []
     python = theirs.command()[0]
     preloading = Launcher(
-        ours.name, lambda: [python, "-m", "elastic_aio", "run", "--preload=torch"]
+        ours.name,
+        lambda: [python, "-m", "elastic_aio", "run", "--torchrun-defaults", "--preload=torch"],
     )
     us, them = compare(max(rounds // 5, 1), _restarts, preloading, theirs)
     return [

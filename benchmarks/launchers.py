@@ -110,7 +110,9 @@ class Launcher:
 
 def elastic_aio() -> Launcher:
     """Return our launcher, run from this checkout by this interpreter."""
-    return Launcher("elastic_aio", lambda: [sys.executable, "-m", "elastic_aio", "run"])
+    return Launcher(
+        "elastic_aio", lambda: [sys.executable, "-m", "elastic_aio", "run", "--torchrun-defaults"]
+    )
 
 
 def torchrun(torch: Torch) -> Launcher:

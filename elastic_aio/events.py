@@ -103,6 +103,8 @@ class Restarting(Event, frozen=True, kw_only=True):
     """Seconds until the attempt begins."""
     restarts: int
     """Restarts after failures so far, this one included if it follows a failure."""
+    returned: int = 0
+    """How many of them no longer count: a healthy attempt came later; 0 after a request."""
 
 
 class StopRequested(Event, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from elastic_aio import events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
 from elastic_aio.reasons import plain_lines, reason_of
+from elastic_aio.spec.restart import restarts_text
 from elastic_aio.text import counted, format_duration, one_line, printable
 
 _GUIDE = "aio-elastic help failures"
@@ -41,7 +42,7 @@ def _describe(event: Event) -> tuple[int, str]:
         case events.AttemptFailed():
             return Level.WARNING, _attempt_failed(event)
         case events.Restarting():
-            after = f" after {event.delay:.3g} s" if event.delay else ""
+            after = f" in {event.delay:.3g} s" if event.delay else ""
             return Level.WARNING, f"restarting as attempt {event.attempt}{after}: {event.why}"
         case events.StopRequested():
             level = Level.INFO if event.signal is None else Level.WARNING
@@ -217,7 +218,7 @@ def _job_started(event: events.JobStarted) -> str:
     logs = f"logs in {event.log_dir}" if event.log_dir else "no logs unless it fails"
     return (
         f"run {event.run_id}: {workers} of {event.entrypoint} on {event.node}{nodes},"
-        f" {counted(event.max_restarts, 'restart')}{losses}, {logs}"
+        f" {restarts_text(event.max_restarts)}{losses}, {logs}"
     )
 
 

@@ -95,6 +95,8 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """Number of the latest round; 0 without a rendezvous, -1 before the first one."""
     restarts: int = 0
     """Restarts after failures."""
+    returned: int = 0
+    """How many of them no longer count: a healthy attempt came later."""
     max_restarts: int = 0
     membership_changes: int = 0
     """Rounds that a change of the membership caused."""
@@ -126,7 +128,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     @property
     def restarts_left(self) -> int:
         """Restarts after failures that `max_restarts` still allows."""
-        return max(0, self.max_restarts - self.restarts)
+        return max(0, self.max_restarts - self.restarts + self.returned)
 
 
 class StatusTracker:
@@ -136,7 +138,7 @@ class StatusTracker:
         self.phase = "starting"
         self.reason = ""
         """Why the job stops, restarts or has ended; else empty."""
-        self.restarts = 0
+        self.restarts = self.returned = 0
         self.membership_changes = 0
         self.attempt = 0
         self.failure = ""
@@ -183,6 +185,7 @@ class StatusTracker:
                 self._enter("stopping", event, self.failure)
             case events.Restarting():
                 self.restarts = event.restarts
+                self.returned = max(self.returned, event.returned)
                 self._enter("restarting", event, event.why)
             case node_events.MembershipChanged():
                 self._enter("restarting", event, event.why)
@@ -253,6 +256,7 @@ class StatusTracker:
             attempt=self.attempt,
             round=self.round,
             restarts=self.restarts,
+            returned=self.returned,
             membership_changes=self.membership_changes,
             failure=self.failure,
             world_size=len(self.workers),

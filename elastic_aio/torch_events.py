@@ -43,7 +43,7 @@ class _Job:
             entrypoint="", nproc_per_node=0, nnodes="1", max_restarts=0, agent_pid=0
         )
         self.attempt = -1
-        self.restarts = 0
+        self.restarts = self.returned = 0
         self.group_rank = 0
         self.group_world_size = 1
         self.world_size = 0
@@ -61,6 +61,7 @@ class _Job:
                 self.joining_since = event.time
             case events.Restarting():
                 self.restarts = event.restarts
+                self.returned = max(self.returned, event.returned)
                 self.joining_since = event.time + event.delay
             case node_events.MembershipChanged():
                 self.joining_since = event.time
@@ -263,7 +264,8 @@ class TorchMetrics:
 
     @property
     def _remaining(self) -> int:
-        return max(0, self._job.started.max_restarts - self._job.restarts)
+        used = self._job.restarts - self._job.returned
+        return max(0, self._job.started.max_restarts - used)
 
     def _finished(self, event: events.JobFinished) -> list[tuple[str, int]]:
         is_failed = event.state is not JobState.SUCCEEDED

@@ -236,7 +236,7 @@ def test_help_shows_the_fields() -> None:
     """With their defaults and docstrings, which Python itself does not keep."""
     text = inspect.getdoc(elastic_aio.RestartPolicy) or ""
     assert text.startswith("Which failures are followed by another attempt")
-    assert "\nFields:\n    backoff: Backoff | None = None\n        Delays between" in text
+    assert "\n    healthy_after: float | None = None\n        An attempt that ran" in text
     assert "Fields" in (elastic_aio.StopEscalated.__doc__ or "")
     assert "Fields" not in (elastic_aio.Agent.__doc__ or "")
 

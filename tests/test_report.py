@@ -301,7 +301,7 @@ EVENTS: list[tuple[Event, int, str]] = [
     (
         Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0.25, restarts=1),
         Level.WARNING,
-        "restarting as attempt 1 after 0.25 s: restart 1 of 2 (max restarts)",
+        "restarting as attempt 1 in 0.25 s: restart 1 of 2 (max restarts)",
     ),
     (
         Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0, restarts=1),

@@ -33,7 +33,7 @@ from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
-from elastic_aio.process.base import Spawner, reason_of
+from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.signals import ReceivedSignals
@@ -158,14 +158,11 @@ class Agent:
         # Imported here: most embedded jobs have none.
         from elastic_aio.control.server import ControlServer
 
-        server = ControlServer(self)
-        try:
-            server.open()
-        except OSError as error:
-            self._event_log.append(ControlUnavailable(why=reason_of(error)))
-        else:
-            self._control = server
-            driver.done.add_done_callback(lambda _: server.close())
+        log = self._event_log
+        server = ControlServer(self, lambda why: log.append(ControlUnavailable(why=why)))
+        self._control = server
+        server.open()
+        driver.done.add_done_callback(lambda _: server.close())
 
     def _make_driver(self, nproc: int) -> Driver:
         runtime = LocalRuntime(

@@ -181,7 +181,7 @@ class SingleNodeMachine(AgentMachine):
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
             return self._give_up(self._start_failure.why_permanent)
-        if self._spec.restart.decide is None or self._budget.is_exhausted:
+        if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
             return self._apply(RestartAction.DEFAULT)
         if self._stop is not None:
             return self._finish_stopped()
@@ -203,6 +203,7 @@ class SingleNodeMachine(AgentMachine):
             why=decision.why,
             delay=decision.delay,
             restarts=self._budget.restarts,
+            returned=self._budget.returned,
         )
         if decision.delay:
             return [Publish(restarting), BackOff(self.attempt, decision.delay)]

@@ -21,6 +21,8 @@ from elastic_aio.cli.forced_exit import forced_exit
 
 _ALL_SIGNALS = signal.valid_signals()
 
+_AS_TORCHRUN = "--torchrun-defaults"
+
 COMMANDS = {
     "ps": "elastic_aio.cli.control:main_ps",
     "status": "elastic_aio.cli.control:main_status",
@@ -132,14 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_torchrun(argv: Sequence[str] | None = None) -> int:
-    """Run `aio-torchrun`: `aio-elastic run` without its first word; return the exit code.
+    """Run `aio-torchrun`: `aio-elastic run --torchrun-defaults`; return the exit code.
 
     Args:
         argv: the arguments; None takes those of the process.
     """
     _fix_inherited_state()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return _run(arguments, owns_process=argv is None, prog="aio-torchrun")
+    words = [_AS_TORCHRUN, *arguments]
+    return _run(words, owns_process=argv is None, prog="aio-torchrun")
 
 
 def main_launch(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +156,7 @@ def main_launch(argv: Sequence[str] | None = None) -> int:
     _fix_inherited_state()
     arguments = sys.argv[1:] if argv is None else list(argv)
     prog = "python -m elastic_aio.launch"
-    return _run(arguments, owns_process=argv is None, prog=prog, is_launch=True)
+    return _run([_AS_TORCHRUN, *arguments], owns_process=argv is None, prog=prog, is_launch=True)
 
 
 def _run(

@@ -25,6 +25,7 @@ from elastic_aio.hardware.cpus import format_cpus
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan_logs, run_prefix
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
 from elastic_aio.spec.job import Function, LaunchSpec
+from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext
 
 _RANDOM: Final = "<random>"
@@ -87,7 +88,7 @@ def plan_lines(
     yield f"run id: {spec.run_id or _RANDOM}"
     yield from _nodes(spec)
     yield f"workers on this node: {nproc}"
-    yield f"restarts: {spec.max_restarts}"
+    yield f"restarts: {'unlimited' if spec.max_restarts == UNLIMITED else spec.max_restarts}"
     yield f"stop: {spec.stop}"
     yield f"logs: {directory or 'none'}"
     for name, path in filtered_logs(spec.logs, directory, 0).items():

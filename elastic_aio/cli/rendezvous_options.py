@@ -29,6 +29,7 @@ from elastic_aio.spec.rendezvous import (
     engine_port,
 )
 from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
 Values = Mapping[str, str | None]
 
@@ -130,7 +131,8 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
         port = parse_number("--master-port", text, least=1, most=65535, unit="a port")
     rank = _node_rank(values, env if is_many else {})
     endpoint = _endpoint(values, port, backend if is_many else "")
-    settings = dict(conf.settings)
+    is_torchrun = bool(values["torchrun_defaults"])
+    settings = {**(TORCHRUN_DEFAULTS["rendezvous"] if is_torchrun else {}), **conf.settings}
     if is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
         settings |= read_secrets(conf)

@@ -5,16 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from elastic_aio.cli.options import Option, invalid_value, parse_int, parse_seconds
+from elastic_aio.cli.options import (
+    Option,
+    invalid_value,
+    parse_int,
+    parse_number,
+    parse_seconds,
+)
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
-from elastic_aio.spec.restart import Backoff, RestartPolicy
+from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
 RESTART_OPTIONS: Final = (
     Option(
+        "max-restarts",
+        "restarts of the group after failures: a number, or 'unlimited' (default 0)",
+        metavar="N",
+    ),
+    Option(
+        "healthy-after",
+        "an attempt that ran for so long returns all restarts used so far (default: never)",
+        metavar="SECONDS",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
         "restart-delay",
         "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to the"
-        " next, and a random part of it is waited (default 0)",
+        " next, and a random part of it is waited (default 0 before the first restart, then 1, 2,"
+        " 4 and up to 60; so again after an attempt of a minute)",
         metavar="SECONDS",
         has_variable=False,
         is_own=True,
@@ -47,6 +67,17 @@ _LIMIT: Final = 1e9
 """Seconds."""
 
 
+def parse_max_restarts(text: str | None) -> int:
+    """Return the number of restarts.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text == "unlimited":
+        return UNLIMITED
+    return parse_number("--max-restarts", text or "0", unit="'unlimited' or a whole number")
+
+
 def parse_restart_options(values: Mapping[str, str | None], max_restarts: int) -> RestartPolicy:
     """Return the policy of the options, by their `dest`.
 
@@ -54,12 +85,18 @@ def parse_restart_options(values: Mapping[str, str | None], max_restarts: int) -
         UsageError: one line that names the option, the problem and the value.
         SpecError: likewise, with the name of the field.
     """
-    for name in ("restart_delay", "restart_window", "restart_on"):
+    for name in ("healthy_after", "restart_delay", "restart_window", "restart_on"):
         if values[name] is not None and not max_restarts:
             problem = "has no effect unless --max-restarts is at least 1"
             raise invalid_value(_option(name), problem, values[name])
+    settings = dict(TORCHRUN_DEFAULTS["restart"]) if values["torchrun_defaults"] else {}
+    if (text := values["healthy_after"]) is not None:
+        seconds = parse_seconds("--healthy-after", text, is_positive=True, limit=_LIMIT)
+        settings["healthy_after"] = seconds
+    if (text := values["restart_delay"]) is not None:
+        settings["backoff"] = _backoff(text)
     return RestartPolicy(
-        backoff=_backoff(values["restart_delay"]),
+        **settings,
         window=_window(values["restart_window"], max_restarts),
         restart_on=_codes("restart_on", values["restart_on"]),
         never_on=_codes("never_on", values["never_on"]) or (),
@@ -70,9 +107,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _backoff(text: str | None) -> Backoff | None:
-    if text is None:
-        return None
+def _backoff(text: str) -> Backoff:
     option = "--restart-delay"
     first, colon, longest = text.partition(":")
     initial = parse_seconds(option, first, limit=_LIMIT)

@@ -19,7 +19,6 @@ RUN_OPTIONS: Final = (
         " are any, else CPUs) (default 1)",
         metavar="N",
     ),
-    Option("max-restarts", "restarts of the group after failures (default 0)", metavar="N"),
     *RESTART_OPTIONS,
     Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
     Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
@@ -223,6 +222,12 @@ RUN_OPTIONS: Final = (
         " 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
         metavar="WHEN",
         has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "torchrun-defaults",
+        "torchrun's defaults where others differ: no delay of restarts, an exit barrier of 300 s"
+        " (on for aio-torchrun)",
         is_own=True,
     ),
     Option("quiet", "print errors and the failure report only", has_variable=False, is_own=True),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from elastic_aio.control.client import RunningJob
+from elastic_aio.spec.restart import UNLIMITED, restarts_text
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted, format_duration, one_line, truncate
 
@@ -59,7 +60,7 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
         f"{running}/{len(status.workers)}",
         str(status.group_rank) if status.round >= 0 else "-",
         str(status.attempt),
-        str(status.restarts_left),
+        "unlimited" if status.max_restarts == UNLIMITED else str(status.restarts_left),
         format_duration(now - (status.started_at or now)),
     )
 
@@ -97,7 +98,7 @@ def head_lines(status: JobStatus, now: float) -> list[str]:
     """Return what there is to say about a job beside its workers."""
     since = format_duration(now - status.since)
     why = f": {one_line(status.reason)}" if status.reason else ""
-    used = f"{status.restarts} of {counted(status.max_restarts, 'restart')} used"
+    used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
     lines = [
         f"run {one_line(status.run_id)}: {one_line(status.entrypoint)} on {status.node}"
         f" (pid {status.agent_pid})",

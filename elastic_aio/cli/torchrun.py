@@ -21,7 +21,6 @@ from elastic_aio.cli.options import (
     invalid_value,
     option_parser,
     parse_int,
-    parse_number,
     parse_seconds,
     split_options,
     value_from_env,
@@ -31,7 +30,7 @@ from elastic_aio.cli.rendezvous_options import (
     Values,
     parse_rendezvous_options,
 )
-from elastic_aio.cli.restart_options import parse_restart_options
+from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
 from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
 from elastic_aio.cli.suggestions import argument_warnings, variable_warnings
 from elastic_aio.errors import SpecError
@@ -201,7 +200,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
     http = _http(values)
     entrypoint, args = _program(values, program)
     nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
-    max_restarts = parse_number("--max-restarts", values["max_restarts"] or "0")
+    max_restarts = parse_max_restarts(values["max_restarts"])
     logs = parse_log_options(values, env)
     warnings += _log_warnings(logs)
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]

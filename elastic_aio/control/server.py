@@ -1,7 +1,8 @@
 """The control socket of one agent: a Unix socket that only its user can connect to.
 
-The job never needs it.  Idle it costs one descriptor and no wake-up; what answers requests is
-loaded with the first connection.
+The job never needs it.  Idle it costs two descriptors and no wake-up; what answers requests is
+loaded with the first connection.  A socket that was removed is made anew: at the logout of a
+user, systemd-logind removes the directory /run/user/UID.
 
 The name of a socket is never used twice, and it appears only when the socket listens.  So a
 socket that refuses connections belongs to a launcher that was killed, and may be removed.
@@ -13,10 +14,13 @@ import asyncio
 import os
 import socket
 import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
+from elastic_aio.logs.inotify import IN_ATTRIB, IN_MOVE_SELF, InotifyWatcher
+from elastic_aio.process.base import reason_of
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
@@ -27,6 +31,8 @@ CONNECTIONS_MAX: Final = 64
 _BACKLOG: Final = 16
 _RETRY_S: Final = 1.0
 """Seconds without accepting after a lack of descriptors."""
+_REMADE_AFTER_S: Final = 1.0
+"""Seconds from the removal of the socket to the next one: a directory is removed in steps."""
 _CLOSE_S: Final = 0.25
 """Seconds for the last answers when the job is over."""
 
@@ -34,25 +40,35 @@ _CLOSE_S: Final = 0.25
 class ControlServer:
     """Answers requests about one job; `close` comes with the end of the job."""
 
-    def __init__(self, job: ControlledJob) -> None:
-        """Prepare; nothing listens before `open`.  The job is not kept alive."""
+    def __init__(self, job: ControlledJob, on_unavailable: Callable[[str], None]) -> None:
+        """Prepare; nothing listens before `open`.  The job is not kept alive.
+
+        Args:
+            job: what requests are about.
+            on_unavailable: called with the reason when no socket can be made.
+        """
         self.path = ""
         """Of the socket; empty while nothing listens."""
         self._job = weakref.ref(job)
+        self._on_unavailable = on_unavailable
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
+        self._watcher: InotifyWatcher | None = None
+        self._remaking: asyncio.TimerHandle | None = None
         self._sessions: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<ControlServer at {self.path or 'no path'}, {len(self._sessions)} connections>"
 
     def open(self) -> None:
-        """Listen.
+        """Listen, if that is possible: there may be no directory, or no descriptor."""
+        try:
+            self._listen()
+        except OSError as error:
+            self._on_unavailable(reason_of(error))
 
-        Raises:
-            OSError: that is not possible: no directory, no descriptor.
-        """
+    def _listen(self) -> None:
         directory = make_directory()
         name = f"{self._pid}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
         unfinished = os.path.join(directory, f".{name}")
@@ -69,15 +85,27 @@ class ControlServer:
             raise
         self._socket = listener
         self._loop.add_reader(listener, self._accept)
+        # The removal of its name changes the attributes of a socket; it exists until it is closed.
+        self._watcher = InotifyWatcher(self._on_change, IN_ATTRIB | IN_MOVE_SELF, polls=False)
+        self._watcher.add(self.path, 0)
+
+    def _on_change(self, _events: Mapping[int, int]) -> None:
+        if not os.path.lexists(self.path):
+            self.close()
+            self._remaking = self._loop.call_later(_REMADE_AFTER_S, self.open)
 
     def close(self) -> None:
         """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
+        if self._remaking is not None:
+            self._remaking.cancel()
         if self._socket is None or os.getpid() != self._pid:
             return
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
         self._socket.close()
         self._socket = None
+        if self._watcher is not None:
+            self._watcher.close()
         try:
             os.unlink(self.path)
         except OSError:

@@ -1,4 +1,4 @@
-"""InotifyWatcher: notification of files that grow, by inotify(7) through the C library.
+"""InotifyWatcher: notification of files that change, by inotify(7) through the C library.
 
 Python has no inotify, and alternatives without a thread poll.  Where the kernel refuses
 (instances and watches are limited per user), a timer takes its place.
@@ -12,7 +12,9 @@ import os
 from collections.abc import Callable, Mapping
 
 IN_MODIFY = 0x2
+IN_ATTRIB = 0x4
 IN_OPEN = 0x20
+IN_MOVE_SELF = 0x800
 _EVENTS = IN_MODIFY | IN_OPEN
 _POLL_S = 0.05
 
@@ -26,14 +28,23 @@ _REST_S = 0.01
 
 
 class InotifyWatcher:
-    """Calls back with the watched files that may have grown; must be closed."""
+    """Calls back with the watched files that may have changed; must be closed."""
 
-    def __init__(self, on_events: Callable[[Mapping[int, int]], None]) -> None:
+    def __init__(
+        self,
+        on_events: Callable[[Mapping[int, int]], None],
+        events: int | None = None,
+        *,
+        polls: bool = True,
+    ) -> None:
         """Call `on_events` with the events of files, by token.
 
-        An event is `IN_MODIFY`, `IN_OPEN` or both; 0 if the kernel reports none for a file.
+        An event is `IN_MODIFY`, `IN_OPEN` or both, or what else `events` has; 0 if the kernel
+        reports none for a file, which a timer replaces if the watcher `polls`.
         """
         self._on_events = on_events
+        self._events = _EVENTS if events is None else events
+        self._polls = polls
         self._loop = asyncio.get_running_loop()
         self._paths: dict[int, str] = {}  # token -> file
         self._tokens: dict[int, int] = {}  # watch descriptor -> token
@@ -67,7 +78,7 @@ class InotifyWatcher:
     def read_events(self) -> None:
         """Call back with what the kernel has reported by now."""
         if self._descriptor >= 0:
-            events = self._read() | dict.fromkeys(self._resting, _EVENTS)
+            events = self._read() | dict.fromkeys(self._resting, self._events)
             if events:
                 self._on_events(events)
 
@@ -78,7 +89,8 @@ class InotifyWatcher:
         self._polled.clear()
         self._resting.clear()
         if self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -86,11 +98,11 @@ class InotifyWatcher:
         handle = -1
         if self._descriptor >= 0:
             path = os.fsencode(self._paths[token])
-            handle = self._libc.inotify_add_watch(self._descriptor, path, _EVENTS)
+            handle = self._libc.inotify_add_watch(self._descriptor, path, self._events)
         if handle >= 0:
             self._tokens[handle] = token
             self._handles[token] = handle
-        else:
+        elif self._polls:
             self._polled.add(token)
             self._poll_later()
 
@@ -121,7 +133,7 @@ class InotifyWatcher:
         for token in resting:
             self._subscribe(token)
         if resting:
-            self._on_events(dict.fromkeys(resting, _EVENTS))
+            self._on_events(dict.fromkeys(resting, self._events))
 
     def _read(self) -> dict[int, int]:
         """Return the queued events by token."""
@@ -130,14 +142,14 @@ class InotifyWatcher:
         except BlockingIOError:
             return {}
         except OSError:  # no memory: the events are lost, and any file may have grown
-            return dict.fromkeys(self._handles, _EVENTS)
+            return dict.fromkeys(self._handles, self._events)
         # inotify(7): an event has four integers, of which the first is the watch and the
         # second is the event; a name follows only for watched directories.
         integers = memoryview(content).cast("i").tolist()
         events: dict[int, int] = {}
         for handle, event in zip(integers[::4], integers[1::4], strict=True):
             if handle < 0:  # IN_Q_OVERFLOW: any file may have grown
-                return dict.fromkeys(self._handles, _EVENTS)
+                return dict.fromkeys(self._handles, self._events)
             # Events of a watch that was just removed have no token.
             if (token := self._tokens.get(handle)) is not None:
                 events[token] = events.get(token, 0) | event

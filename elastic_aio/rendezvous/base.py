@@ -87,6 +87,7 @@ class RestartCause(Struct, frozen=True):
     `attempt` is its number, `why` the rule that applies, `restarts` the number of restarts
     so far, and `delay` the seconds until it begins.  `root` is the failure that ended the
     previous attempt; None after a change of the membership, or a request (`is_requested`).
+    `returned` restarts no longer count.
     """
 
     attempt: int
@@ -95,6 +96,7 @@ class RestartCause(Struct, frozen=True):
     delay: float = 0.0
     root: Failure | None = None
     is_requested: bool = False
+    returned: int = 0
 
 
 # ------------------------------------------------------------- instructions
@@ -269,7 +271,11 @@ class Rendezvous(abc.ABC):
 def restarting_event(cause: RestartCause) -> Restarting:
     """Return the event of a restart after a failure, or by request."""
     return Restarting(
-        attempt=cause.attempt, why=cause.why, delay=cause.delay, restarts=cause.restarts
+        attempt=cause.attempt,
+        why=cause.why,
+        delay=cause.delay,
+        restarts=cause.restarts,
+        returned=cause.returned,
     )
 
 

@@ -87,9 +87,10 @@ class RunEntry:
         if self._former.goes_on_in is not None:
             return self._former.goes_on_in == job
         status = self._member.status
+        is_spent = self._budget.is_exhausted(status.runtime)
         is_open = status.is_busy or status.pending_restart is not None
         # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
-        is_final = self._former.knows_failure and self._budget.is_exhausted
+        is_final = self._former.knows_failure and is_spent
         has_succeeded = self._member.has_succeeded or self._member.has_seen_success
         may_go_on = not (has_succeeded or is_final)
         return self._former.is_leased and (is_open or may_go_on)

@@ -219,7 +219,7 @@ def decide_restart(state: CoordinatorState) -> None:
             return
         current.cause = state.next_cause()
         state.wait_for_nodes()
-    elif state.settings.has_decide and not state.budget.is_exhausted:
+    elif state.settings.has_decide and not state.budget.is_exhausted(_runtime(state)):
         current.wait_until = state.now + DECIDE_TIMEOUT
         state.phase = CoordinatorPhase.DECIDING
         state.outbox.publish(RequestDecision(failures[0]))
@@ -270,16 +270,21 @@ def back_off(state: CoordinatorState) -> None:
 
 
 def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
-    members = [one.status for one in state.active() if state.has_placement(one)]
-    runtime = max((status.runtime for status in members), default=0.0)
     root = state.round.failures[0]
-    decision = state.budget.decide(root, action, runtime, state.now)
+    decision = state.budget.decide(root, action, _runtime(state), state.now)
     if not decision.restart:
         state.fail_job(decision.why)
         return
     attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
-    root = truncate_failure(root)
-    _restart(state, RestartCause(attempt, decision.why, restarts, decision.delay, root))
+    root, returned = truncate_failure(root), state.budget.returned
+    cause = RestartCause(attempt, decision.why, restarts, decision.delay, root, returned=returned)
+    _restart(state, cause)
+
+
+def _runtime(state: CoordinatorState) -> float:
+    """Return how many seconds the workers of the round ran."""
+    members = [one.status for one in state.active() if state.has_placement(one)]
+    return max((status.runtime for status in members), default=0.0)
 
 
 def _restart(state: CoordinatorState, cause: RestartCause) -> None:

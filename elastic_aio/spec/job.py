@@ -31,7 +31,7 @@ from elastic_aio.spec.checks import (
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import RestartPolicy
+from elastic_aio.spec.restart import UNLIMITED, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
@@ -135,7 +135,7 @@ class LaunchSpec:
     nnodes: NodeRange = NodeRange()
     """Nodes of the job: N, "MIN:MAX" or a pair."""
     max_restarts: int = 0
-    """How many failed attempts may be followed by another one."""
+    """How many failed attempts may be followed by another one; "unlimited" for any number."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables set in every worker, over the inherited environment.
 
@@ -220,7 +220,7 @@ class LaunchSpec:
         args: Iterable[object] = (),
         nproc_per_node: int | str = 1,
         nnodes: int | str | tuple[int, int] | NodeRange = 1,
-        max_restarts: int = 0,
+        max_restarts: int | Literal["unlimited"] = 0,
         env: Mapping[str, str] | None = None,
         cwd: str | PathLike[str] | None = None,
         role: str = "default",
@@ -351,6 +351,10 @@ def _nproc(name: str, value: object) -> int | str:
     return value
 
 
+def _max_restarts(name: str, value: object) -> int:
+    return UNLIMITED if value == "unlimited" else checked_integer(name, value, at_least=0)
+
+
 def _run_id(name: str, value: object) -> str:
     if not checked_text(name, value):
         raise SpecError(name, value, "must not be empty")
@@ -395,7 +399,7 @@ def _optional(check: Callable[[str, object], object]) -> Callable[[str, object],
 # How each setting is checked that needs no other one, in this order.
 _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "nproc_per_node": _nproc,
-    "max_restarts": partial(checked_integer, at_least=0),
+    "max_restarts": _max_restarts,
     "env": _env,
     "cwd": _optional(checked_path),
     "role": checked_text,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import (
+    MAX_NUMBER,
     check_number,
     checked_integer,
     checked_items,
@@ -17,13 +18,15 @@ from elastic_aio.spec.checks import (
     is_integer,
     set_fields,
 )
+from elastic_aio.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
     """Exponential delays between restarts.
 
-    The n-th consecutive restart, from 0, is delayed by `min(cap, initial * factor**n)`.
+    The n-th consecutive restart after the first `at_once`, from 0, is delayed by
+    `min(cap, initial * factor**n)`.
     """
 
     initial: float = 1.0
@@ -37,13 +40,15 @@ class Backoff:
 
     Jobs that failed together then do not restart together.
     """
+    at_once: int = 0
+    """How many consecutive restarts have no delay before those that have one."""
 
     def ceiling(self, consecutive: int) -> float:
         """Return the longest delay in seconds of the n-th consecutive restart, from 0."""
-        if not self.initial:
+        if not self.initial or consecutive < self.at_once:
             return 0.0
         try:
-            return min(self.cap, self.initial * self.factor**consecutive)
+            return min(self.cap, self.initial * self.factor ** (consecutive - self.at_once))
         except OverflowError:
             return self.cap
 
@@ -58,10 +63,24 @@ class Backoff:
         total = 0.0
         for count in range(restarts):
             ceiling = self.ceiling(count)
-            if ceiling in (self.cap, self.ceiling(count + 1)):
+            if count >= self.at_once and ceiling in (self.cap, self.ceiling(count + 1)):
                 return share * (total + ceiling * (restarts - count))
             total += ceiling
         return share * total
+
+
+UNLIMITED: Final = MAX_NUMBER
+"""The `max_restarts` of a job without a limit."""
+
+DEFAULT_BACKOFF: Final = Backoff(jitter=False, at_once=1)
+
+SETTLED_S: Final = 60.0
+"""Seconds that end a series of failures: an attempt that ran so long has no delay of theirs."""
+
+
+def restarts_text(number: int) -> str:
+    """Return a `max_restarts` with its noun: `1 restart`, `unlimited restarts`."""
+    return "unlimited restarts" if number == UNLIMITED else counted(number, "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +106,15 @@ class NodeLosses:
     """How many rounds of a job of several nodes may lose a node.
 
     A node is lost when its agent ends without leaving: a crash of the host, SIGKILL, a
-    network that is down.  Nodes that are lost in one round count once.  The first two losses
-    within `seconds` are followed by a round at once, the others after the delay of `backoff`.
+    network that is down.  Nodes that are lost in one round count once.  A round follows after
+    the delay of `backoff`, by default at once after the first two losses within `seconds`: two
+    hosts that fail together are no crash loop.
     """
 
     count: int = 10
     """At most so many within any `seconds`; a further one ends the job."""
     seconds: float = 60.0
-    backoff: Backoff = Backoff(initial=0.25, factor=2.0, cap=1.0, jitter=False)
+    backoff: Backoff = Backoff(initial=0.25, factor=2.0, cap=1.0, jitter=False, at_once=2)
 
     def __str__(self) -> str:
         return f"{self.count} within {self.seconds:g} s"
@@ -102,9 +122,6 @@ class NodeLosses:
 
 _TEXT_MAX = 100
 """Characters of a setting that is compared with that of another node."""
-
-LOSSES_AT_ONCE = 2
-"""Losses without a delay: two hosts that fail together are no crash loop."""
 
 
 class RestartAction(Enum):
@@ -128,10 +145,14 @@ DECIDE_TIMEOUT = 600.0
 class RestartPolicy:
     """Which failures are followed by another attempt, and after which delay."""
 
-    backoff: Backoff | None = None
-    """Delays between restarts; None restarts at once, as torchrun does."""
+    backoff: Backoff | None = DEFAULT_BACKOFF
+    """Delays between restarts; None restarts at once, as torchrun does.
+
+    By default the first restart is at once, and the next ones wait 1, 2, 4 and up to 60 s.
+    Delays begin anew after an attempt that ran for a minute, or for `healthy_after`.
+    """
     healthy_after: float | None = None
-    """An attempt that ran this many seconds resets the back-off; None never does."""
+    """An attempt that ran this many seconds returns the restarts used so far; None never does."""
     window: RestartWindow | None = None
     """At most `count` restarts in `seconds`, as a `RestartWindow` or a pair."""
     restart_on: frozenset[int] | None = None
@@ -150,7 +171,7 @@ class RestartPolicy:
     def __init__(
         self,
         *,
-        backoff: Backoff | None = None,
+        backoff: Backoff | None = DEFAULT_BACKOFF,
         healthy_after: float | None = None,
         window: RestartWindow | tuple[int, float] | None = None,
         restart_on: Iterable[int] | None = None,
@@ -181,9 +202,6 @@ class RestartPolicy:
             check_number("restart.window", self.window.seconds, above=0)
         if self.healthy_after is not None:
             check_number("restart.healthy_after", self.healthy_after, above=0)
-            if self.backoff is None:
-                problem = "has no effect unless restart.backoff is set"
-                raise SpecError("restart.healthy_after", self.healthy_after, problem)
         if both := (self.restart_on or frozenset()) & self.never_on:
             codes = ", ".join(map(str, sorted(both)))
             problem = f"must not hold codes of the restart-on list: {codes}"
@@ -213,7 +231,8 @@ class RestartPolicy:
             )
             raise SpecError("restart.window", self.window, problem)
         settings = {
-            "restart.backoff": self.backoff,
+            "restart.backoff": None if self.backoff == DEFAULT_BACKOFF else self.backoff,
+            "restart.healthy_after": self.healthy_after,
             "restart.restart_on": self.restart_on,
             "restart.decide": self.decide,
         }
@@ -253,6 +272,7 @@ def _check_backoff(name: str, backoff: object) -> None:
         raise SpecError(f"{name}.cap", backoff.cap, problem)
     if not isinstance(backoff.jitter, bool):
         raise SpecError(f"{name}.jitter", backoff.jitter, "must be True or False")
+    checked_integer(f"{name}.at_once", backoff.at_once, at_least=0)
 
 
 def _check_node_losses(losses: object) -> None:
@@ -262,7 +282,7 @@ def _check_node_losses(losses: object) -> None:
     checked_integer(f"{name}.count", losses.count, at_least=0)
     check_number(f"{name}.seconds", losses.seconds, above=0)
     _check_backoff(f"{name}.backoff", losses.backoff)
-    total = losses.backoff.expected_total(max(0, losses.count - LOSSES_AT_ONCE))
+    total = losses.backoff.expected_total(losses.count)
     if total >= losses.seconds:
         problem = f"cannot be exhausted, as its delays take {total:g} s; use a longer window"
         raise SpecError(name, str(losses), problem)

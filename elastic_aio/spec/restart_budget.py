@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from elastic_aio.outcome import Failure
-from elastic_aio.spec.restart import LOSSES_AT_ONCE, RestartAction, RestartPolicy
+from elastic_aio.spec.restart import SETTLED_S, UNLIMITED, RestartAction, RestartPolicy
 from elastic_aio.text import counted
 
 
@@ -41,6 +41,8 @@ class RestartHistory:
     restart_ages: tuple[float, ...] = ()
     """The latest, the oldest first."""
     loss_ages: tuple[float, ...] = ()
+    returned: HistoryCount = 0
+    """Restarts that a healthy attempt has returned to the budget."""
 
 
 _AGES_MAX = 100
@@ -89,15 +91,18 @@ class RestartBudget:
         self._restarts = _Count(policy.window.count if policy.window else 0)
         self._losses = _Count(policy.node_losses.count if policy.node_losses else 0)
         self._consecutive = 0
+        self._returned = 0
 
     def __repr__(self) -> str:
-        return f"<RestartBudget: {self.restarts} of {self._max_restarts} restarts used>"
+        used = self.restarts - self._returned
+        return f"<RestartBudget: {used} of {self._max_restarts} restarts used>"
 
     def clear(self) -> None:
         """Begin anew, for another job."""
         self._restarts.clear()
         self._losses.clear()
         self._consecutive = 0
+        self._returned = 0
 
     @property
     def restarts(self) -> int:
@@ -105,9 +110,14 @@ class RestartBudget:
         return self._restarts.total
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether `max_restarts` allows no further restart."""
-        return self.restarts >= self._max_restarts
+    def returned(self) -> int:
+        """How many of them healthy attempts have returned."""
+        return self._returned
+
+    def is_exhausted(self, ran: float) -> bool:
+        """Whether `max_restarts` allows no restart after an attempt of `ran` seconds."""
+        used = 0 if self._is_healthy(ran) else self.restarts - self._returned
+        return used >= self._max_restarts
 
     def decide(
         self, root: Failure, action: RestartAction, ran: float, now: float
@@ -128,7 +138,7 @@ class RestartBudget:
         code = None if status.returncode is None else status.shell_code
         if action is RestartAction.GIVE_UP:
             return RestartDecision(False, "restart.decide returned GIVE_UP")
-        if self.is_exhausted:
+        if self.is_exhausted(ran):
             if not self._max_restarts:
                 return RestartDecision(False, "no restarts allowed (max restarts: 0)")
             count = self._max_restarts
@@ -144,7 +154,12 @@ class RestartBudget:
             count, seconds = policy.window.count, policy.window.seconds
             why = f"{counted(count, 'restart')} within {seconds:g} s (restart window)"
             return RestartDecision(False, why)
-        why = f"restart {self.restarts + 1} of {self._max_restarts} (max restarts)"
+        if self._is_healthy(ran):
+            self._returned = self.restarts
+        number = self.restarts - self._returned + 1
+        why = f"restart {number} of {self._max_restarts} (max restarts)"
+        if self._max_restarts == UNLIMITED:
+            why = f"restart {number} (max restarts: unlimited)"
         if action is RestartAction.RESTART:
             why += ", restart.decide returned RESTART"
         return RestartDecision(True, why, self._delay(ran))
@@ -166,9 +181,9 @@ class RestartBudget:
         self._losses.record(now)
         if number > limit.count:
             return RestartDecision(False, f"{number} node losses, at most {limit} are allowed")
-        if number <= LOSSES_AT_ONCE:
+        if number <= limit.backoff.at_once:
             return RestartDecision(True, "")
-        delay = limit.backoff.delay(number - LOSSES_AT_ONCE - 1, self._random)
+        delay = limit.backoff.delay(number - 1, self._random)
         return RestartDecision(True, f"node loss {number} of {limit}", delay)
 
     def resume(self, restarts: int) -> None:
@@ -193,19 +208,25 @@ class RestartBudget:
             self._consecutive,
             (*self._restarts.ages(now), *[0.0][:pending]),
             self._losses.ages(now),
+            self._returned,
         )
 
     def follow(self, history: RestartHistory, now: float) -> None:
         """Take what the coordinator's budget has counted, to continue from there."""
         if self._restarts.resume(history.restarts, history.restart_ages, now):
             self._consecutive = history.consecutive
+            self._returned = history.returned
         self._losses.resume(history.losses, history.loss_ages, now)
 
+    def _is_healthy(self, ran: float) -> bool:
+        healthy_after = self._policy.healthy_after
+        return healthy_after is not None and ran >= healthy_after
+
     def _delay(self, ran: float) -> float:
-        backoff, healthy_after = self._policy.backoff, self._policy.healthy_after
+        backoff = self._policy.backoff
         if backoff is None:
             return 0.0
-        if healthy_after is not None and ran >= healthy_after:
+        if ran >= SETTLED_S or self._is_healthy(ran):
             self._consecutive = 0
         delay = backoff.delay(self._consecutive, self._random)
         self._consecutive += 1

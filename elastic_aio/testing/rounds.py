@@ -84,7 +84,8 @@ class RoundChecker:
         if number != placement.round:
             rounds = f"{number} and {placement.round}"
             self._fail(f"attempt {placement.attempt} belongs to rounds {rounds}")
-        if placement.restarts > self._spec.max_restarts:
+        is_returned = self._spec.restart.healthy_after is not None
+        if placement.restarts > self._spec.max_restarts and not is_returned:
             self._fail(f"{placement.restarts} restarts")
         round.members[member] = placement.span.group_rank
         if len(round.members) < size:

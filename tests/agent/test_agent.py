@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from elastic_aio import Agent, Event, JobFailed, LaunchSpec, LogSpec, launch
+from tests.support.restarts import AT_ONCE
 
 
 @pytest.mark.slow
@@ -30,7 +31,7 @@ async def test_a_failure_restarts_the_group() -> None:
 async def test_the_last_failure_is_raised() -> None:
     """Used-up restarts raise JobFailed with the culprit first."""
     with pytest.raises(JobFailed, match=r"rank 0.*exit code 3") as caught:
-        await launch(LaunchSpec(["bash", "-c", "exit 3"], max_restarts=2))
+        await launch(LaunchSpec(["bash", "-c", "exit 3"], max_restarts=2, restart=AT_ONCE))
     assert caught.value.result.exit_code == 3
     assert len(caught.value.result.attempts) == 3
 

@@ -36,6 +36,7 @@ from elastic_aio.logs.tee import Tee
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
 from tests.support.memory import peak_growth
+from tests.support.restarts import AT_ONCE
 
 BOTH = 'echo "out $RANK"; echo "err $RANK" >&2'
 
@@ -47,7 +48,7 @@ async def shown(
     logs = {"log_dir": str(directory / "logs"), **logs}
     spec = LaunchSpec(
         entrypoint, nproc_per_node=nproc, max_restarts=restarts, logs=LogSpec(**logs), run_id="run",
-        env={"NOTES": str(directory)},
+        env={"NOTES": str(directory)}, restart=AT_ONCE,
     )  # fmt: skip
     with file_console(directory) as console:
         try:

@@ -34,6 +34,7 @@ from elastic_aio import (
 from elastic_aio.spec.restart import Decide
 from tests.support.children import python, restart_count_exits, shell, until
 from tests.support.leaks import alive
+from tests.support.restarts import at_once
 
 GUARD = 30.0
 
@@ -47,7 +48,7 @@ async def failed(spec: LaunchSpec, events: list[Event] | None = None) -> LaunchR
 
 def job(code: int = 1, *, restarts: int = 3, **policy: Any) -> LaunchSpec:
     """Return a job whose only worker always exits with `code`."""
-    return LaunchSpec(shell(f"exit {code}"), max_restarts=restarts, restart=RestartPolicy(**policy))
+    return LaunchSpec(shell(f"exit {code}"), max_restarts=restarts, restart=at_once(**policy))
 
 
 def delays(events: list[Event]) -> list[float]:
@@ -96,18 +97,22 @@ async def test_jitter_shortens_delays() -> None:
     assert len(set(delays(events))) > 1
 
 
-async def test_a_healthy_attempt_resets_the_back_off() -> None:
-    """An attempt that ran long enough is followed by the first delay again."""
+async def test_a_healthy_attempt_resets_the_back_off_and_the_budget() -> None:
+    """An attempt that ran long enough is followed by the first delay and the first restart."""
     events: list[Event] = []
     spec = LaunchSpec(
         shell("[ $TORCHELASTIC_RESTART_COUNT = 2 ] && sleep 0.3; exit 1"),
-        max_restarts=4,
+        max_restarts=2,
         restart=RestartPolicy(
             backoff=Backoff(initial=0.01, factor=2, cap=1, jitter=False), healthy_after=0.25
         ),
     )
-    await failed(spec, events)
+    result = await failed(spec, events)
     assert delays(events) == pytest.approx([0.01, 0.02, 0.01, 0.02])
+    whys = [event.why for event in events if isinstance(event, Restarting)]
+    assert whys == [f"restart {number} of 2 (max restarts)" for number in (1, 2, 1, 2)]
+    returned = [event.returned for event in events if isinstance(event, Restarting)]
+    assert (returned, result.restarts) == ([0, 0, 2, 2], 4)
 
 
 async def test_window() -> None:
@@ -120,9 +125,7 @@ async def test_window() -> None:
 @pytest.mark.slow
 async def test_a_window_slides() -> None:
     """Restarts older than the window do not count."""
-    spec = LaunchSpec(
-        shell("sleep 0.15; exit 1"), max_restarts=3, restart=RestartPolicy(window=(1, 0.1))
-    )
+    spec = LaunchSpec(shell("sleep 0.15; exit 1"), max_restarts=3, restart=at_once(window=(1, 0.1)))
     result = await failed(spec)
     assert result.restarts == 3
     assert "max restarts" in result.reason
@@ -160,9 +163,7 @@ async def test_decide_is_asked_with_the_root_cause() -> None:
         asked.append(failure)
         return RestartAction.RESTART if failure.status.code == 3 else RestartAction.GIVE_UP
 
-    spec = LaunchSpec(
-        restart_count_exits(3, 3, 4), max_restarts=9, restart=RestartPolicy(decide=decide)
-    )
+    spec = LaunchSpec(restart_count_exits(3, 3, 4), max_restarts=9, restart=at_once(decide=decide))
     result = await failed(spec)
     assert [failure.status.code for failure in asked] == [3, 3, 4]
     assert (result.restarts, result.reason) == (2, "restart.decide returned GIVE_UP")
@@ -332,7 +333,7 @@ async def test_stop_during_the_back_off() -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"healthy_after": 3.0}, "restart.healthy_after"),
+        ({"healthy_after": 0.0}, "restart.healthy_after"),
         ({"restart_on": {1, 2}, "never_on": {2}}, "restart.never_on"),
         ({"restart_on": set()}, "restart.restart_on"),
         ({"window": (9, 60)}, "restart.window"),
@@ -354,6 +355,7 @@ def test_contradictions_are_refused(settings: dict[str, Any], field: str) -> Non
     "settings",
     [
         {"backoff": Backoff()},
+        {"healthy_after": 3.0},
         {"restart_on": {1}},
         {"decide": lambda failure: RestartAction.RESTART},
     ],

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from elastic_aio import LaunchSpec, LogSpec, RestartPolicy, launch
+from elastic_aio import LaunchSpec, LogSpec, launch
 from tests.support.cli import run_cli
 
 pytest.importorskip("torch")
 from tests.support import functions_torch  # it imports torch
+from tests.support.restarts import at_once
 
 pytestmark = pytest.mark.torch
 
@@ -41,7 +42,7 @@ async def test_gloo_forms_again_after_every_restart() -> None:
         nproc_per_node=2,
         max_restarts=RESTARTS,
         logs=LogSpec(redirects=3),
-        restart=RestartPolicy(restart_on=[7]),
+        restart=at_once(restart_on=[7]),
     )
     result = await launch(spec)
     assert result.restarts == RESTARTS

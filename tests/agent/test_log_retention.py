@@ -28,6 +28,7 @@ from elastic_aio.agent import retention
 from elastic_aio.logs import trimmer
 from elastic_aio.logs.files import RunDirectory
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
+from tests.support.restarts import AT_ONCE
 
 LINES = 40_000
 WRITER = python(f"import sys\nfor n in range({LINES}): sys.stdout.write(f'{{n:099}}\\n')")
@@ -111,7 +112,7 @@ async def test_a_file_system_that_cannot_free_space(
 
 async def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
     spec = LaunchSpec(
-        shell("[ $TORCHELASTIC_RESTART_COUNT = 4 ]"), max_restarts=4,
+        shell("[ $TORCHELASTIC_RESTART_COUNT = 4 ]"), max_restarts=4, restart=AT_ONCE,
         logs=LogSpec(log_dir=tmp_path, redirects=1, keep_attempts=2),
     )  # fmt: skip
     result = await launch(spec)

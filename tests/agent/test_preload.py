@@ -30,6 +30,7 @@ from tests.support import functions
 from tests.support.children import DEADLINE_S, noted, until, until_sync
 from tests.support.cli import running, running_cli
 from tests.support.leaks import alive, leaked_processes
+from tests.support.restarts import AT_ONCE
 
 LONG = StopPlan.within(1000)
 SHORT = StopPlan.within(0.2)
@@ -261,7 +262,7 @@ async def test_a_server_that_is_killed_costs_a_restart(preloaded: Any) -> None:
     """
     code = "import os, signal\nfor kill in 'ab':\n    if not os.path.exists(f'{NOTES}/{kill}'):\n"
     code += "        os.mkdir(f'{NOTES}/{kill}')\n        os.kill(os.getpid(), signal.SIGKILL)"
-    result = await launch(preloaded(code, functions.give, max_restarts=2))
+    result = await launch(preloaded(code, functions.give, max_restarts=2, restart=AT_ONCE))
     assert len(result.attempts) in (2, 3)
     (failure,) = result.attempts[0].failures
     assert failure.message.endswith("the fork server has ended: killed by SIGKILL")

@@ -22,6 +22,7 @@ from elastic_aio import (
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts, WorkerStore
 from elastic_aio.errors import HostError, StoreLost
 from elastic_aio.store import KeyspaceLimits, ServerLimits, connect, server
+from tests.support.restarts import AT_ONCE
 
 GUARD = 30.0
 # Speaks the protocol without torch: VALIDATE, then ADD 1 to a key, and tells the sum.
@@ -46,6 +47,7 @@ async def test_every_attempt_has_a_fresh_store(tmp_path: Path) -> None:
         [sys.executable, "-S", "-c", COUNT],
         nproc_per_node=2,
         max_restarts=2,
+        restart=AT_ONCE,
         logs=LogSpec(log_dir=tmp_path, redirects=1),
     )
     result = await launch(spec)

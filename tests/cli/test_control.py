@@ -21,10 +21,11 @@ import pytest
 from elastic_aio.cli import control, local_jobs, main
 from elastic_aio.cli.local_jobs import JobError, choose_from, matches
 from elastic_aio.cli.options import UsageError
-from elastic_aio.cli.status_text import JOB_COLUMNS, job_row
+from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
 from elastic_aio.control.client import RunningJob
 from elastic_aio.control.protocol import EndReply, Reply
 from elastic_aio.outcome import JobState
+from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.status import JobStatus
 from tests.support.children import until_sync
 from tests.support.cli import CLI, Running, run_program, running, running_cli
@@ -193,6 +194,17 @@ def test_the_list_tells_the_nodes_of_a_job_apart() -> None:
     column = JOB_COLUMNS.index("GROUP RANK")
     assert [row[column] for row in rows] == ["-", "0", "1"]
     assert len(job_row(RunningJob("/7", 7, None), 0)) == len(JOB_COLUMNS)
+
+
+def test_restarts_that_were_returned_are_not_used() -> None:
+    status = JobStatus(restarts=5, returned=4, max_restarts=3)
+    assert "attempt   0 (1 of 3 restarts used)" in head_lines(status, 0)
+    assert job_row(RunningJob("/7", 7, status), 0)[JOB_COLUMNS.index("RESTARTS LEFT")] == "2"
+    endless = JobStatus(restarts=5, max_restarts=UNLIMITED)
+    assert "attempt   0 (5 of unlimited restarts used)" in head_lines(endless, 0)
+    assert (
+        job_row(RunningJob("/7", 7, endless), 0)[JOB_COLUMNS.index("RESTARTS LEFT")] == "unlimited"
+    )
 
 
 @pytest.mark.parametrize("argv", [["stop"], ["restart"], ["signal", "USR1"]])

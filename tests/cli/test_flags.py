@@ -302,6 +302,15 @@ def test_torchruns_own_command(script: Path, run_here: RunHere) -> None:
     assert "a script is required: aio-torchrun [options] script" in ended.err
 
 
+@pytest.mark.parametrize("command", [main_torchrun, main_launch])
+def test_torchruns_own_commands_have_its_defaults(run_here: RunHere, command: Any) -> None:
+    """No delay of the second restart, for example."""
+    words = ["--max-restarts=2", "--no-python", "false"]
+    ended = run_here(*["--use-env"][: command is main_launch], *words, command=command)
+    assert ended.code == 1
+    assert "restarting as attempt 2: restart 2 of 2 (max restarts)" in ended.err
+
+
 def test_the_legacy_launcher_passes_the_local_rank(script: Path, run_here: RunHere) -> None:
     """As the first argument; not with --use-env."""
     ended = run_here("--nproc_per_node=2", script, "a", command=main_launch)

@@ -17,7 +17,9 @@ from elastic_aio.events import JobStarted
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.report import format_success
-from elastic_aio.spec.restart import Backoff, RestartWindow
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy, RestartWindow
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.text import closest, format_duration
 from tests.support.cli import CLI, Ended, run_cli, run_program, running_cli
 from tests.support.sockets import free_port
@@ -80,7 +82,7 @@ def test_a_countdown_until_the_restart() -> None:
     options = ["--max-restarts=1", "--restart-delay=1.5", "--color=never", *BASH, script]
     ended = run_on_terminal(*options)
     assert ended.code == 0
-    _, countdown = ended.out.split("restarting as attempt 1 after 1.5 s", 1)
+    _, countdown = ended.out.split("restarting as attempt 1 in 1.5 s", 1)
     assert "\r\x1b[Kaio-elastic: restarting, 1.5 s left\r\x1b[K" in countdown
     assert " s left\r\x1b[Kdirect\r\n" in countdown
     assert "left" not in run_cli(*options).err
@@ -252,6 +254,38 @@ def test_restart_delays(text: str, backoff: Backoff) -> None:
     assert spec.restart.backoff == backoff
 
 
+def test_restarts_by_default() -> None:
+    policy = parse_run(["--max-restarts=3", "x"], {}).spec.restart
+    assert policy == RestartPolicy()
+
+
+def test_restarts_without_a_limit() -> None:
+    """As an option, as a variable and as a setting; the guide begins with this form."""
+    words = ["--max-restarts=unlimited", "--healthy-after=600", "--restart-window=5:3600"]
+    spec = parse_run([*words, "x"], {}).spec
+    assert spec.max_restarts == LaunchSpec("x", max_restarts="unlimited").max_restarts
+    assert (spec.restart.healthy_after, spec.restart.window) == (600.0, RestartWindow(5, 3600.0))
+    assert parse_run(["x"], {"PET_MAX_RESTARTS": "unlimited"}).spec.max_restarts == UNLIMITED
+
+
+@pytest.mark.parametrize(("part", "defaults"), TORCHRUN_DEFAULTS.items())
+def test_the_defaults_of_torchrun(part: str, defaults: dict[str, object]) -> None:
+    """All of them at once; an explicit option wins."""
+    spec = parse_run(["--torchrun-defaults", "--nnodes=2", "x"], {}).spec
+    assert {name: getattr(getattr(spec, part), name) for name in defaults} == defaults
+    words = ["--exit-barrier-timeout=7", "--max-restarts=1", "--restart-delay=5", "x"]
+    changed = parse_run(["--torchrun-defaults", *words], {}).spec
+    assert changed.rendezvous.exit_barrier_timeout == 7
+    assert changed.restart.backoff == Backoff(initial=5, factor=1, cap=5, jitter=False)
+
+
+def test_a_row_for_each_default_of_torchrun() -> None:
+    text = Path("docs/reference/torchrun-parity.md").read_text()
+    for part, defaults in TORCHRUN_DEFAULTS.items():
+        for name in defaults:
+            assert f"| `{part}.{name}` |" in text
+
+
 def test_restart_rules() -> None:
     words = ["--max-restarts=3", "--restart-window=3:900", "--restart-on=1, SIGKILL,75"]
     policy = parse_run([*words, "--never-on", "2,SIGSEGV", "x"], {}).spec.restart
@@ -263,6 +297,12 @@ def test_restart_rules() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--max-restarts=inf"], "--max-restarts: must be 'unlimited' or a whole number from 0"),
+        (["--max-restarts=-1"], "--max-restarts: must be 'unlimited' or a whole number from 0"),
+        (["--healthy-after=60"], "--healthy-after: has no effect unless --max-restarts is at"),
+        (["--max-restarts=1", "--healthy-after=0"], "--healthy-after: must be a number of seco"),
+        (["--max-restarts=9", "--restart-window=9:60"], "--restart-window: cannot be exhausted,"
+         " as 9 delays of the back-off take 183 s; use a longer window or shorter delays"),
         (["--restart-delay=1"], "--restart-delay: has no effect unless --max-restarts is at"),
         (["--max-restarts=1", "--restart-delay=x"], "--restart-delay: must be a number of sec"),
         (["--max-restarts=1", "--restart-delay=9:3"], "--restart-delay: must be SECONDS, or"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -314,6 +315,52 @@ async def test_a_directory_that_cannot_be_made_costs_the_job_nothing(
         assert (await agent.wait()).exit_code == 0
     (event,) = [one for one in events if isinstance(one, ControlUnavailable)]
     assert "no such file or directory" in event.why
+
+
+@pytest.mark.parametrize("way", ["removed", "moved"])
+async def test_a_socket_that_is_lost_is_made_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """With its directory, which goes at the logout of the user; connections go on."""
+    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.01)
+    async with controlled(run_id="r") as (agent, path):
+        server = agent._control
+        assert server is not None
+        with ControlClient(path) as waiter:
+            waiter.send(AwaitEnd())
+            await until(lambda: "1 connections" in repr(server))
+            if way == "removed":
+                shutil.rmtree(directory)
+            else:
+                directory.joinpath(os.path.basename(path)).rename(directory / "elsewhere")
+            await until(lambda: server.path not in ("", path))
+            assert isinstance(await in_thread(ask, server.path, GetStatus(), 30), StatusReply)
+            assert f"at {server.path}, " in repr(server)
+    directory.mkdir(exist_ok=True)
+    assert [name for name in sockets(directory) if name != "elsewhere"] == []
+
+
+async def test_a_socket_that_cannot_be_made_anew_is_reported_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes on without; other changes of the file are none of these."""
+    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.0)
+    unavailable: asyncio.Queue[ControlUnavailable] = asyncio.Queue()
+
+    def listen(event: object) -> None:
+        if isinstance(event, ControlUnavailable):
+            unavailable.put_nowait(event)
+
+    spec = LaunchSpec(SLEEPER)
+    async with Agent(spec, control=True, listeners=[listen]) as agent:
+        assert agent._control is not None
+        os.chmod(agent._control.path, 0o700)
+        monkeypatch.setenv(CONTROL_DIR, str(directory / "missing" / "more"))
+        os.unlink(agent._control.path)
+        async with asyncio.timeout(DEADLINE_S):
+            assert "no such file or directory" in (await unavailable.get()).why
+        assert agent._control.path == ""
+        assert unavailable.empty()
 
 
 async def test_sockets_of_dead_launchers_are_removed(directory: Path) -> None:

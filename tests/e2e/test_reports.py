@@ -463,8 +463,10 @@ def test_failures_before_a_restart() -> None:
     assert ended.code == 4
     assert [line for line in ended.errors if "attempt" in line and "FAILED" not in line] == [
         line for number in range(3) for line in ended.errors
-        if f"attempt {number} failed: rank 0" in line or f"restarting as attempt {number}:" in line
+        if f"attempt {number} failed: rank 0" in line or f"restarting as attempt {number}" in line
     ]  # fmt: skip
+    assert "restarting as attempt 1: restart 1 of 2 (max restarts)" in ended.err
+    assert "restarting as attempt 2 in 1 s: restart 2 of 2 (max restarts)" in ended.err
     assert ended.err.count("bash FAILED") == 1
     assert "all 2 restarts are used up (max restarts)" in ended.err
 

@@ -21,6 +21,7 @@ from elastic_aio.http.responses import LOG_MAX
 from elastic_aio.http.server import CONNECTIONS_MAX
 from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import JobState
+from tests.support.restarts import AT_ONCE
 
 DEADLINE_S = 30.0
 GET = b"GET /healthz HTTP/1.1\r\n\r\n"
@@ -400,7 +401,7 @@ async def test_clients_that_do_not_read_do_not_slow_a_job(server: StatusServer) 
             await loop.sock_connect(sock, (host, int(port)))
             await loop.sock_sendall(sock, get("/events"))
         name = "x" * 60_000  # in each event: more than the sockets take in all
-        spec = LaunchSpec(["sh", "-c", "exit 1"], max_restarts=20, run_id=name)
+        spec = LaunchSpec(["sh", "-c", "exit 1"], max_restarts=20, restart=AT_ONCE, run_id=name)
         with pytest.raises(JobFailed) as caught:
             await launch(spec, listeners=[server])
         assert caught.value.result.restarts == 20

@@ -387,10 +387,27 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "workers-kept-without-store",
-        "rendezvous/dynamic.py",
-        "self._perform(self._member.isolate(why))",
+        "rendezvous/silence.py",
+        "self._perform(self._member.isolate(why.format(stop_after), is_cut_off=is_over))",
         "pass",
         "a node without a store stops its workers before it is replaced",
+    ),
+    Mutation(
+        "drained-node-takes-part",
+        "rendezvous/state.py",
+        "not (one.status.drain_reason or self.is_aside(one))",
+        "not self.is_aside(one)",
+        "a node that is being stopped is in no further round",
+        _RENDEZVOUS + "test_node_losses.py::test_all_nodes_stop_at_once_where_one_is_drained",
+    ),
+    Mutation(
+        "departed-node-is-awaited",
+        "rendezvous/formation.py",
+        "return 0.0 if state.departed() else",
+        "return",
+        "a node that has left after its success is not waited for",
+        _RENDEZVOUS + "test_coordinator.py"
+        "::test_a_node_that_left_after_its_success_is_not_waited_for",
     ),
     # --------------------------------- rendezvous: elections, records, detector
     Mutation(
@@ -666,7 +683,7 @@ MUTATIONS: Final = (
     Mutation(
         "seen-failure-goes-on",
         "rendezvous/entry.py",
-        "is_final = self._former.knows_failure and self._budget.is_exhausted",
+        "is_final = self._former.knows_failure and is_spent",
         "is_final = False",
         "a failure that its coordinator has seen may have ended the job",
         _END + "test_a_failure_that_may_have_ended_the_job_enters_no_next_one",
@@ -674,8 +691,8 @@ MUTATIONS: Final = (
     Mutation(
         "unseen-failure-ends-the-job",
         "rendezvous/entry.py",
-        "is_final = self._former.knows_failure and self._budget.is_exhausted",
-        "is_final = self._budget.is_exhausted",
+        "is_final = self._former.knows_failure and is_spent",
+        "is_final = is_spent",
         "a failure that no coordinator has seen ends no job",
         _END + "test_the_host_may_be_started_again_without_any_restart_left",
     ),

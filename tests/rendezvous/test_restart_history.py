@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_aio.events import Restarting
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness
+from tests.support.restarts import at_once
 
-WINDOW = RestartPolicy(window=(2, 3600.0))
+WINDOW = at_once(window=(2, 3600.0))
 
 
 def why_ended(harness: CoordinatorHarness) -> str:
@@ -75,6 +77,33 @@ def test_the_delay_grows_under_another_coordinator() -> None:
     assert delays == [1, 2, 4, 8] * 2
 
 
+def test_a_healthy_round_returns_the_budget_under_another_coordinator() -> None:
+    """The number of restarts goes on, and so does that of the returned ones."""
+    policy = at_once(healthy_after=600.0)
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=1, restart=policy)
+    for turn, ran in enumerate((1.0, 600.0, 700.0)):
+        harness.fail("a", runtime=ran)
+        harness.settle(harness.now + 1)
+        assert not why_ended(harness)
+        harness.elect("ab"[turn % 2])
+        harness.settle(harness.now + 1)
+    events = [one for one in harness.published if isinstance(one, Restarting)]
+    assert [(one.restarts, one.returned) for one in events] == [(1, 0), (2, 1), (3, 2)]
+    harness.fail("b", runtime=599.0)
+    assert why_ended(harness) == "the only restart is used up (max restarts)"
+
+
+def test_the_default_delays_are_those_of_the_coordinator() -> None:
+    """The first restart is at once; a round of a minute ends the series."""
+    policy = RestartPolicy()
+    harness = CoordinatorHarness(RoundSettings(2, 2), "a", "b", max_restarts=9, restart=policy)
+    for ran in (1.0, 1.0, 1.0, 60.0):
+        harness.fail("a", runtime=ran)
+        harness.settle(harness.now + 100)
+    events = [one for one in harness.published if isinstance(one, Restarting)]
+    assert [one.delay for one in events] == [0, 1, 2, 0]
+
+
 def test_a_coordinator_that_is_lost_in_every_round_is_counted() -> None:
     """A crash loop takes its own node down, and with it the budget of that node."""
     policy = RestartPolicy(
@@ -104,7 +133,7 @@ def test_a_coordinator_that_is_lost_in_every_round_is_counted() -> None:
 @pytest.mark.parametrize("count", [10, 1000])
 def test_a_history_is_bounded(count: int) -> None:
     """So that every order stays small."""
-    policy = RestartPolicy(window=(1000, 10_000.0))
+    policy = at_once(window=(1000, 10_000.0))
     harness = CoordinatorHarness(RoundSettings(1, 1), "a", max_restarts=1001, restart=policy)
     for _ in range(count):
         harness.fail("a")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import ExitStatus, Failure
 from elastic_aio.spec.restart import (
+    DEFAULT_BACKOFF,
+    UNLIMITED,
     Backoff,
     NodeLosses,
     RestartAction,
@@ -20,6 +22,7 @@ from elastic_aio.spec.restart import (
     changed_settings,
 )
 from elastic_aio.spec.restart_budget import RestartBudget, RestartDecision, RestartHistory
+from tests.support.restarts import at_once
 
 
 def test_delays_double_up_to_the_cap() -> None:
@@ -80,6 +83,7 @@ def test_the_expected_total_halves_jittered_delays() -> None:
     assert Backoff(initial=1, factor=2, cap=60, jitter=False).expected_total(4) == 15
     assert Backoff(initial=1, factor=2, cap=60).expected_total(4) == 7.5
     assert Backoff().expected_total(0) == 0
+    assert DEFAULT_BACKOFF.expected_total(9) == 0 + 1 + 2 + 4 + 8 + 16 + 32 + 60 + 60
 
 
 @pytest.mark.parametrize(
@@ -135,17 +139,17 @@ def test_a_policy_is_made_of_plain_values() -> None:
             {"backoff": Backoff(factor=0.5)},
             "restart.backoff.factor: must be a number of at least 1",
         ),
+        (
+            {"backoff": Backoff(at_once=-1)},
+            "restart.backoff.at_once: must be a whole number of at least 0 (got -1)",
+        ),
         ({"backoff": Backoff(cap=0.5)}, "restart.backoff.cap: must be at least initial=1"),
         (
             {"backoff": Backoff(cap=float("inf"))},
             "restart.backoff.cap: must be a number of at least 0 (got inf)",
         ),
         (
-            {"healthy_after": 5},
-            "restart.healthy_after: has no effect unless restart.backoff is set",
-        ),
-        (
-            {"healthy_after": 0, "backoff": Backoff()},
+            {"healthy_after": 0},
             "restart.healthy_after: must be a number above 0 (got 0)",
         ),
         ({"decide": 5}, "restart.decide: must be callable (got 5)"),
@@ -197,6 +201,7 @@ def test_a_window_that_can_be_exhausted_is_accepted() -> None:
     "policy",
     [
         RestartPolicy(backoff=Backoff()),
+        RestartPolicy(healthy_after=600.0),
         RestartPolicy(restart_on=frozenset({1})),
         RestartPolicy(decide=lambda _: RestartAction.GIVE_UP),
     ],
@@ -233,7 +238,7 @@ def test_a_lost_status_is_no_exit_code(policy: dict[str, Any], restart: bool, wh
 
 
 def budget(max_restarts: int = 3, share: float = 1.0, **policy: Any) -> RestartBudget:
-    return RestartBudget(max_restarts, RestartPolicy(**policy), lambda: share)
+    return RestartBudget(max_restarts, at_once(**policy), lambda: share)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +299,11 @@ def test_codes_and_callbacks(
 def test_a_callback_cannot_exceed_max_restarts(action: RestartAction) -> None:
     spent = budget(2)
     for number in (1, 2):
-        assert not spent.is_exhausted
+        assert not spent.is_exhausted(1.0)
         assert spent.decide(failure(), action, 1.0, 10.0).restart
         spent.record(10.0)
         assert spent.restarts == number
-    assert spent.is_exhausted
+    assert spent.is_exhausted(1.0)
     decision = spent.decide(failure(), action, 1.0, 10.0)
     assert decision == RestartDecision(False, "all 2 restarts are used up (max restarts)")
     assert repr(spent) == "<RestartBudget: 2 of 2 restarts used>"
@@ -339,6 +344,55 @@ def test_a_healthy_attempt_resets_the_delay() -> None:
         9, backoff=Backoff(initial=1, factor=2, cap=60, jitter=False), healthy_after=10.0
     )
     assert delays(resetting, [1, 9.9, 10.0, 1, 1]) == [1, 2, 1, 2, 4]
+
+
+def test_the_default_delays() -> None:
+    """None at first, then 1, 2, 4 and up to 60 s; anew after an attempt of a minute."""
+    spent = budget(99, backoff=DEFAULT_BACKOFF)
+    assert delays(spent, [5] * 9) == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert delays(spent, [59.9, 60, 1, 60]) == [60, 0, 1, 0]
+
+
+def test_no_restarts_are_the_default_with_any_delay() -> None:
+    RestartPolicy().check_with(0)
+    assert RestartPolicy().backoff == DEFAULT_BACKOFF
+
+
+def test_a_healthy_attempt_returns_the_budget() -> None:
+    """Before the callback is asked, too; the number of restarts goes on."""
+    spent = budget(2, healthy_after=600.0)
+    for number in (1, 2, 1, 2):
+        ran = 600.0 if number == 1 else 599.0
+        assert not spent.is_exhausted(ran)
+        decision = spent.decide(failure(), RestartAction.DEFAULT, ran, 0.0)
+        assert decision.why == f"restart {number} of 2 (max restarts)"
+        spent.record(0.0)
+    assert (spent.restarts, spent.returned) == (4, 2)
+    assert spent.is_exhausted(599.0)
+    assert not spent.decide(failure(), RestartAction.DEFAULT, 599.0, 0.0).restart
+
+
+def test_what_was_returned_is_known_to_the_budget_of_another_node() -> None:
+    leading, following = (budget(1, healthy_after=600.0) for _ in range(2))
+    for ran in (1.0, 600.0):
+        assert leading.decide(failure(), RestartAction.DEFAULT, ran, 0.0).restart
+        leading.record(0.0)
+    history = leading.history(0.0)
+    assert history is not None
+    following.follow(history, 0.0)
+    assert following.returned == 1
+    following.clear()
+    assert following.returned == 0
+
+
+def test_unlimited_restarts_end_by_the_window_only() -> None:
+    endless = budget(UNLIMITED, window=RestartWindow(2, 60.0))
+    for number in (1, 2):
+        decision = endless.decide(failure(), RestartAction.DEFAULT, 1.0, 0.0)
+        assert decision.why == f"restart {number} (max restarts: unlimited)"
+        endless.record(0.0)
+    decision = endless.decide(failure(), RestartAction.DEFAULT, 1.0, 0.0)
+    assert decision == RestartDecision(False, "2 restarts within 60 s (restart window)")
 
 
 def test_jitter_uses_the_given_randomness() -> None:

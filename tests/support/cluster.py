@@ -68,7 +68,7 @@ def launcher_with(policy: str) -> list[str]:
     return [sys.executable, "-W", "default", "-c", code, "run"]
 
 
-UNLIMITED_LOSSES = launcher_with("node_losses=None")
+UNLIMITED_LOSSES = launcher_with("backoff=None, node_losses=None")
 
 # Output that is a defect, whatever the test is about.
 _FORBIDDEN_OUTPUT = re.compile(
@@ -333,6 +333,7 @@ class Cluster:
             "log_dir": directory / "logs",
             "redirects": 3,
             "events": directory / "events",
+            "restart_delay": 0 if self._options.get("max_restarts") else None,
             **self._options,
             **options,
         }

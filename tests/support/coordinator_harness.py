@@ -37,6 +37,7 @@ from elastic_aio.rendezvous.messages import (
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
 from elastic_aio.spec.restart import RestartAction, RestartPolicy
 from elastic_aio.spec.restart_budget import RestartBudget
+from tests.support.restarts import AT_ONCE
 
 
 def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus:
@@ -79,7 +80,7 @@ class CoordinatorHarness:
         self.recorded: RoundRecord | None = None
         """The last round, as it was recorded."""
         self._budget: Callable[[], RestartBudget] = lambda: RestartBudget(
-            max_restarts, restart or RestartPolicy(), lambda: 1.0
+            max_restarts, restart or AT_ONCE, lambda: 1.0
         )
         self.budgets: dict[str, RestartBudget] = {}
         """By member, and by other names of coordinators."""

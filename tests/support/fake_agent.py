@@ -28,6 +28,7 @@ from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartAction
+from tests.support.restarts import AT_ONCE
 
 E = TypeVar("E")
 
@@ -49,13 +50,12 @@ def job_spec(
 ) -> LaunchSpec:
     """Return a job that meets at `endpoint`."""
     settings = {"heartbeat_timeout": 2.0, "last_call_timeout": 0.2, "read_timeout": 5.0, **settings}
-    of_job = {key: settings.pop(key) for key in ("restart",) if key in settings}
     return LaunchSpec(
         ["true"],
         nnodes=nnodes,
         max_restarts=max_restarts,
+        restart=settings.pop("restart", AT_ONCE),
         rendezvous=RendezvousSpec(endpoint=endpoint, **settings),
-        **of_job,
     )
 
 

@@ -45,7 +45,9 @@ from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import SignalSpec, StopPlan
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class AgentJob:
             nproc_per_node=spec.local_world_size,
             nnodes=nodes,
             max_restarts=spec.max_restarts,
+            restart=RestartPolicy(**TORCHRUN_DEFAULTS["restart"]),
             role=spec.role,
             run_id=handler.get_run_id(),
             master_addr=spec.master_addr or None,

@@ -41,10 +41,10 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.spec.checks import MAX_NUMBER
 from elastic_aio.spec.job import LaunchSpec, NodeRange
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart import UNLIMITED, RestartAction, RestartPolicy
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
 
 _LOCAL = "127.0.0.1"
@@ -70,7 +70,8 @@ class Participation:
             nnodes=nodes,
             rendezvous=rendezvous,
             run_id=run_id,
-            max_restarts=MAX_NUMBER,
+            max_restarts=UNLIMITED,
+            restart=RestartPolicy(**TORCHRUN_DEFAULTS["restart"]),
         )
         self._serves = serves
         self._loop: LoopThread | None = None
