@@ -237,7 +237,9 @@ class MultiNodeMachine(AgentMachine):
             return []
         self.phase = AgentPhase.IDLE
         timeout = self._spec.rendezvous.exit_barrier_timeout
-        others = f"others had not after {timeout:g} s (rendezvous.exit_barrier_timeout)"
+        others = "the others go on without it"
+        if timeout is not None:
+            others = f"others had not after {timeout:g} s (rendezvous.exit_barrier_timeout)"
         return self._end(self._success(f"{_SUCCESS} on this node; {others}"))
 
     # ---------------------------------------------------------------- the group

@@ -161,8 +161,9 @@ class MultiNodeDriver(Driver):
 
     async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
         if effect.timeout is None:
-            await wait_forever()
-        await self._runtime.clock.sleep(effect.timeout)
+            await (self._rendezvous.abandoned() or wait_forever())
+        else:
+            await self._runtime.clock.sleep(effect.timeout)
         await self._rendezvous.wait_unneeded()
         return BarrierTimedOut(effect.attempt)
 

@@ -27,7 +27,7 @@ TIMES: Final = {
 _STATIC_TIMEOUT: Final = "900"
 """Seconds; torchrun's default for its static backend."""
 
-SWITCHES: Final = ("is_host", "keep_workers", "overlap", "reuse")
+SWITCHES: Final = ("any_program", "is_host", "keep_workers", "overlap", "reuse")
 
 TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_name")
 """Keys of `TlsSpec`."""

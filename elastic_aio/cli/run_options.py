@@ -262,7 +262,7 @@ RUN_EPILOG: Final = (
     " last_call_timeout (30), close_timeout (30), heartbeat_timeout (30),"
     " read_timeout (60; both 900 with 'static'), timeout (900; 'static' only),"
     " store_grace (leaves time for the stop plan; no limit with 'etcd' and 'redis'),"
-    " keep_workers (true), overlap (false), reuse (false), is_host (detected),"
+    " any_program (false), keep_workers (true), overlap (false), reuse (false), is_host (detected),"
     " token_file (path of a file with the store's token; no token), tls_cert,"
     " tls_key and tls_ca (PEM files; no TLS), tls_client_auth (true), tls_server_name (host of the"
     " endpoint); with 'etcd' and 'redis': user, password_file, key_prefix (/rendezvous),"

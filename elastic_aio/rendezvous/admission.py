@@ -58,6 +58,10 @@ def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
     if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):
         nnodes = NodeRange(status.minimum, status.maximum)
         return f"it was started with --nnodes {nnodes}, the job with {settings.nnodes}"
+    ours, its = (settings.program, settings.uid), (status.program, status.uid)
+    if ours != its and not settings.any_program:
+        runs = f"it runs {its[0]} as user {its[1]}, and the job {ours[0]} as user {ours[1]}"
+        return f"{runs}: give each job its own --rdzv-id, or set any_program"
     rank = status.preferred_rank
     if settings.fixed_ranks and rank is not None and not 0 <= rank < settings.maximum:
         return f"node rank {rank} is not below {settings.maximum}"

@@ -243,6 +243,16 @@ class Rendezvous(abc.ABC):
     def report(self, report: Report) -> None:
         """Send the state of this node's workers to the other nodes; never blocks."""
 
+    def abandoned(self) -> Awaitable[None] | None:
+        """Return what ends when the other nodes are known to go on without this one.
+
+        Called after this node's success, where it waits for them without a limit.  None, the
+        default: that is never known.
+
+        Cancellation: happens when an instruction follows, or this node stops.
+        """
+        return None
+
     async def wait_unneeded(self) -> None:  # noqa: B027  # not every backend serves a store
         """Wait while other nodes' workers still need what this node serves to them.
 

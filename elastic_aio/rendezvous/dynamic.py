@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING
 
 from elastic_aio.aio import Notifier, create_task, random_bytes, run_shielded
@@ -71,6 +71,9 @@ _LAST_STATUS_S = 0.5
 _RELEASE_S = 0.25
 """Seconds for which it then waits until the store has ended its lease."""
 
+_ABANDONED_S = 150.0
+"""Seconds between two looks of a node that has succeeded, whether the others know of it."""
+
 START_TIMEOUT = 600.0
 """Seconds after which a node gives up whose workers do not start."""
 _START_NOTICE_S = 60.0
@@ -116,6 +119,8 @@ class DynamicRendezvous(Rendezvous):
                 preferred_rank=settings.node_rank,
                 minimum=spec.nnodes.minimum,
                 maximum=spec.nnodes.maximum,
+                program=self._round_settings.program,
+                uid=self._round_settings.uid,
                 policy=self._round_settings.policy,
                 stop_time=spec.stop.grace + spec.stop.reap_timeout,
             ),
@@ -163,6 +168,27 @@ class DynamicRendezvous(Rendezvous):
     def report(self, report: Report) -> None:
         self._member.report(report)
         self._changed.notify_all()
+
+    def abandoned(self) -> Awaitable[None]:
+        return self._wait_abandoned()
+
+    async def _wait_abandoned(self) -> None:
+        """Wait until no coordinator at the present store has this node's round.
+
+        The job may have ended at the former store while this node was cut off.  No event shows
+        that, so the node looks from time to time.  A coordinator that runs the round, or is
+        about to replace it, has recorded its number.
+        """
+        former: StoreSession | None = None
+        while True:
+            await asyncio.sleep(_ABANDONED_S)
+            session = self._session
+            if session is None or session is not former:
+                former = session  # the search for a store has a limit of its own
+                continue
+            with contextlib.suppress(StoreError):
+                if not (session.has_joined and await session.has_own_round()):
+                    return
 
     async def wait_unneeded(self) -> None:
         """Wait until no other node runs workers, if this one serves a store to them.
@@ -463,6 +489,9 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
         fence=FENCE,
         order_timeout=order_timeout(spec),
         policy=changed_settings(spec.max_restarts, spec.restart) | settings.changed_settings,
+        program=os.path.basename(spec.name),
+        uid=os.getuid(),
+        any_program=settings.any_program,
         has_decide=spec.restart.decide is not None,
         may_move=len(settings.endpoints) > 1 and not settings.is_on_engine,
     )

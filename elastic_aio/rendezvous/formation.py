@@ -24,8 +24,8 @@ again: the newest placement that any member reports.
   Unless all workers of the round had been stopped, its end is the loss of a node.
 * An outcome in any status wins over everything: a member that has read the end of the
   job has exited or is about to, and the others must end in the same way.
-* minimum and maximum are taken from a member of the round, not from the command line of
-  the new coordinator's node, which may be a misconfigured joiner.
+* minimum, maximum, program and user are taken from a member of the round, not from the
+  new coordinator's node, which may be a misconfigured joiner.
 
 Nodes that are gone
 ===================
@@ -135,7 +135,13 @@ def _continue_round(
     state: CoordinatorState, first: MemberStatus, outcome: JobOutcome | None, *, is_whole: bool
 ) -> None:
     """Run a recovered round on, or end it; `first` is the status of one of its members."""
-    state.settings = replace(state.settings, minimum=first.minimum, maximum=first.maximum)
+    state.settings = replace(
+        state.settings,
+        minimum=first.minimum,
+        maximum=first.maximum,
+        program=first.program,
+        uid=first.uid,
+    )
     state.phase = CoordinatorPhase.RUNNING
     held = [*state.round.placements.values()]
     if outcome is not None:

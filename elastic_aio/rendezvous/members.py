@@ -76,6 +76,8 @@ class RoundSettings(Struct, frozen=True):
         fence: how long after the end of its lease workers may live on a lost node.
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
+        program, uid: what the job runs, and as which user; see `MemberStatus`.
+        any_program: whether nodes may differ in these.
         has_decide: whether the user's callback is asked before each restart.
         may_move: whether nodes that are cut off may meet at another store.
     """
@@ -94,6 +96,9 @@ class RoundSettings(Struct, frozen=True):
     fence: float = 0.0
     order_timeout: float = 28.0
     policy: dict[str, str] = {}
+    program: str = ""
+    uid: int = -1
+    any_program: bool = False
     has_decide: bool = False
     may_move: bool = False
 

@@ -78,7 +78,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 31 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 33 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -88,6 +88,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
         port: reserved there for the workers of the next round.
         is_host: whether it hosts the store.
         minimum, maximum: nodes of the job, by its own command line.
+        program, uid: what its workers run, and as which user; empty and -1 if not known.
         placement: the last one it took.
         moves: how often it has changed the store since then.
         stopped_round: no worker of this round or of an earlier one runs there.
@@ -122,6 +123,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_host: bool = False
     minimum: int = 1
     maximum: int = 1
+    program: str = ""
+    uid: int = -1
     phase: MemberPhase = MemberPhase.JOINING
     placement: Placement | None = None
     moves: int = 0

@@ -46,6 +46,7 @@ from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
     MessageError,
+    RoundRecord,
     decode_order,
     decode_status,
     encode,
@@ -285,6 +286,15 @@ class StoreSession:
     async def _delete_status(self) -> None:
         self._is_draining = True
         await self._store.delete(self._own_key)
+
+    async def has_own_round(self) -> bool:
+        """Return whether the last round of a coordinator at this store is this member's.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        record = RoundRecord.decode(await self._store.peek("round"))
+        return record is not None and record.round == self._member.status.round
 
     async def wait_alone(self) -> None:
         """Wait until no other member has workers that need this node.

@@ -138,6 +138,12 @@ class RendezvousSpec:
     Otherwise a node that comes after the end gets the recorded outcome, while the store
     lives, and runs nothing.
     """
+    any_program: bool = False
+    """Whether the nodes may run different programs, or belong to different users.
+
+    Otherwise a node that differs from the job at the endpoint is refused: two jobs that have one
+    run id by accident would become one.
+    """
     overlap: bool = False
     """Whether a new round may begin on one node while another node still stops its workers.
 
@@ -177,7 +183,7 @@ class RendezvousSpec:
         for name in ("exit_barrier_timeout", "replace_timeout", "store_grace"):
             if (value := getattr(self, name)) is not None:
                 check_number(f"rendezvous.{name}", value, at_least=0)
-        for name in ("keep_workers", "overlap", "reuse"):
+        for name in ("any_program", "keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
         checked_token(self.token, "rendezvous.token")

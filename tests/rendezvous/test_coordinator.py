@@ -584,6 +584,32 @@ def test_a_node_with_other_nnodes_is_rejected() -> None:
     assert not harness.ranks
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"program": "x.py", "uid": 1}, ""),
+        ({"program": "y.py", "uid": 1}, "it runs y.py as user 1, and the job x.py as user 1"),
+        ({"program": "x.py", "uid": 2}, "it runs x.py as user 2, and the job x.py as user 1"),
+    ],
+)
+@pytest.mark.parametrize("any_program", [False, True])
+def test_a_node_with_another_program_or_user_is_refused(
+    fields: dict[str, Any], why: str, any_program: bool
+) -> None:
+    """Two jobs that have one run id by accident do not become one."""
+    settings = RoundSettings(1, 2, program="x.py", uid=1, any_program=any_program)
+    harness = CoordinatorHarness(settings)
+    harness.join("a", program="x.py", uid=1)
+    harness.join("b", **fields)
+    harness.settle(40)
+    if why and not any_program:
+        advice = "give each job its own --rdzv-id, or set any_program"
+        assert ("b", Reject(f"{why}: {advice}")) in harness.sent
+        assert harness.ranks == {"a": 0}
+    else:
+        assert harness.ranks == {"a": 0, "b": 1}
+
+
 def test_a_node_of_another_protocol_version_is_rejected() -> None:
     harness = CoordinatorHarness(RoundSettings(2, 2), "a")
     harness.coordinator.on_status("x", replace(status("x", harness.settings), protocol=9), 0.0)

@@ -415,6 +415,18 @@ def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
         assert "MembershipChanged" not in sim.trace
 
 
+def test_a_node_that_has_succeeded_is_there_for_a_late_restart() -> None:
+    sim = Simulation(job(2, max_restarts=1), endpoints=("store0",))
+    a, b = sim.add_node("a"), sim.add_node("b")
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    a.end_workers(0)
+    sim.run(5000)
+    sim.fail_worker(b)
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    assert a.running is not None
+    assert a.running.restarts == 1
+
+
 @pytest.mark.parametrize("drained", ["a", "c"])
 def test_the_nodes_stop_together_where_one_is_drained(drained: str) -> None:
     """Their workers save at the same time, for 6 s; then the others go on without the node."""

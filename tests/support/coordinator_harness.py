@@ -46,6 +46,8 @@ def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus
         "node": NodeInfo(name, 1, 1, "default"),
         "minimum": settings.minimum,
         "maximum": settings.maximum,
+        "program": settings.program,
+        "uid": settings.uid,
         **fields,
     }
     return MemberStatus(serial=1, address=name, port=1, **given)  # type: ignore[arg-type]
