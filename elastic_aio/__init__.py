@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from elastic_aio.events import WorkersIdle as WorkersIdle
     from elastic_aio.events import WorkerStarted as WorkerStarted
     from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
+    from elastic_aio.events import WorkersUnfinished as WorkersUnfinished
     from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
@@ -159,7 +160,7 @@ else:
                 LogDiskFull LogsNotRemoved OutputLost
                 Restarting SignalForwarded StacksDumped StopEscalated StopRequested
                 TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited
-                WorkerReady WorkersIdle WorkerStarted WorkerStoreRefused
+                WorkerReady WorkersIdle WorkersUnfinished WorkerStarted WorkerStoreRefused
             """,
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",

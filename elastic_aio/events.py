@@ -204,7 +204,7 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
     local_rank: int
     pid: int
     deadline: str
-    """`heartbeat`, `ready`, `progress`, `phase`, or `watchdog`: the worker asked for it."""
+    """`heartbeat`, `ready`, `progress`, `phase`, `exit skew`, or `watchdog`: the worker asked."""
     limit: float
     """Seconds that it had."""
     age: float
@@ -245,6 +245,19 @@ class WorkersIdle(Event, frozen=True, kw_only=True):
 
     seconds: float
     workers: tuple[WorkerActivity, ...]
+
+
+class WorkersUnfinished(Event, frozen=True, kw_only=True):
+    """Workers of this node still run although the first has exited with 0 some time ago.
+
+    `finished` is how many have exited with 0, and `running` the ranks of those that run.
+    Reported once for each attempt.
+    """
+
+    seconds: float
+    """Seconds since the first success."""
+    finished: int
+    running: tuple[int, ...]
 
 
 class StacksDumped(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from elastic_aio.reasons import reason_of
+from elastic_aio.reasons import LOST_PEER, reason_of
 
 # Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
 # x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
@@ -163,6 +163,11 @@ class Failure:
     """Name of a known cause, such as "out of memory: ..." or "a port is in use"."""
 
     @property
+    def distance(self) -> tuple[bool, bool]:
+        """How far it is from the root cause: a victim, a worker that has lost a peer, or none."""
+        return self.is_victim, self.cause == LOST_PEER
+
+    @property
     def summary(self) -> str:
         """One line: the worker, how it ended, and why."""
         worker = f"rank {self.rank}" if self.pid is None else f"rank {self.rank} (pid {self.pid})"
@@ -176,10 +181,11 @@ class Failure:
 def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Sort failures so that the root cause comes first.
 
-    Victims come last; the others by time, then by the order in which exits were seen.
+    Victims come last, and before them workers that have lost a peer; the others by time, then
+    by the order in which exits were seen.
     """
     return tuple(
-        sorted(failures, key=lambda item: (item.is_victim, item.time, item.order, item.rank))
+        sorted(failures, key=lambda item: (*item.distance, item.time, item.order, item.rank))
     )
 
 

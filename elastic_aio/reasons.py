@@ -55,13 +55,22 @@ _KNOWN_TEXTS: Final = (
         "out of memory",
     ),
 )
+LOST_PEER: Final = "the connection to another worker was lost"
+"""The known cause of a worker that failed because another one has ended."""
+# Said by gloo, by NCCL, by torch's store, and by the kernel (EPIPE, ECONNRESET).  Only the
+# reason counts: a worker may write it about a connection that matters no more.
+_LOST_PEER: Final = (
+    r"Connection (?:was likely )?closed(?: by peer)?\b|Connection reset by peer|Broken pipe"
+    r"|ncclRemoteError|remote process exited|DistNetworkError"
+    r"|\[Errno (?:32|104)\]|EPIPE|ECONNRESET|BrokenPipeError|ConnectionResetError"
+)
 _KNOWN_CODES: Final = {
     126: "a command cannot be executed",
     127: "a command was not found",
 }
 _SIGNALED: Final = 128
 """Exit codes from here on are a shell's for a signal."""
-_SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 7, 9, 24, 25
+_SIGABRT, _SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 6, 7, 9, 24, 25
 
 
 def plain_lines(text: str) -> list[str]:
@@ -134,10 +143,14 @@ def known_cause(
     if number in (_SIGXCPU, _SIGXFSZ):
         limit = "CPU time" if number == _SIGXCPU else "file size"
         return f"the limit of {limit} was exceeded", True
-    for text in (reason, "\n".join(output)):
+    # NCCL's watchdog aborts; another signal is a cause of its own.
+    is_lost = number in (None, _SIGABRT) and re.search(_LOST_PEER, reason)
+    for text in (reason, "" if is_lost else "\n".join(output)):
         for pattern, cause in _KNOWN_TEXTS:
             if match := re.search(pattern, text):
                 return cause.format(*match.groups()), False
+    if is_lost:
+        return LOST_PEER, False
     return _KNOWN_CODES.get(code if code is not None else -1, ""), False
 
 

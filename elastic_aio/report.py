@@ -93,10 +93,19 @@ def _describe_liveness(event: Event) -> tuple[int, str]:
             return Level.WARNING, f"rank {event.rank} (pid {event.pid}): {event.why}"
         case events.WorkersIdle():
             return Level.WARNING, _workers_idle(event)
+        case events.WorkersUnfinished():
+            return Level.WARNING, _workers_unfinished(event)
         case events.StacksDumped():
             where = f" ({event.path})" if event.path else ""
             return Level.WARNING, f"stacks ({event.why}): {event.summary}{where}"
     return _describe_rendezvous(event)
+
+
+def _workers_unfinished(event: events.WorkersUnfinished) -> str:
+    total = event.finished + len(event.running)
+    ranks = ", ".join(map(str, event.running[:8])) + (", ..." if event.running[8:] else "")
+    have = f"{event.finished} of {total} workers have finished, the first {event.seconds:.0f} s ago"
+    return f"{have}; still running: rank{'s' if event.running[1:] else ''} {ranks}"
 
 
 def _workers_idle(event: events.WorkersIdle) -> str:

@@ -41,6 +41,7 @@ from elastic_aio.events import (
     WorkersIdle,
     WorkerStarted,
     WorkerStoreRefused,
+    WorkersUnfinished,
 )
 from elastic_aio.node_events import (
     CoordinatorChanged,
@@ -168,6 +169,12 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
             ),
             max_size=2,
         ).map(tuple),
+    ),
+    WorkersUnfinished: drawn(
+        WorkersUnfinished,
+        seconds=floats,
+        finished=counts,
+        running=st.lists(counts, max_size=2).map(tuple),
     ),
     StacksDumped: drawn(StacksDumped, why=texts, summary=texts, path=maybe_text),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),

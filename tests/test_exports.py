@@ -121,6 +121,7 @@ PUBLIC = [
     "WorkerStatus",
     "WorkerStoreRefused",
     "WorkersIdle",
+    "WorkersUnfinished",
     "__version__",
     "event_from_json",
     "event_to_json",

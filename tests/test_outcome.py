@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from elastic_aio.outcome import (
     WorkerError,
     root_cause_first,
 )
+from elastic_aio.reasons import LOST_PEER
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,15 @@ def test_the_earliest_culprit_is_the_root() -> None:
     tied_second = failure(3, time=3.0, order=2)
     for shuffled in itertools.permutations([victim, early, tied_first, tied_second]):
         assert root_cause_first(shuffled) == (early, tied_first, tied_second, victim)
+
+
+def test_the_cause_of_a_lost_peer_is_the_root() -> None:
+    """The peers end first, and notice it by their connections."""
+    victim = failure(0, time=1.0, is_victim=True)
+    lost = replace(failure(1, time=2.0), cause=LOST_PEER)
+    root = failure(2, time=3.0)
+    for shuffled in itertools.permutations([victim, lost, root]):
+        assert root_cause_first(shuffled) == (root, lost, victim)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 9), st.integers(0, 9)), max_size=6))

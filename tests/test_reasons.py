@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_aio import reasons
 from elastic_aio.reasons import (
+    LOST_PEER,
     REASON_MAX,
     exception_line,
     known_cause,
@@ -258,6 +259,28 @@ def test_causes_that_a_status_shows(facts: dict[str, object], cause: str, is_pro
 def test_causes_that_a_text_names(reason: str, cause: str) -> None:
     assert known_cause(reason, code=1) == (cause, False)
     assert known_cause("RuntimeError: failed", ["x", reason], code=1) == (cause, False)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4004.",
+        "RuntimeError: [/x/pair.cc:537] Read error [::1]:3: Connection reset by peer.",
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1970, remote process exited or",
+        "C++ exception: Process group watchdog thread terminated: ncclRemoteError: A call failed",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "OSError: [Errno 104] reset",
+        "Error: read ECONNRESET",
+    ],
+)
+def test_a_lost_peer_is_a_cause_of_a_reason_only(reason: str) -> None:
+    """Neither of other lines, nor of a signal but the abort of NCCL's watchdog."""
+    assert known_cause(reason, code=1) == known_cause(reason, signal=6) == (LOST_PEER, False)
+    assert known_cause(reason, ["OSError: [Errno 28] x"], code=1) == (LOST_PEER, False)
+    assert known_cause("ValueError: bad batch", [reason], code=1) == ("", False)
+    assert known_cause(reason, signal=9) == known_cause(reason, code=137) == ("", False)
+    assert known_cause(f"{reason} EADDRINUSE", code=1) == ("a port is in use", False)
 
 
 @pytest.mark.parametrize("header", ["  + Exception Group Traceback", "| Traceback", "Traceback"])

@@ -56,6 +56,7 @@ from elastic_aio import (
     WorkersIdle,
     WorkerStarted,
     WorkerStoreRefused,
+    WorkersUnfinished,
     format_failure,
 )
 from elastic_aio.report import Level, describe
@@ -413,6 +414,17 @@ EVENTS: list[tuple[Event, int, str]] = [
         Level.WARNING,
         "no worker has used CPU time or written anything for 60 s: rank 0 futex, rank 1 nfs_wait,"
         " rank 2 unknown",
+    ),
+    (
+        WorkersUnfinished(seconds=60.2, finished=1, running=(1,)),
+        Level.WARNING,
+        "1 of 2 workers have finished, the first 60 s ago; still running: rank 1",
+    ),
+    (
+        WorkersUnfinished(seconds=60.2, finished=2, running=tuple(range(2, 12))),
+        Level.WARNING,
+        "2 of 12 workers have finished, the first 60 s ago; still running: ranks 2, 3, 4, 5, 6,"
+        " 7, 8, 9, ...",
     ),
     (
         StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),

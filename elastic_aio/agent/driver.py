@@ -54,9 +54,17 @@ from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
-from elastic_aio.outcome import AttemptResult, Failure, JobOutcome, JobState, LaunchResult
+from elastic_aio.outcome import (
+    SIGTERM,
+    AttemptResult,
+    ExitStatus,
+    Failure,
+    JobOutcome,
+    JobState,
+    LaunchResult,
+)
 from elastic_aio.process.base import ChildExit
-from elastic_aio.process.signal_actions import ended_by_default
+from elastic_aio.process.signal_actions import ended_by_default, has_missed_sigterm
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
@@ -265,8 +273,28 @@ class Driver:
 
     def _on_exit(self, local_rank: int, ended: ChildExit) -> None:
         group = self._current_group
-        is_victim = group.records[local_rank].is_victim
-        self._on_input(WorkerEnded(group.attempt, local_rank, ended.status, is_victim))
+        record = group.records[local_rank]
+        self._on_input(
+            WorkerEnded(
+                group.attempt,
+                local_rank,
+                ended.status,
+                record.is_victim,
+                is_lost_peer=record.is_lost_peer,
+                may_be_leaving=not record.is_victim and self._may_be_leaving(ended.status),
+            )
+        )
+
+    def _may_be_leaving(self, status: ExitStatus) -> bool:
+        """Whether a SIGTERM to all processes of the job may have ended a worker."""
+        spec = self._runtime.spec
+        if status.is_success or not spec.max_restarts or spec.nnodes.maximum > 1:
+            return False  # the coordinator decides for several nodes
+        if status.signal is not None or status.shell_code == 128 + SIGTERM:
+            return status.shell_code == 128 + SIGTERM
+        # It may have handled the signal.  Then the others did not miss it.
+        others = [one.pid for one in self._current_group.records.values() if one.exit is None]
+        return bool(others) and not any(map(has_missed_sigterm, others))
 
     def _on_stuck(self, failure: Failure) -> None:
         attempt, local_rank = self._current_group.attempt, failure.local_rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import Struct
@@ -23,8 +23,8 @@ from elastic_aio.outcome import (
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
-from elastic_aio.reasons import known_cause, last_words, plain_lines, reason_of
-from elastic_aio.text import one_line
+from elastic_aio.reasons import LOST_PEER, known_cause, last_words, plain_lines, reason_of
+from elastic_aio.text import counted, one_line
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
@@ -63,6 +63,7 @@ class WorkerRecord(Struct):
         report: what it has reported about itself; None if it was not asked to.
         hang: which deadline it has missed, so that the attempt fails.
         hung_at: Unix seconds of that.
+        is_lost_peer: whether it is known at its exit that it has failed by the loss of a peer.
         notes: what is added to its failure.
     """
 
@@ -80,6 +81,7 @@ class WorkerRecord(Struct):
     report: WorkerReport | None = None
     hang: str = ""
     hung_at: float = 0.0
+    is_lost_peer: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -135,7 +137,7 @@ class WorkerRecord(Struct):
 
 
 async def collect_failures(
-    workers: Iterable[WorkerRecord],
+    workers: Collection[WorkerRecord],
     results: Mapping[int, CallResult],
     *,
     host: str,
@@ -192,7 +194,7 @@ async def collect_failures(
             message=worker.hang or worker.expired_timer or result.problem,
             stderr_path=worker.logs.stderr.path,
             stderr_tail=_last_lines(lines),
-            notes=noted if is_victim else (*noted, *_notes(worker, error), *notes),
+            notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
         )
         failures.append(failure if is_victim else _with_reason(failure, lines, oom_kills))
     ordered = root_cause_first(failures)
@@ -245,7 +247,7 @@ def _explain(
 def reason_now(worker: WorkerRecord) -> str:
     """Return why a worker failed that has just exited, as far as its files say so by now.
 
-    Reads them at once: the event of the exit does not wait.
+    Reads them at once: the event of the exit does not wait.  Sets `worker.is_lost_peer`.
     """
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
@@ -253,7 +255,9 @@ def reason_now(worker: WorkerRecord) -> str:
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
     message = error.message if error and is_reason else worker.expired_timer
-    return _explain(worker.exit.status, message, _own_lines(worker, lines))[0]
+    reason, cause = _explain(worker.exit.status, message, _own_lines(worker, lines))
+    worker.is_lost_peer = cause == LOST_PEER
+    return reason
 
 
 def _end_of_file(path: str | None, size: int) -> bytes:
@@ -370,10 +374,25 @@ def _end_of_text(content: bytes, unkept: bytes) -> str:
     return text
 
 
-def _notes(worker: WorkerRecord, error: WorkerError | None) -> tuple[str, ...]:
+def _notes(
+    worker: WorkerRecord, error: WorkerError | None, workers: Iterable[WorkerRecord]
+) -> tuple[str, ...]:
     # An error that the worker recorded hides the message.
     timer = (worker.expired_timer,) if error is not None and worker.expired_timer else ()
-    return (*timer, *worker.notes, *_full_disks(worker.logs))
+    early = _early_successes(worker, workers)
+    return (*timer, *worker.notes, *_full_disks(worker.logs), *early)
+
+
+def _early_successes(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> tuple[str, ...]:
+    """Return a note if others have exited with 0 before a worker failed."""
+    until = worker.hung_at or worker.exited_at
+    early = [one for one in workers if one.status.is_success and one.exited_at < until]
+    if not early:
+        return ()
+    first = min(early, key=lambda one: one.exited_at)
+    who = f"rank {first.ranks.rank} exited with 0, {until - first.exited_at:.2g} s before"
+    more = f"; so did {counted(len(early) - 1, 'other')} later" if early[1:] else ""
+    return (who + more,)
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:

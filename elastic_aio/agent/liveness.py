@@ -4,7 +4,8 @@ The workers report through the sockets of `notify_sockets`, of which `liveness_t
 acquire `timers`.  A missed deadline is an event at once.  Then the stacks of all workers are read,
 before anything ends them, and by the policy of the job the attempt fails.
 
-Without a deadline no timer runs here: an idle job causes no wake-up.
+Without a deadline no timer runs here: an idle job causes no wake-up.  A success begins one, for
+the workers that still run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from elastic_aio.events import (
     WorkerActivity,
     WorkerReady,
     WorkersIdle,
+    WorkersUnfinished,
 )
 from elastic_aio.process.base import reason_of
 from elastic_aio.process.tree import ProcessTree
@@ -157,10 +159,11 @@ class Liveness:
         if record.report is not None and record.report.ready_at is not None:
             self._report_ready(record)
 
-    def on_exited(self, local_rank: int) -> None:
+    def on_exited(self, local_rank: int, *, is_success: bool) -> None:
         """Read the last messages of a worker that has exited, and end its deadlines."""
         self._sockets.close_worker(local_rank)
-        self._table.remove(local_rank)
+        if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
+            self._set_alarm(self._table.next_deadline)
 
     def end_deadlines(self) -> None:
         """End all deadlines: the workers are being stopped.  Idempotent."""
@@ -231,6 +234,8 @@ class Liveness:
         ]
         for item in missed:
             self._report(item)
+        if seconds := self._table.take_skew(self._clock.now()):
+            self._report_skew(seconds)
         self._missed += missed
         if self._missed and (self._task is None or self._task.done()):
             self._task = create_task(self._examine(), name="silent workers")
@@ -253,6 +258,17 @@ class Liveness:
                 step=item.step,
                 phase=item.phase,
                 status=item.status,
+            )
+        )
+
+    def _report_skew(self, seconds: float) -> None:
+        exits = {record.ranks.rank: record.exit for record in self._records.values()}
+        self._publish(
+            WorkersUnfinished(
+                attempt=self._attempt,
+                seconds=seconds,
+                finished=sum(end is not None and end.status.is_success for end in exits.values()),
+                running=tuple(sorted(rank for rank, end in exits.items() if end is None)),
             )
         )
 

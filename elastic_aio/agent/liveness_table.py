@@ -32,6 +32,8 @@ _STATUS_MAX = 200
 _STEP_MAX = 60
 _PHASES_MAX = 16
 _DIGITS_MAX = 15
+_REPORT_SKEW_S = 60.0
+"""Seconds after the first success, after which the workers that run are reported."""
 
 
 class Phase(Struct):
@@ -91,7 +93,7 @@ class MissedDeadline(Struct, frozen=True):
 
     Attributes:
         local_rank: the worker.
-        kind: "heartbeat", "ready", "progress", "phase" or "watchdog".
+        kind: "heartbeat", "ready", "progress", "phase", "watchdog" or "exit skew".
         limit: seconds that it had.
         age: seconds since the time from which the limit counts.
         reason: what happened, for people.
@@ -117,6 +119,8 @@ class LivenessTable:
         """Begin without workers."""
         self.workers: dict[int, WorkerReport] = {}
         self._spec = spec
+        self._succeeded_at: float | None = None
+        self._has_reported = False
 
     def __repr__(self) -> str:
         return f"<LivenessTable of {len(self.workers)} workers>"
@@ -126,13 +130,18 @@ class LivenessTable:
         report = self.workers[local_rank] = WorkerReport(now)
         return report
 
-    def remove(self, local_rank: int) -> None:
-        """Remove a worker that has exited."""
+    def remove(self, local_rank: int, now: float, *, is_success: bool) -> bool:
+        """Remove a worker that has exited; return whether it is the first success."""
         self.workers.pop(local_rank, None)
+        is_first = is_success and self._succeeded_at is None
+        if is_first:
+            self._succeeded_at = now
+        return is_first
 
     def clear(self) -> None:
         """Remove all workers."""
         self.workers.clear()
+        self._succeeded_at, self._has_reported = None, False
 
     # -------------------------------------------------------------- messages
 
@@ -195,9 +204,24 @@ class LivenessTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next deadline ends; None without one."""
-        ends = (item.at for report in self.workers.values() for item in self._deadlines(report))
+        """When the next deadline ends, or a report is due; None without one."""
+        ends = [item.at for report in self.workers.values() for item in self._deadlines(report)]
+        if self._report_at is not None:
+            ends.append(self._report_at)
         return min(ends, default=None)
+
+    @property
+    def _report_at(self) -> float | None:
+        if self._succeeded_at is None or self._has_reported or not self.workers:
+            return None
+        return self._succeeded_at + _REPORT_SKEW_S
+
+    def take_skew(self, now: float) -> float:
+        """Return how long ago the first worker has succeeded, once a report is due; else 0."""
+        if self._report_at is None or self._succeeded_at is None or now < self._report_at:
+            return 0.0
+        self._has_reported = True
+        return now - self._succeeded_at
 
     def expire(self, now: float) -> list[MissedDeadline]:
         """Return the deadlines that have ended by `now`, by time; each once."""
@@ -224,6 +248,8 @@ class LivenessTable:
 
     def _limits(self, report: WorkerReport) -> Iterator[_Deadline]:
         spec = self._spec
+        if spec.exit_skew_timeout is not None and self._succeeded_at is not None:
+            yield _Deadline(0.0, "exit skew", spec.exit_skew_timeout, self._succeeded_at)
         if report.is_stopping:
             return
         limited = [phase for phase in report.phases if phase.limit is not None]
@@ -269,6 +295,8 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
             text = f"not ready {seconds} after its start (ready timeout)"
         case "progress":
             text = f"no progress for {seconds} (progress timeout)"
+        case "exit skew":
+            text = f"not finished {seconds} after the first success (exit skew timeout)"
         case "phase":
             text = f"phase {phase!r} has not ended after {seconds}"
         case _:

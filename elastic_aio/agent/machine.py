@@ -8,6 +8,9 @@ Rules
 * One group at a time.  The first worker that fails by itself ends it, and so does the
   last one that succeeds.  In both cases the group is stopped, because workers leave
   processes behind; it has ended when no process is left.
+* A worker that has failed because it has lost a peer is no cause.  The group is stopped when
+  one fails for another reason, when all have ended, or after `CAUSE_S`.  The workers of other
+  nodes count as running: their failures stop this group too.
 * Results carry their attempt.  A late one is dropped here, and only here.
 
 ::
@@ -19,6 +22,10 @@ Rules
     RUNNING    StartFailed, a hanging worker STOPPING   StopGroup
     STARTING   WorkerEnded, a failure        STOPPING   StopGroup
     RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
+    STARTING,
+    RUNNING    ..., a lost peer, the first   the same   BackOff
+    STARTING,
+    RUNNING    BackoffElapsed                STOPPING   StopGroup
     STARTING   WorkerHung                    STOPPING   StopGroup
     RUNNING    WorkerHung                    STOPPING   StopGroup
     RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
@@ -31,6 +38,9 @@ from abc import ABC, abstractmethod
 from enum import Enum
 
 from elastic_aio.agent.messages import (
+    BackOff,
+    BackoffElapsed,
+    CancelBackOff,
     Effect,
     EffectResult,
     GroupStarted,
@@ -47,6 +57,7 @@ from elastic_aio.agent.messages import (
 from elastic_aio.errors import InternalError
 from elastic_aio.outcome import SIGTERM, Failure, signal_name
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import CAUSE_S
 from elastic_aio.spec.stop import StopPlan
 
 
@@ -84,6 +95,8 @@ class AgentMachine(ABC):
         self._nproc = nproc
         self._started_at: float | None = None
         self._succeeded: set[int] = set()
+        self._lost_peers = 0
+        self._awaiting = ""  # the cause of this failure
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
@@ -126,6 +139,9 @@ class AgentMachine(ABC):
             case WorkerHung():
                 why = f"local rank {result.local_rank}: {result.why}"
                 return self._on_failing(why) if self.phase in LIVE else []
+            case BackoffElapsed() if self._awaiting:
+                why, self._awaiting = self._awaiting, ""
+                return self._on_failing(why)
             case GroupStopped():
                 if self.phase is not AgentPhase.STOPPING:
                     raise self._impossible("the end of a group")
@@ -145,8 +161,11 @@ class AgentMachine(ABC):
         if self.phase not in LIVE:
             return []
         if not ended.status.is_success:
-            return self._on_failing(f"local rank {ended.local_rank} failed ({ended.status})")
+            why = f"local rank {ended.local_rank} failed ({ended.status})"
+            return self._on_loss(why) if ended.is_lost_peer else self._on_failing(why)
         self._succeeded.add(ended.local_rank)
+        if self._awaiting and self._have_all_ended:
+            return self._on_failing(self._awaiting)
         return self._stop_when_all_succeeded()
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
@@ -156,6 +175,16 @@ class AgentMachine(ABC):
     def _on_failing(self, why: str) -> list[Effect]:
         """Handle the first failure of a group."""
         return self._stop_group(why)
+
+    def _on_loss(self, why: str) -> list[Effect]:
+        """Wait for the cause of the loss of a peer, if another worker may have it."""
+        self._lost_peers += 1
+        if self._have_all_ended:
+            return self._on_failing(self._awaiting or why)
+        if self._awaiting:
+            return []
+        self._awaiting = why
+        return [BackOff(self.attempt, CAUSE_S)]
 
     def _stop_when_all_succeeded(self) -> list[Effect]:
         if self.phase is not AgentPhase.RUNNING or not self._all_succeeded:
@@ -167,6 +196,7 @@ class AgentMachine(ABC):
         self.attempt = start.attempt
         self._started_at = None
         self._succeeded.clear()
+        self._lost_peers, self._awaiting = 0, ""
         self._start_failure = None
         self._failures = ()
         return [start]
@@ -183,7 +213,14 @@ class AgentMachine(ABC):
         plan = plan or self._spec.stop
         if signal is not None:
             plan = plan.starting_with(signal)
-        return [StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
+        waiting: list[Effect] = [CancelBackOff()] if self._awaiting else []
+        self._awaiting = ""
+        return [*waiting, StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
+
+    @property
+    def _have_all_ended(self) -> bool:
+        """Whether no worker of the attempt may still be the cause of the loss of a peer."""
+        return len(self._succeeded) + self._lost_peers == self._nproc
 
     @property
     def _all_succeeded(self) -> bool:

@@ -51,12 +51,18 @@ class WorkerHung(Struct, frozen=True):
 
 
 class WorkerEnded(Struct, frozen=True):
-    """A worker has exited; a victim was signalled by a stop before."""
+    """A worker has exited; a victim was signalled by a stop before.
+
+    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM
+    to all processes of the job may have ended it, which reaches the launcher a little later.
+    """
 
     attempt: int
     local_rank: int
     status: ExitStatus
     is_victim: bool
+    is_lost_peer: bool = False
+    may_be_leaving: bool = False
 
 
 class GroupStopped(Struct, frozen=True):
@@ -86,7 +92,7 @@ class DecisionFailed(Struct, frozen=True):
 
 
 class BackoffElapsed(Struct, frozen=True):
-    """The delay before an attempt has passed."""
+    """The time of a `BackOff` has passed."""
 
     attempt: int
 
@@ -183,7 +189,7 @@ class CallDecide(Struct, frozen=True):
 
 
 class BackOff(Struct, frozen=True):
-    """Wait `delay` seconds; the result is `BackoffElapsed`."""
+    """Wait `delay` seconds for an attempt, or before one is judged; then `BackoffElapsed`."""
 
     attempt: int
     delay: float

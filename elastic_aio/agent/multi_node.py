@@ -11,6 +11,8 @@ Rules
 * A round ends in one report: RoundSucceeded, or RoundStopped when no process is left.  A
   failure is reported twice: as RoundFailing at once, since the other nodes' workers hang
   from now on, and with all details in RoundStopped, whatever was instructed meanwhile.
+* A lost peer is reported after the wait for its cause: the other node with the cause stops
+  its workers by itself, and reports it first.
 * Only the newest instruction counts.  A StartRound whose round is not newer than that of
   the last StartRound or StopRound is dropped, and so is a StopRound that is older or
   already answered.
@@ -148,6 +150,7 @@ class MultiNodeMachine(AgentMachine):
         self._stopped_round = -1  # of the last StopRound
         self._reported_round = -1  # of the last RoundStopped
         self._restarts = 0
+        self._group_size = 1
         self._next: StartRound | None = None
         self._stop: StopReceived | None = None
         self._finish: Finish | None = None
@@ -253,6 +256,10 @@ class MultiNodeMachine(AgentMachine):
         # Before the stop: the other nodes' workers wait for one that has exited.
         return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
 
+    @property
+    def _have_all_ended(self) -> bool:
+        return self._group_size == 1 and super()._have_all_ended
+
     def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[Effect]:
         """Stop the group if it runs, then follow the newest instruction."""
         if self.phase in LIVE:
@@ -314,6 +321,7 @@ class MultiNodeMachine(AgentMachine):
     def _start_round(self, placement: Placement) -> list[Effect]:
         self._next = None
         self.round, self._restarts = placement.round, placement.restarts
+        self._group_size = placement.span.group_world_size
         return self._start_group(StartGroup(placement.attempt, placement.restarts, placement))
 
     # ------------------------------------------------------------------ the end

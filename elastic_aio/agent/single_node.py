@@ -6,6 +6,8 @@ Rules
 * One attempt at a time; `machine` has the rules for its workers.
 * A failed attempt is followed by another one if the restart policy grants it, after its
   delay.  A permanent failure, which no attempt can repair, ends the job.
+* A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if
+  it could be repeated: a stop that is received by then has ended the attempt.
 * A process that could not be killed is left behind, and no attempt follows.
 * A requested restart stops the group, and another attempt follows, which costs no restart.
   A worker that fails by itself meanwhile counts as a failure.  It also ends a back-off;
@@ -27,6 +29,7 @@ Rules
     STOPPING   GroupStopped, all succeeded   DONE       Finish
     STOPPING   GroupStopped, a stop received DONE       Finish
     STOPPING   GroupStopped, to be restarted STARTING   StartGroup
+    STOPPING   GroupStopped, perhaps a stop  DECIDING   BackOff, then as if it had failed
     STOPPING   GroupStopped, failed          DECIDING   CallDecide (as if the result
                                                         were DEFAULT if there is none)
     DECIDING   DecisionMade, restart         BACKING_   BackOff (STARTING, StartGroup
@@ -64,11 +67,12 @@ from elastic_aio.agent.messages import (
     Start,
     StartGroup,
     StopReceived,
+    WorkerEnded,
 )
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
 from elastic_aio.spec.restart_budget import RestartBudget
 
 _CANNOT_KILL = "a process could not be killed"
@@ -98,6 +102,7 @@ class SingleNodeMachine(AgentMachine):
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._stop: StopReceived | None = None
         self._restart: RestartReceived | None = None
+        self._may_be_leaving = False
 
     def __repr__(self) -> str:
         return f"<SingleNodeMachine {self.phase.value}, attempt {self.attempt}, {self._budget!r}>"
@@ -126,10 +131,13 @@ class SingleNodeMachine(AgentMachine):
                 return self._on_decision_failed(result)
             case BackoffElapsed() if self.phase is AgentPhase.BACKING_OFF:
                 return self._start()
+            case BackoffElapsed() if self.phase is AgentPhase.DECIDING:
+                return self._judge()
         return []
 
     def _start(self) -> list[Effect]:
         self._restart = None
+        self._may_be_leaving = False
         return self._start_group(StartGroup(self.attempt, self._budget.restarts))
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
@@ -150,6 +158,14 @@ class SingleNodeMachine(AgentMachine):
             return [CancelBackOff(), *self._start()]
         return []
 
+    def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
+        if self.phase in LIVE or self._stop is not None:
+            self._may_be_leaving |= ended.may_be_leaving
+        return super()._on_worker_ended(ended)
+
+    def _on_loss(self, why: str) -> list[Effect]:
+        return [] if self._waits_for_stop else super()._on_loss(why)
+
     def _on_failing(self, why: str) -> list[Effect]:
         if self._waits_for_stop and self._start_failure is None:
             return []
@@ -158,9 +174,18 @@ class SingleNodeMachine(AgentMachine):
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
-        root = stopped.failures[0]
-        failed = AttemptFailed(attempt=self.attempt, root=root, failures=stopped.failures)
-        if stopped.has_survivors:
+        can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
+        if not self._may_be_leaving or not can_follow:
+            return self._judge(has_survivors=stopped.has_survivors)
+        if self._stop is not None:
+            return self._finish_stopped()
+        self.phase = AgentPhase.DECIDING
+        return [BackOff(self.attempt, LEAVING_S)]
+
+    def _judge(self, *, has_survivors: bool = False) -> list[Effect]:
+        root = self._failures[0]
+        failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
+        if has_survivors:
             # It holds what the next attempt would need: memory, devices, ports.
             return [Publish(failed), *self._give_up(_CANNOT_KILL)]
         return [Publish(failed), *self._after_failure(root)]

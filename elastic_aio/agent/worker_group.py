@@ -198,7 +198,8 @@ class WorkerGroup:
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._runtime.tree.stop_signals(record.pid)
         record.unkept = self._runtime.output.capture.read_now(record.logs.stderr.path)
-        self._runtime.liveness.on_exited(record.ranks.local_rank)
+        is_success = record.exit.status.is_success
+        self._runtime.liveness.on_exited(record.ranks.local_rank, is_success=is_success)
         self._runtime.publish(
             WorkerExited(
                 attempt=self.attempt,

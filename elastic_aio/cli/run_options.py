@@ -105,6 +105,14 @@ RUN_OPTIONS: Final = (
         is_own=True,
     ),
     Option(
+        "exit-skew-timeout",
+        "fail the attempt when a worker of this node still runs so long after the first of them has"
+        " exited with 0 (default: no limit)",
+        metavar="SECONDS",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
         "on-timeout",
         "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
         metavar="ACTION",

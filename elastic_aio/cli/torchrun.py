@@ -268,7 +268,7 @@ def _usage_warnings(values: Values) -> list[str]:
     elif (method == "forkserver" or values["preload"]) and values["no_python"]:
         option = "--preload" if values["preload"] else "--start-method forkserver"
         warnings.append(f"{option} has no effect with --no-python")
-    deadlines = "heartbeat_timeout", "ready_timeout", "progress_timeout"
+    deadlines = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
     if values["on_timeout"] is not None and not any(values[name] for name in deadlines):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in deadlines)
         warnings.append(f"--on-timeout has no effect without one of {options}")
@@ -328,8 +328,8 @@ def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
 
 
 def _liveness(values: Values) -> LivenessSpec:
-    names = "heartbeat_timeout", "ready_timeout", "progress_timeout", "idle_report"
-    options = {name: f"--{name.replace('_', '-')}" for name in names}
+    names = "heartbeat_timeout ready_timeout progress_timeout exit_skew_timeout idle_report"
+    options = {name: f"--{name.replace('_', '-')}" for name in names.split()}
     seconds = {
         name: parse_seconds(option, text, is_positive=True, limit=1e9)
         for name, option in options.items()

@@ -37,16 +37,36 @@ def is_ended_by(pid: int, number: int) -> bool | None:
     """
     if number in _HARMLESS:
         return False
+    defaults = _defaults(pid)
+    return None if defaults is None else _has(defaults, number)
+
+
+def has_missed_sigterm(pid: int) -> bool:
+    """Return whether a process runs that any SIGTERM would have ended.
+
+    An interpreter of Python that exits handles no signal any more, but still ignores SIGPIPE.
+    """
+    defaults = _defaults(pid) or 0
+    is_exiting = _has(defaults, signal.SIGINT) and not _has(defaults, signal.SIGPIPE)
+    return not is_exiting and _has(defaults, signal.SIGTERM)
+
+
+def _has(mask: int, number: int) -> bool:
+    return bool(mask >> (number - 1) & 1)
+
+
+def _defaults(pid: int) -> int | None:
+    """Return the mask of signals with their default action; None for a process that has ended."""
     try:
         status = read_status(pid)
     except OSError:
-        return False  # no descriptor is left to look
+        return 0  # no descriptor is left to look
     if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):
         return None
     caught, ignored, blocked = (int(status[name], 16) for name in _MASKS)
     if blocked & _ALL == _ALL:
         blocked = 0
-    return not (caught | ignored | blocked) >> (number - 1) & 1
+    return ~(caught | ignored | blocked)
 
 
 def receivers_of(

@@ -15,7 +15,7 @@ from elastic_aio.rendezvous.messages import (
     truncate_failure,
 )
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, leaving
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
 from elastic_aio.text import counted
 
 _BURST_S = 0.2
@@ -24,8 +24,6 @@ _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
 _SIGTERM_CODE = 143
 """The shell's exit code of a process that SIGTERM ended: 128 + 15."""
-LEAVING_S = 0.5
-"""Seconds in which a node leaves whose worker was ended by SIGTERM."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -228,13 +226,13 @@ def decide_restart(state: CoordinatorState) -> None:
 
 
 def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> tuple[Failure, ...]:
-    """Return the failures of a round, victims last, the others by the time at their own node.
+    """Return the failures of a round, the farthest from the root cause last, the others by time.
 
     The clocks of two hosts may be hours apart, and a status may be long on its way.
     """
     offsets = clock_offsets(state.members.values(), state.now)
     found = [(offsets[one.member], failure) for one in members for failure in one.status.failures]
-    found.sort(key=lambda item: (item[1].is_victim, item[0] + item[1].time, item[1].order))
+    found.sort(key=lambda item: (*item[1].distance, item[0] + item[1].time, item[1].order))
     return tuple(failure for _, failure in found)
 
 

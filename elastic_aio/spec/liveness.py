@@ -1,4 +1,4 @@
-"""How long a worker may be silent, and what follows: `LivenessSpec`."""
+"""How long a worker may be silent or late, and what follows: `LivenessSpec`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class LivenessSpec:
     """The longest time from the start of a worker to its `READY=1`."""
     progress_timeout: float | None = None
     """The longest time in which the step of a worker (`PROGRESS=step`) may stay the same."""
+    exit_skew_timeout: float | None = None
+    """The longest time from the first success of a worker of the node to the end of the others.
+
+    Needs nothing of the workers.
+    """
     idle_report: float | None = None
     """Report, once, that no worker of the node has used CPU time or written for this long.
 
@@ -38,6 +43,7 @@ class LivenessSpec:
         heartbeat_timeout: float | None = None,
         ready_timeout: float | None = None,
         progress_timeout: float | None = None,
+        exit_skew_timeout: float | None = None,
         idle_report: float | None = None,
         on_timeout: Literal["fail", "report"] = "fail",
     ) -> None:
@@ -46,6 +52,7 @@ class LivenessSpec:
             "heartbeat_timeout": heartbeat_timeout,
             "ready_timeout": ready_timeout,
             "progress_timeout": progress_timeout,
+            "exit_skew_timeout": exit_skew_timeout,
             "idle_report": idle_report,
         }
         for name, value in seconds.items():

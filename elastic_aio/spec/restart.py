@@ -140,6 +140,12 @@ Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]
 DECIDE_TIMEOUT = 600.0
 """Seconds after which a job ends whose `restart.decide` does not return."""
 
+LEAVING_S = 0.5
+"""Seconds in which a launcher gets the SIGTERM that its workers have got before."""
+
+CAUSE_S = 2.0
+"""Seconds in which a failure that is only the loss of a peer waits for its cause."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class RestartPolicy:

@@ -24,6 +24,7 @@ from elastic_aio import (
     JobStopped,
     LaunchResult,
     LaunchSpec,
+    LogSpec,
     RestartAction,
     Restarting,
     RestartPolicy,
@@ -129,6 +130,33 @@ async def test_a_window_slides() -> None:
     result = await failed(spec)
     assert result.restarts == 3
     assert "max restarts" in result.reason
+
+
+@pytest.mark.parametrize("code", [4, 5])
+async def test_the_policy_judges_the_cause_of_a_lost_peer(tmp_path: Path, code: int) -> None:
+    """The peer ends first; the worker that it has lost leaves its connections and cleans up."""
+    os.mkfifo(tmp_path / "connection")
+    script = """
+    if [ $RANK = 0 ]; then
+        exec 3> "$NOTES/connection"
+        echo "ConnectionResetError: [Errno 104] Connection reset by peer" >&2
+        exit 1
+    fi
+    read < "$NOTES/connection"  # until rank 0 has ended
+    for step in {1..30}; do /bin/true; done
+    exit $CODE
+    """
+    spec = LaunchSpec(
+        shell(script),
+        nproc_per_node=2,
+        env={"NOTES": str(tmp_path), "CODE": str(code)},
+        max_restarts=1,
+        restart=RestartPolicy(never_on={4}),
+        logs=LogSpec(log_dir=str(tmp_path / "logs"), redirects=3),
+    )
+    result = await failed(spec)
+    assert [(one.rank, one.status.code) for one in result.failures] == [(1, code), (0, 1)]
+    assert (result.exit_code, result.restarts) == (code, 0 if code == 4 else 1)
 
 
 async def test_never_on() -> None:

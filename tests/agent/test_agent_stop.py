@@ -16,10 +16,12 @@ import pytest
 
 from elastic_aio import (
     Agent,
+    AttemptFailed,
     Event,
     JobFailed,
     JobStopped,
     LaunchSpec,
+    Restarting,
     StopEscalated,
     StopPlan,
     StopRequested,
@@ -31,7 +33,15 @@ from elastic_aio.process import exits, proc_scan
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian import Guardian
-from tests.support.children import SIGNAL_LOGGER, ignoring_signals, noted, noting, shell, until
+from tests.support.children import (
+    SIGNAL_LOGGER,
+    ignoring_signals,
+    noted,
+    noting,
+    shell,
+    trapping,
+    until,
+)
 from tests.support.leaks import alive
 
 GRACE_S = 0.3
@@ -351,3 +361,25 @@ async def test_a_suspension_that_fails_continues_the_workers(tmp_path: Path) -> 
         with pytest.raises(RuntimeError, match="not suspended"):
             await agent._started_driver.suspend_while(wait)
         assert all(proc_scan.read_process(pid).state != "T" for pid in pids)  # type: ignore[union-attr]  # they run
+
+
+@pytest.mark.parametrize("kind", [WorkerExited, StopRequested], ids=lambda kind: kind.__name__)
+async def test_a_sigterm_to_all_processes_is_no_failure(tmp_path: Path, kind: type[Event]) -> None:
+    """Workers that exit after it do so before the launcher acts on it, or a little later."""
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, kind) and len([one for one in events if isinstance(one, kind)]) == 1:
+            agent.stop(signal=signal.SIGTERM, reason="SIGTERM was received")
+
+    spec = LaunchSpec(
+        trapping("exit 1"), nproc_per_node=2, env={"NOTES": str(tmp_path)}, max_restarts=2
+    )
+    async with Agent(spec, listeners=[on_event]) as agent:
+        for pid in await until(noted(tmp_path, 2)):
+            os.kill(pid, signal.SIGTERM)
+        with pytest.raises(JobStopped) as caught:
+            await agent.wait()
+    assert (caught.value.result.exit_code, caught.value.result.restarts) == (143, 0)
+    assert not [one for one in events if isinstance(one, AttemptFailed | Restarting)]

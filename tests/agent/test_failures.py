@@ -402,6 +402,35 @@ async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.parametrize(
+    ("ends", "note"),
+    [
+        ([], ()),
+        ([(0, 1.2)], ("rank 0 exited with 0, 1.2 s before",)),
+        ([(0, 3.0), (0, 1.2)], ("rank 0 exited with 0, 3 s before; so did 1 other later",)),
+        ([(0, -0.5)], ()),  # after it
+        ([(1, 1.2)], ()),
+    ],
+)
+async def test_a_failure_notes_who_had_succeeded_before(
+    case: Case, ends: list[tuple[int, float]], note: tuple[str, ...]
+) -> None:
+    """The others may wait for a worker that has left too early."""
+    for code, seconds in ends:
+        case.worker(ExitStatus(code=code), ended_at=STOPPED_AT - 1 - seconds)
+    case.worker(BAD)
+    assert (await case.failures())[-1].notes == note
+
+
+async def test_a_lost_peer_is_known_at_its_exit(case: Case) -> None:
+    case.worker(BAD, stderr=b"ConnectionResetError: [Errno 104] Connection reset by peer\n")
+    case.worker(BAD, stderr=b"ValueError: x\n", ended_at=STOPPED_AT - 0.5)
+    for worker, is_lost_peer in zip(case.workers, (True, False), strict=True):
+        reason_now(worker)
+        assert worker.is_lost_peer is is_lost_peer
+    assert [one.rank for one in await case.failures()] == [1, 0]
+
+
 def test_the_place_of_a_disk(tmp_path: Path) -> None:
     """A path's file system is named by the directory at which it is mounted."""
     assert mount_point("/proc/self/stat") == "/proc"

@@ -30,6 +30,7 @@ from elastic_aio import (
     WorkerReady,
     WorkersIdle,
     WorkerStarted,
+    WorkersUnfinished,
     launch,
 )
 from elastic_aio.agent.liveness import Liveness
@@ -310,6 +311,36 @@ async def test_a_worker_that_closes_its_socket_is_silent() -> None:
     assert missed(events) == [("heartbeat", 0)]
 
 
+async def test_workers_that_end_much_later_than_the_first_fail_the_attempt() -> None:
+    script = "[ $RANK = 0 ] || exec sleep 99"
+    limits = LivenessSpec(exit_skew_timeout=0.3)
+    events, error = await run_job(bash(script), limits, nproc_per_node=3)
+    assert error is not None
+    assert missed(events) == [("exit skew", 1), ("exit skew", 2)]
+    root, other = error.result.failures
+    assert (root.rank, other.rank) == (1, 2)
+    assert root.message == "not finished 0.3 s after the first success (exit skew timeout)"
+    assert any(note.startswith("rank 0 exited with 0, 0.3") for note in root.notes)
+
+
+async def test_workers_that_run_long_after_a_success_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job goes on."""
+    monkeypatch.setattr("elastic_aio.agent.liveness_table._REPORT_SKEW_S", 0.2)
+    spec = LaunchSpec(bash("[ $RANK = 1 ] || exec sleep 99"), nproc_per_node=3)
+    events: list[Event] = []
+    async with Agent(spec, listeners=[events.append]) as agent:
+        async for event in agent.events():
+            if isinstance(event, WorkersUnfinished):
+                late = event
+                break
+        assert (late.finished, late.running) == (1, (0, 2))
+        assert late.seconds >= 0.2
+        assert not any(isinstance(event, StopRequested) for event in events)
+        await agent.stop()
+
+
 @pytest.mark.slow
 async def test_idle_workers_are_reported(tmp_path: Path) -> None:
     """With what each of them waits for; the job goes on."""
@@ -444,6 +475,10 @@ async def test_a_message_that_comes_before_the_start_is_known() -> None:
         (
             {"heartbeat_timeout": 0},
             "liveness.heartbeat_timeout: must be a number above 0 (got 0)",
+        ),
+        (
+            {"exit_skew_timeout": 0},
+            "liveness.exit_skew_timeout: must be a number above 0 (got 0)",
         ),
         (
             {"idle_report": float("nan")},

@@ -151,8 +151,46 @@ def test_the_first_of_several_workers_comes_first() -> None:
     table.add(2, 1000.0)
     assert table.next_deadline == 95.0
     assert [missed.local_rank for missed in table.expire(200.0)] == [1, 0]
-    table.remove(2)
+    table.remove(2, 300.0, is_success=False)
     assert table.next_deadline is None
+
+
+def test_a_success_begins_the_deadline_of_the_others() -> None:
+    """Whatever they say, except that they need more time."""
+    table, _ = table_of(exit_skew_timeout=5, heartbeat_timeout=1000)
+    for local_rank in 1, 2, 3:
+        table.add(local_rank, 100.0)
+    table.remove(1, 110.0, is_success=False)
+    assert table.next_deadline == 1100.0
+    table.remove(2, 120.0, is_success=True)
+    table.feed(0, b"STOPPING=1", 121.0)
+    table.feed(3, b"EXTEND_TIMEOUT_USEC=30000000", 122.0)
+    assert (table.deadline_of(0), table.deadline_of(3)) == (125.0, 152.0)
+    (missed,) = table.expire(125.0)
+    assert (missed.local_rank, missed.kind, missed.age) == (0, "exit skew", 5.0)
+    assert missed.reason == "not finished 5 s after the first success (exit skew timeout)"
+    table.clear()
+    table.add(0, 200.0)
+    assert table.deadline_of(0) == 1200.0
+
+
+def test_workers_that_run_long_after_a_success_are_reported_once() -> None:
+    table, _ = table_of()
+    table.add(1, 100.0)
+    assert table.deadline_of(0) is None
+    table.remove(1, 110.0, is_success=True)
+    assert table.next_deadline == 170.0
+    assert table.take_skew(169.0) == 0.0
+    assert table.take_skew(171.0) == 61.0
+    assert table.take_skew(172.0) == 0.0
+    assert table.next_deadline is None
+
+
+def test_no_report_is_due_once_all_have_succeeded() -> None:
+    table, _ = table_of()
+    table.remove(0, 110.0, is_success=True)
+    assert table.next_deadline is None
+    assert table.take_skew(1000.0) == 0.0
 
 
 def test_what_a_worker_says_is_kept_for_people() -> None:

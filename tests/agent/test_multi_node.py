@@ -9,9 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from elastic_aio.agent.machine import AgentPhase
 from elastic_aio.agent.messages import (
+    BackOff,
     BackoffElapsed,
     BarrierTimedOut,
     CancelBackOff,
@@ -61,6 +63,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import CAUSE_S
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
@@ -120,6 +123,10 @@ def failure(rank: int = 0, *, host: str = "h", code: int = 7, tail: str = "") ->
 
 def ended(local_rank: int, status: ExitStatus = OK, attempt: int = 7) -> WorkerEnded:
     return WorkerEnded(attempt, local_rank, status, is_victim=False)
+
+
+def lost_peer(local_rank: int) -> WorkerEnded:
+    return WorkerEnded(7, local_rank, BAD, is_victim=False, is_lost_peer=True)
 
 
 def group_stopped(*failures: Failure, attempt: int = 7, survivors: bool = False) -> GroupStopped:
@@ -325,6 +332,39 @@ ROWS: list[Row] = [
         STARTING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    ("running: a lost peer", RUNNING, lost_peer(1), [BackOff(7, CAUSE_S)], AgentPhase.RUNNING),
+    (
+        "running: only lost peers on this node",
+        [*RUNNING, lost_peer(1)],
+        lost_peer(0),
+        [],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "running: the cause of a lost peer is on another node",
+        [*RUNNING, lost_peer(1)],
+        stop_round(7),
+        [CancelBackOff(), stop_group(FAILED_ELSEWHERE)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a lost peer without a cause",
+        [*RUNNING, lost_peer(1)],
+        BackoffElapsed(7),
+        [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a lost peer, and its cause",
+        [*RUNNING, lost_peer(0)],
+        ended(1, BAD),
+        [
+            SendReport(RoundFailing(7, WORKER_FAILED)),
+            CancelBackOff(),
+            stop_group(WORKER_FAILED),
+        ],
         AgentPhase.STOPPING,
     ),
     (
@@ -1077,3 +1117,9 @@ class Members(RuleBasedStateMachine):
 
 Members.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 TestMembers = pytest.mark.slow(Members.TestCase)
+
+
+def test_a_node_that_is_alone_awaits_no_cause_from_others() -> None:
+    alone = replace(placement(7), span=NodeRanks(0, 1, 0, 2, 0, 2))
+    one = machine(Start(), InstructionReceived(StartRound(alone)), STARTED, lost_peer(0))
+    assert one.handle(lost_peer(1))[-1] == stop_group("local rank 0 failed (exit code 7)")

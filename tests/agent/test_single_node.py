@@ -38,7 +38,7 @@ from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
@@ -77,6 +77,14 @@ def failure(code: int = 7, *, signal: int | None = None, local_rank: int = 0) ->
 
 def ended(local_rank: int, status: ExitStatus = OK, attempt: int = 0) -> WorkerEnded:
     return WorkerEnded(attempt, local_rank, status, is_victim=False)
+
+
+def lost_peer(local_rank: int) -> WorkerEnded:
+    return WorkerEnded(0, local_rank, BAD, is_victim=False, is_lost_peer=True)
+
+
+def leaving(local_rank: int) -> WorkerEnded:
+    return WorkerEnded(0, local_rank, BAD, is_victim=False, may_be_leaving=True)
 
 
 def group_stopped(*failures: Failure, attempt: int = 0, at: float = 20.0) -> GroupStopped:
@@ -189,6 +197,126 @@ ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPha
         ended(1, BAD),
         [stop_group(FAILED)],
         AgentPhase.STOPPING,
+    ),
+    (
+        "running: a lost peer",
+        {},
+        [Start(), STARTED],
+        lost_peer(0),
+        [BackOff(0, CAUSE_S)],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "running: a lost peer, and its cause",
+        {},
+        [Start(), STARTED, lost_peer(0)],
+        ended(1, BAD),
+        [CancelBackOff(), stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a lost peer without a cause",
+        {},
+        [Start(), STARTED, lost_peer(1)],
+        BackoffElapsed(0),
+        [stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: only lost peers",
+        {},
+        [Start(), STARTED, lost_peer(1)],
+        lost_peer(0),
+        [CancelBackOff(), stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: the other worker had succeeded before its peer lost it",
+        {},
+        [Start(), STARTED, ended(0)],
+        lost_peer(1),
+        [stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: the other worker succeeds after its peer has lost it",
+        {},
+        [Start(), STARTED, lost_peer(1)],
+        ended(0),
+        [CancelBackOff(), stop_group(FAILED)],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a worker hangs while the cause of a lost peer is awaited",
+        {},
+        [Start(), STARTED, lost_peer(0)],
+        WorkerHung(0, 1, "no heartbeat"),
+        [CancelBackOff(), stop_group("local rank 1: no heartbeat")],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "running: a stop is received while the cause of a lost peer is awaited",
+        {},
+        [Start(), STARTED, lost_peer(0)],
+        STOP,
+        [CancelBackOff(), stop_group("enough")],
+        AgentPhase.STOPPING,
+    ),
+    (
+        "starting: a lost peer, and the others start",
+        {},
+        [Start(), lost_peer(0)],
+        STARTED,
+        [],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "stopping: stopped, failed, perhaps by a SIGTERM to all",
+        ONE_MORE,
+        [Start(), STARTED, leaving(1)],
+        group_stopped(failure()),
+        [BackOff(0, LEAVING_S)],
+        AgentPhase.DECIDING,
+    ),
+    (
+        "deciding: SIGTERM received after a failure",
+        ONE_MORE,
+        [Start(), STARTED, leaving(1), group_stopped(failure())],
+        SIGNAL,
+        [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "deciding: no SIGTERM after a failure",
+        ONE_MORE,
+        [Start(), STARTED, leaving(1), group_stopped(failure())],
+        BackoffElapsed(0),
+        [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
+        AgentPhase.STARTING,
+    ),
+    (
+        "stopping: stopped, failed, and SIGTERM received meanwhile",
+        ONE_MORE,
+        [Start(), STARTED, leaving(1), SIGNAL],
+        group_stopped(failure()),
+        [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "stopping: stopped, failed, and SIGTERM received just before",
+        ONE_MORE,
+        [Start(), STARTED, SIGNAL, leaving(1)],
+        group_stopped(failure()),
+        [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
+        AgentPhase.DONE,
+    ),
+    (
+        "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all",
+        {},
+        [Start(), STARTED, leaving(1)],
+        group_stopped(failure()),
+        [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
+        AgentPhase.DONE,
     ),
     (
         "running: a worker hangs",
@@ -641,6 +769,7 @@ def test_a_failure_does_not_end_a_group_that_waits_for_a_stop() -> None:
 
     one = waiting()
     assert [one.handle(received) for received in (ended(1, BAD), STARTED, ended(0))] == [[]] * 3
+    assert waiting().handle(lost_peer(1)) == []
     assert one.handle(StopReceived("enough")) == [stop_group("enough")]
     assert isinstance(one.handle(group_stopped(failure()))[-1], Finish)
     assert isinstance(waiting().handle(start_failed())[0], StopGroup)
@@ -782,7 +911,8 @@ class Jobs(RuleBasedStateMachine):
                     assert self.live is None
                     self.asked = attempt
                 case BackOff(attempt, delay):
-                    assert self.live is None
+                    assert self.waiting is None
+                    assert not self.stopping
                     assert delay > 0
                     self.waiting = attempt
                 case CancelBackOff():
@@ -821,14 +951,23 @@ class Jobs(RuleBasedStateMachine):
         self.handle(start_failed(permanent=permanent, attempt=self.live))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), status=st.sampled_from([OK, BAD, ExitStatus(signal=9), ExitStatus()]))
-    def a_worker_ends(self, data: st.DataObject, status: ExitStatus) -> None:
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([OK, BAD, ExitStatus(signal=9), ExitStatus()]),
+        is_lost_peer=st.booleans(),
+        may_be_leaving=st.booleans(),
+    )
+    def a_worker_ends(
+        self, data: st.DataObject, status: ExitStatus, is_lost_peer: bool, may_be_leaving: bool
+    ) -> None:
         assert self.live is not None
         rank = data.draw(st.sampled_from(sorted(self.running)))
         self.running.discard(rank)
         if not status.is_success and not self.stopping:
             self.failures.append(failure(local_rank=rank))
-        self.handle(WorkerEnded(self.live, rank, status, is_victim=self.stopping))
+        is_victim = self.stopping
+        more = is_lost_peer and not is_victim, may_be_leaving and not is_victim
+        self.handle(WorkerEnded(self.live, rank, status, is_victim, *more))
 
     @precondition(lambda self: self.stopping and not self.spawning)
     @rule()
@@ -905,6 +1044,8 @@ class Jobs(RuleBasedStateMachine):
         """Until the end, an effect is in progress: the state machine never hangs."""
         busy = self.live is not None or self.asked is not None or self.waiting is not None
         assert busy != bool(self.finishes)
+        if self.live is not None and not self.spawning and not self.running:
+            assert self.stopping, "a group without workers is not waited for"
         if self.stop_asked and not self.finishes:
             assert self.stopping, "after a stop nothing goes on but the stopping"
 

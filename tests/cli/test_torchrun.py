@@ -157,7 +157,10 @@ def test_every_flag_in_every_spelling(
     assert read(parse_run(["train"], {variable: "0"})) == without
 
 
-@pytest.mark.parametrize("limit", ["--heartbeat-timeout", "--ready-timeout", "--progress-timeout"])
+@pytest.mark.parametrize(
+    "limit",
+    ["--heartbeat-timeout", "--ready-timeout", "--progress-timeout", "--exit-skew-timeout"],
+)
 def test_an_action_without_a_deadline_has_no_effect(limit: str) -> None:
     (warning,) = parse_run(["--on-timeout", "report", "--idle-report", "9", "y"], {}).warnings
     assert warning.startswith("--on-timeout has no effect without one of --heartbeat-timeout,")
@@ -204,7 +207,7 @@ def test_words_for_the_number_of_workers(word: str) -> None:
         (["--stand"], of_spec("nnodes"), NodeRange(1, 1)),
         (["--nno", "1"], of_spec("nnodes"), NodeRange(1, 1)),
         (["--rdzv_c", "join_timeout=7"], of_spec("rendezvous.join_timeout"), 7),
-        (["--exit=1"], of_spec("rendezvous.exit_barrier_timeout"), 1),
+        (["--exit-b=1"], of_spec("rendezvous.exit_barrier_timeout"), 1),
         (["--node", "2"], of_spec("rendezvous.node_rank"), 2),
         (["--shut", "1"], of_spec("stop"), StopPlan.within(1)),
         (["--no-p"], of_spec("entrypoint"), Command(("train",))),

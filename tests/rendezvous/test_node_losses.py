@@ -11,8 +11,7 @@ from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import NodeDraining, RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.state import CoordinatorPhase
-from elastic_aio.rendezvous.supervision import LEAVING_S
-from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
+from elastic_aio.spec.restart import LEAVING_S, Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
 ROUND_S = 0.33

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_aio.reasons import LOST_PEER
 from elastic_aio.rendezvous.base import RoundFailing, RoundStopped
 from elastic_aio.rendezvous.members import RoundSettings
 from tests.support.coordinator_harness import CoordinatorHarness, failure
@@ -24,12 +25,12 @@ class Failing:
         self.harness.latencies = dict.fromkeys("ab", 0.001)
         self.harness.join("a", "b")
 
-    def fail(self, name: str, at: float) -> None:
+    def fail(self, name: str, at: float, *, cause: str = "") -> None:
         """Let a worker fail, by the clock of its host; all others are stopped."""
         error, _ = self.harness.clocks[name]
         member, code = self.harness.members[name], ord(name)
         member.report(RoundFailing(0, "failed"))
-        member.report(RoundStopped(0, (failure(code, time=at + error, host=name),)))
+        member.report(RoundStopped(0, (failure(code, time=at + error, host=name, cause=cause),)))
 
     def root_cause(self) -> str:
         """Return the node whose failure came first, as the coordinator sees it."""
@@ -51,6 +52,15 @@ def test_a_status_that_is_late_does_not_change_the_order(error: float | None, de
     harness.latencies["b"] = delay
     failing.fail("b", 100.0)
     failing.fail("a", 100.02)
+    assert failing.root_cause() == "b"
+
+
+def test_a_lost_peer_of_another_node_is_no_root_cause() -> None:
+    """The cause of the loss was seen later, on a node that cleaned up first."""
+    failing = Failing()
+    failing.harness.now = 100.0
+    failing.fail("a", 100.0, cause=LOST_PEER)
+    failing.fail("b", 101.0)
     assert failing.root_cause() == "b"
 
 
