@@ -49,19 +49,19 @@ class EndpointState(Enum):
     """A store at which this run has a coordinator, or the job of this node has ended."""
 
 
-class UseStore(Struct, frozen=True):
+class UseStore(Struct, frozen=True, gc=False):
     """Use the store at the endpoint."""
 
     index: int
 
 
-class ServeStore(Struct, frozen=True):
+class ServeStore(Struct, frozen=True, gc=False):
     """Serve a store at the endpoint."""
 
     index: int
 
 
-class WaitUntil(Struct, frozen=True):
+class WaitUntil(Struct, frozen=True, gc=False):
     """Wait until a state changes, or the search has taken so many seconds."""
 
     until: float

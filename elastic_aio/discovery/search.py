@@ -106,6 +106,11 @@ class EndpointMonitor:
         assert handshake is not None, self
         return handshake
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has stopped, and has no store that was not taken."""
+        return self._task.done() and self._handshake is None
+
     async def aclose(self) -> None:
         """Stop, and close the store that was not taken.
 
@@ -311,7 +316,8 @@ class EndpointSearch:
 
         Idempotent; safe to call again after cancellation.
         """
-        await run_shielded(self._close)
+        if not all(monitor.is_closed for monitor in self.monitors):
+            await run_shielded(self._close)
 
     async def _close(self) -> None:
         for monitor in self.monitors:

@@ -38,7 +38,7 @@ def rendezvous_failure(why: str, cause: EndCause | None = None) -> JobOutcome:
     return JobOutcome(JobState.FAILED, why, code, is_rendezvous=True, cause=cause)
 
 
-class NodeInfo(Struct, frozen=True):
+class NodeInfo(Struct, frozen=True, gc=False):
     """One node: its host's `name`, the agent's `pid`, `nproc` workers and their `role`."""
 
     name: str
@@ -47,7 +47,7 @@ class NodeInfo(Struct, frozen=True):
     role: str
 
 
-class Placement(Struct, frozen=True):
+class Placement(Struct, frozen=True, gc=False):
     """A node's ranks in a round; its size does not depend on the number of nodes.
 
     Attributes:
@@ -81,7 +81,7 @@ class Placement(Struct, frozen=True):
         return self.round, self.formed_by
 
 
-class RestartCause(Struct, frozen=True):
+class RestartCause(Struct, frozen=True, gc=False):
     """Why another attempt follows.
 
     `attempt` is its number, `why` the rule that applies, `restarts` the number of restarts
@@ -102,7 +102,7 @@ class RestartCause(Struct, frozen=True):
 # ------------------------------------------------------------- instructions
 
 
-class StartRound(Struct, frozen=True, tag=True):
+class StartRound(Struct, frozen=True, tag=True, gc=False):
     """Start the workers of the round of `placement`, after stopping those of an earlier one.
 
     `cause` is why an attempt follows another one; None for the first.
@@ -112,7 +112,7 @@ class StartRound(Struct, frozen=True, tag=True):
     cause: RestartCause | None = None
 
 
-class StopRound(Struct, frozen=True, tag=True):
+class StopRound(Struct, frozen=True, tag=True, gc=False):
     """Stop, because of `why`, the workers up to `round`, then report `RoundStopped`.
 
     `is_cut_off`: the other nodes may start another round soon, so that SIGKILL must follow
@@ -124,13 +124,13 @@ class StopRound(Struct, frozen=True, tag=True):
     is_cut_off: bool = False
 
 
-class RestartPending(Struct, frozen=True, tag=True):
+class RestartPending(Struct, frozen=True, tag=True, gc=False):
     """Another attempt follows because of `cause`, after its `delay`; nothing to do yet."""
 
     cause: RestartCause
 
 
-class EndJob(Struct, frozen=True, tag=True):
+class EndJob(Struct, frozen=True, tag=True, gc=False):
     """End the job with `outcome`, after stopping the workers."""
 
     outcome: JobOutcome
@@ -141,20 +141,20 @@ Instruction = StartRound | StopRound | RestartPending | EndJob
 # ------------------------------------------------------------------ reports
 
 
-class RoundStarted(Struct, frozen=True):
+class RoundStarted(Struct, frozen=True, gc=False):
     """All workers of `round` have been spawned."""
 
     round: int
 
 
-class RoundFailing(Struct, frozen=True):
+class RoundFailing(Struct, frozen=True, gc=False):
     """A worker of `round` has failed (`why`); the node is stopping the others."""
 
     round: int
     why: str
 
 
-class RoundStopped(Struct, frozen=True):
+class RoundStopped(Struct, frozen=True, gc=False):
     """No process of `round` is left on this node.
 
     `failures` are those of this node's workers, the root cause first; empty after a
@@ -172,20 +172,20 @@ class RoundStopped(Struct, frozen=True):
     runtime: float = 0.0
 
 
-class RoundSucceeded(Struct, frozen=True):
+class RoundSucceeded(Struct, frozen=True, gc=False):
     """All workers of `round` on this node exited with code 0; no process is left."""
 
     round: int
 
 
-class RestartRequested(Struct, frozen=True):
+class RestartRequested(Struct, frozen=True, gc=False):
     """Another attempt is wanted in place of `round`, because of `why`."""
 
     round: int
     why: str
 
 
-class NodeDraining(Struct, frozen=True):
+class NodeDraining(Struct, frozen=True, gc=False):
     """This node stops its workers, because of `why`, and leaves when they have ended."""
 
     why: str

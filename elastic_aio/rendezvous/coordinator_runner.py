@@ -10,7 +10,7 @@ from typing import Never
 
 from msgspec.structs import replace
 
-from elastic_aio.aio import cancel_and_wait, create_task, monotonic_clock, wall_clock
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task, monotonic_clock, wall_clock
 from elastic_aio.discovery.keys import end_of, record_end
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, JobFinished
@@ -85,11 +85,13 @@ class CoordinatorRunner:
         """When this node, as the coordinator, last lost a member that had not succeeded."""
         self._wakeup = asyncio.Event()
         self._departed: list[str] = []
-        self._unwritten: asyncio.Queue[Event] = asyncio.Queue()
+        self._unwritten: list[Event] = []
+        self._progress = Notifier()
+        """Of the unwritten events, and of the departure."""
         self._deciding: asyncio.Task[None] | None = None
         self._coordinator: CoordinatorState
-        self._has_departed = asyncio.Event()
-        """Set once the coordinator has acted on the end of this member's own status."""
+        self._has_departed = False
+        """Whether the coordinator has acted on the end of this member's own status."""
         self._cleared = (-1, "")
         """The last round before which the workers' keys were deleted."""
         self._recorded = b""
@@ -133,7 +135,8 @@ class CoordinatorRunner:
                 while not collecting.done():
                     decided_at = asyncio.get_running_loop().time()
                     if name in await self._decide(store, lease):
-                        self._has_departed.set()
+                        self._has_departed = True
+                        self._progress.notify_all()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(coordinator.deadline):
                             await self._wakeup.wait()
@@ -206,11 +209,14 @@ class CoordinatorRunner:
             # Once a round: an order may be sent again.
             await self._delete_worker_keys()
             self._cleared = begun
-        # All at once: the connection pipelines them.  A round is recorded before it is
-        # ordered.  A member that has left may be back, so its last order is deleted first.
+        # All at once, in this order: a round is recorded before it is ordered, and a member that
+        # has left may be back, so its last order is deleted first.
         deletes = [store.delete(f"o/{name}") for name in departed]
-        sets = [lease.set(f"o/{name}", encode(order)) for name, order in orders.items()]
-        await asyncio.gather(*records, *deletes, *sets)
+        writes = [*records, *deletes]
+        if orders:  # else it would wait for a connection
+            texts = {f"o/{name}": encode(order) for name, order in orders.items()}
+            writes.append(lease.set_all(texts))
+        await asyncio.gather(*writes)
         return departed
 
     async def _record_end(
@@ -249,8 +255,8 @@ class CoordinatorRunner:
 
     async def wait_departed(self) -> None:
         """Wait until the coordinator has acted on the end of this member's own status."""
-        await self._has_departed.wait()
-        await self._unwritten.join()
+        while not self._has_departed or self._unwritten:
+            await self._progress.wait()
 
     async def delete_keys(self, store: Store) -> None:
         """Delete the keys of the ended generation, all but its end.
@@ -258,7 +264,8 @@ class CoordinatorRunner:
         Raises:
             StoreError: the store is lost.
         """
-        await self._unwritten.join()
+        while self._unwritten:
+            await self._progress.wait()
         await asyncio.gather(delete_events(store), store.delete(_ROUND))
         await self._delete_worker_keys()
 
@@ -285,19 +292,20 @@ class CoordinatorRunner:
         if isinstance(event, _LOCAL_EVENTS):
             self._agent.on_event(event)
         stamped = replace(event, time=wall_clock(), run_id=self._run_id, node=self._node.name)
-        self._unwritten.put_nowait(stamped)
+        self._unwritten.append(stamped)
+        self._progress.notify_all()
 
     async def _write_events(self, writer: EventStreamWriter) -> None:
         """Append events to the job's stream, without delaying any order."""
         while True:
-            events = [await self._unwritten.get()]
-            while not self._unwritten.empty():
-                events.append(self._unwritten.get_nowait())
+            while not self._unwritten:
+                await self._progress.wait()
+            events = list(self._unwritten)
             try:
                 for _ in range(2):  # a broken connection may be back at once
                     with contextlib.suppress(StoreError):  # readers see a gap
                         await writer.write(events)
                         break
             finally:
-                for _ in events:
-                    self._unwritten.task_done()
+                del self._unwritten[: len(events)]
+                self._progress.notify_all()

@@ -391,12 +391,13 @@ def _placements(
             state.budget.record(state.now)
     elif cause is not None and not cause.is_requested:
         changes += 1
+    formed_by, restarts = f"{state.outbox.term}.{state.name}", state.budget.restarts
     return {
         record.member: Placement(
             round=number,
-            formed_by=f"{state.outbox.term}.{state.name}",
+            formed_by=formed_by,
             attempt=attempt,
-            restarts=state.budget.restarts,
+            restarts=restarts,
             changes=changes,
             span=span,
             master_addr=lead.address,

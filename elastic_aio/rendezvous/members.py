@@ -228,7 +228,7 @@ def clock_offsets(records: Iterable[MemberRecord], now: float) -> dict[str, floa
 # ------------------------------------------------------------------- orders
 
 
-class SendOrder(Struct, frozen=True):
+class SendOrder(Struct, frozen=True, gc=False):
     """Write an order for a member."""
 
     member: str

@@ -75,7 +75,7 @@ class MemberPhase(StrEnum):
     """All workers of the round have succeeded."""
 
 
-class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
     A flat record on the wire, hence its 33 fields: each changes on its own, and readers
@@ -168,13 +168,13 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # ------------------------------------------------------------------- orders
 
 
-class WaitForNodes(Struct, frozen=True, tag=True):
+class WaitForNodes(Struct, frozen=True, tag=True, gc=False):
     """Wait: there are not enough nodes yet."""
 
     forming: RoundForming
 
 
-class StandBy(Struct, frozen=True, tag=True):
+class StandBy(Struct, frozen=True, tag=True, gc=False):
     """Wait: the round has its maximum of nodes, or another member holds the rank (`why`)."""
 
     round: int
@@ -182,7 +182,7 @@ class StandBy(Struct, frozen=True, tag=True):
     why: str = ""
 
 
-class ProbePeers(Struct, frozen=True, tag=True):
+class ProbePeers(Struct, frozen=True, tag=True, gc=False):
     """Probe whether this address is reachable, before joining `round`."""
 
     round: int
@@ -190,13 +190,13 @@ class ProbePeers(Struct, frozen=True, tag=True):
     port: int
 
 
-class Reject(Struct, frozen=True, tag=True):
+class Reject(Struct, frozen=True, tag=True, gc=False):
     """Leave: this member can never take part."""
 
     why: str
 
 
-class MembersDone(Struct, frozen=True, tag=True):
+class MembersDone(Struct, frozen=True, tag=True, gc=False):
     """Remember how many members of `round` have left after their success.
 
     They write no status any more, so another coordinator could not learn it from them.  When
@@ -221,7 +221,7 @@ OrderBody = (
 )
 
 
-class Order(Struct, frozen=True, omit_defaults=True):
+class Order(Struct, frozen=True, omit_defaults=True, gc=False):
     """What the coordinator of `term` wants of one member; `serial` grows with each.
 
     `history` is what its budget has counted: this node may be the next to coordinate.

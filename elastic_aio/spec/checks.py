@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Mapping
@@ -41,10 +42,17 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 def checked_part(name: str, value: object, kind: type[Part], hint: str = "") -> Part:
     if value is None:
-        return kind()
+        default: Part = _default_part(kind)  # type: ignore[arg-type]
+        return default
     if not isinstance(value, kind):
         raise SpecError(name, value, f"must be a {kind.__name__}{hint}")
     return value
+
+
+@functools.cache
+def _default_part(kind: Any) -> Any:
+    """Return the part without settings: a frozen value, the same for all specs."""
+    return kind()
 
 
 def checked_path(name: str, value: object) -> str:
@@ -131,7 +139,6 @@ def check_number(
     above: float | None = None,
     what: str = "",
 ) -> None:
-    bound = f"of at least {at_least:g}" if at_least is not None else f"above {above:g}"
     # Comparisons with NaN are false, so it is refused too.
     if (
         not (is_integer(value) or isinstance(value, float))
@@ -139,6 +146,7 @@ def check_number(
         or not (above is None or value > above)
         or value == float("inf")
     ):
+        bound = f"of at least {at_least:g}" if at_least is not None else f"above {above:g}"
         raise SpecError(name, value, f"{what}must be a number {bound}")
     check_not_absurd(name, value)
 

@@ -249,8 +249,7 @@ class LaunchSpec:
         set_fields(self, entrypoint=program, args=_arguments(program, args), nnodes=nodes)
         if run_id is None and nodes.maximum > 1:
             settings["run_id"] = "none"
-        for name, check in _CHECKS.items():
-            set_fields(self, **{name: check(name, settings[name])})
+        set_fields(self, **{name: check(name, settings[name]) for name, check in _CHECKS.items()})
         if self.preload and start_method != "forkserver":
             raise SpecError("preload", ",".join(self.preload), "needs start method 'forkserver'")
         self.restart.check_with(self.max_restarts)

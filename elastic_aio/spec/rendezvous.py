@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final
@@ -275,8 +276,13 @@ def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) 
     Raises:
         SpecError: an endpoint has none of these forms, or is a wildcard address.
     """
+    return _split_endpoints(name, checked_text(name, value), default_port)
+
+
+@functools.lru_cache(maxsize=16)  # a spec is asked for its endpoints again and again
+def _split_endpoints(name: str, text: str, default_port: int) -> tuple[str, ...]:
     endpoints = []
-    for part in checked_text(name, value).split(","):
+    for part in text.split(","):
         host, port = parse_host_port(name, part.strip(), default_port=default_port, at_least=0)
         if host in _WILDCARDS:
             raise SpecError(name, part.strip(), "must be the address of one host, not a wildcard")

@@ -10,7 +10,7 @@ import abc
 import asyncio
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Self
 
@@ -170,7 +170,8 @@ class Store(abc.ABC):
         """
         check_number("ttl", ttl, at_least=self._min_ttl)
         check_number("linger", linger, at_least=0)
-        return _LeaseBlock(self, Lease(self.call, self._prefix, min(ttl, 1e6), min(linger, 1e6)))
+        lease = Lease(self.call, self.change_all, self._prefix, min(ttl, 1e6), min(linger, 1e6))
+        return _LeaseBlock(self, lease)
 
     def watch(self, name: str, *, is_prefix: bool = False) -> AbstractAsyncContextManager[Watch]:
         """Watch a key, or all keys that begin with `name`.
@@ -207,6 +208,13 @@ class Store(abc.ABC):
 
         Cancellation: withdraws a wait; the store stays usable.
         """
+
+    async def change_all(self, op: int, requests: Sequence[tuple[bytes, Any]]) -> None:
+        """Carry out the requests `op` with these keys and arguments, in their order.
+
+        Cancellation: as of `call`.
+        """
+        await asyncio.gather(*(self.call(op, key, argument) for key, argument in requests))
 
     @abc.abstractmethod
     async def _grant(self, lease: Lease) -> None:
@@ -284,7 +292,7 @@ class PrefixedStore(Store):
 
     def __init__(self, store: Store, name: str) -> None:
         """Create the view `name` of `store`."""
-        super().__init__(store._timeout, store._min_ttl)
+        self._timeout, self._min_ttl = store._timeout, store._min_ttl
         self._store = store
         self._prefix = store._prefix + checked_text("prefix", name) + "/"
 
@@ -293,6 +301,9 @@ class PrefixedStore(Store):
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         return await self._store.call(op, key, argument)
+
+    async def change_all(self, op: int, requests: Sequence[tuple[bytes, Any]]) -> None:
+        await self._store.change_all(op, requests)
 
     async def _grant(self, lease: Lease) -> None:
         await self._store._grant(lease)

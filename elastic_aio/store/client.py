@@ -12,9 +12,17 @@ import itertools
 import random
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from elastic_aio.aio import Notifier, create_task, run_shielded, running_loop
+from elastic_aio.aio import (
+    Notifier,
+    cancel_and_wait,
+    create_task,
+    run_shielded,
+    running_loop,
+    set_result_if_pending,
+)
 from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.checks import check_number, checked_token, parse_host_port
 from elastic_aio.spec.restart import Backoff
@@ -110,7 +118,10 @@ class RemoteStore(Store):
         # Why the store cannot be used any more.
         self._error: StoreError | None = None
         self._link_changed = Notifier()
+        self._lost: asyncio.Future[None] | None = None
+        """Done when the store is lost for good or closed; None before there is a connection."""
         self._keeper: asyncio.Task[None] | None = None
+        """Reopens the connection."""
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._leases: dict[Lease, None] = {}
         self._watches: dict[Watch, None] = {}
@@ -141,7 +152,7 @@ class RemoteStore(Store):
             StoreLost: the peer closed the connection, or has not answered.
             StoreRefused: the peer is not a store, or has another token.
         """
-        if self._keeper is not None:
+        if self._lost is not None:
             sock.close()
         self._check_unused()
         try:
@@ -151,12 +162,12 @@ class RemoteStore(Store):
         self._begin(link)
 
     def _check_unused(self) -> None:
-        if self._keeper is not None:
+        if self._lost is not None:
             raise StoreClosed("a store is connected once; call connect() again")
 
     def _begin(self, link: PlainLink | TaggedLink) -> None:
-        self._link = link
-        self._keeper = create_task(self._keep_connected(link), f"store {self._address}")
+        self._lost = asyncio.get_running_loop().create_future()
+        self._use(link)
         self._schedule_heartbeat()
 
     @property
@@ -193,8 +204,8 @@ class RemoteStore(Store):
 
         Cancellation: has no effect on the store.
         """
-        if self._keeper is not None:
-            await asyncio.wait([self._keeper])
+        if self._lost is not None:
+            await asyncio.wait([self._lost])
         return str(self._error or "the store is not connected")
 
     async def ping(self) -> float:
@@ -210,7 +221,7 @@ class RemoteStore(Store):
 
         Cancellation: raised when the connection is closed.
         """
-        if self._keeper is not None and not isinstance(self._error, StoreClosed):
+        if self._lost is not None and not isinstance(self._error, StoreClosed):
             await run_shielded(self._close)
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
@@ -224,16 +235,28 @@ class RemoteStore(Store):
             try:
                 return await link.call(op, key, argument)
             except LinkLost as error:
-                if self._error is not None:
-                    raise self._error from None
-                if link.is_over:
-                    self._drop_link(link)
-                if op not in _READS:
-                    raise StoreLost(f"{error}; the change may have been made or not") from None
+                lost = self._lost_with(link, error)
+                if op not in _READS or lost is self._error:
+                    raise lost from None
                 instance = link.instance
                 if self._link is link:
                     # A plain server refused the additional connection that a wait uses.
                     await asyncio.sleep(_RETRY.delay(attempt, random.random))
+
+    async def change_all(self, op: int, requests: Sequence[tuple[bytes, Any]]) -> None:
+        link = await self._tagged_link()
+        try:
+            await link.change_all(op, requests)
+        except LinkLost as error:
+            raise self._lost_with(link, error) from None
+
+    def _lost_with(self, link: PlainLink | TaggedLink, error: LinkLost) -> StoreError:
+        """Return the error of a change that has got no reply before the end of `link`."""
+        if self._error is not None:
+            return self._error
+        if link.is_over:
+            self._drop_link(link)
+        return StoreLost(f"{error}; the change may have been made or not")
 
     # Leases and watches.
 
@@ -267,7 +290,7 @@ class RemoteStore(Store):
                 link.unwatch(watch)
                 raise
             else:
-                # Not earlier: the keeper resumes the watches that are listed here.
+                # Not earlier: `_resume` takes the watches that are listed here.
                 self._watches[watch] = None
                 return
 
@@ -305,7 +328,7 @@ class RemoteStore(Store):
     # The connection.
 
     def _drop_link(self, link: PlainLink | TaggedLink) -> None:
-        # The connection has just ended; the keeper task runs in the next loop iteration.
+        # The connection has just ended; `_reconnect` runs in a later loop iteration.
         if self._link is link:
             self._link = None
 
@@ -313,27 +336,38 @@ class RemoteStore(Store):
         while self._link is None:
             if self._error is not None:
                 raise self._error
-            if self._keeper is None:
+            if self._lost is None:
                 raise StoreClosed("the store is not connected: use `async with connect(...)`")
             await self._link_changed.wait()
         return self._link
 
-    async def _keep_connected(self, link: PlainLink | TaggedLink) -> None:
-        """Reopen the connection each time it ends, until that fails for too long."""
-        while True:
-            reason = await asyncio.shield(link.ended)
-            self._link = None
-            self._last_received_at, self._last_reply_at = link.last_received_at, link.last_reply_at
-            if self._reconnect_for == 0:
-                self._finish(StoreLost(reason))
-                return
-            try:
-                link = await self._reopen(link.instance)
-            except StoreError as error:
-                self._finish(StoreLost(f"{reason}; then: {error}"))
-                return
-            self._link = link
-            self._link_changed.notify_all()
+    def _use(self, link: PlainLink | TaggedLink) -> None:
+        self._link = link
+        self._link_changed.notify_all()
+        link.ended.add_done_callback(lambda _: self._on_ended(link))
+
+    def _on_ended(self, link: PlainLink | TaggedLink) -> None:
+        if not isinstance(self._error, StoreClosed):
+            # Its pending operations see first that this connection has ended.
+            self._keeper = create_task(self._reconnect(link), f"store {self._address}")
+
+    async def _reconnect(self, former: PlainLink | TaggedLink) -> None:
+        """Reopen the connection, unless that fails for too long."""
+        reason = former.ended.result()
+        self._link = None
+        self._last_received_at, self._last_reply_at = former.last_received_at, former.last_reply_at
+        if self._reconnect_for == 0:
+            self._finish(StoreLost(reason))
+            return
+        try:
+            link = await self._reopen(former.instance)
+        except StoreError as error:
+            self._finish(StoreLost(f"{reason}; then: {error}"))
+        except Exception as error:  # a defect of this package
+            self._finish(StoreLost(f"internal error: {error!r}"))
+            raise
+        else:
+            self._use(link)
 
     async def _reopen(self, former_instance: bytes) -> PlainLink | TaggedLink:
         """Open a connection and resume the leases and watches on it."""
@@ -415,6 +449,8 @@ class RemoteStore(Store):
         if self._error is None:
             self._error = error
         self._link = None
+        if self._lost is not None:
+            set_result_if_pending(self._lost, None)
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
         for lease in self._leases:
@@ -426,11 +462,10 @@ class RemoteStore(Store):
 
     async def _close(self) -> None:
         link, keeper = self._link, self._keeper
-        assert keeper is not None
         self._error = None
         self._finish(StoreClosed("the store was closed"))
-        keeper.cancel()
-        await asyncio.wait([keeper])
+        if keeper is not None:
+            await cancel_and_wait([keeper])
         if link is not None and not link.ended.done():
             link.close()
             await asyncio.wait([link.ended], timeout=_CLOSE_TIMEOUT)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, Self
+
+from msgspec import Struct
 
 from elastic_aio.aio import Notifier
 from elastic_aio.errors import SpecError, StoreError, StoreLost
@@ -71,8 +72,7 @@ class ChangeKind(StrEnum):
     """Its lease expired: the holder ended, stopped sending, or lost its connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, gc=False):
     """One change, of some `kind`, of the watched key `key`.
 
     `value` is None unless `kind` is SET.  `is_resync` is true if changes before this one
@@ -99,12 +99,16 @@ class Lease:
     def __init__(
         self,
         call: Callable[[int, bytes, Any], Awaitable[Any]],
+        change_all: Callable[[int, Sequence[tuple[bytes, Any]]], Awaitable[None]],
         prefix: str,
         ttl: float,
         linger: float,
     ) -> None:
-        """Create a lease that the store of `call` has not granted yet; times in seconds."""
-        self._call = call
+        """Create a lease that the store of `call` and `change_all` has not granted yet.
+
+        Times are in seconds.
+        """
+        self._call, self._change_all = call, change_all
         self._prefix = prefix
         self.ttl = ttl
         self.linger = linger
@@ -128,6 +132,18 @@ class Lease:
         """
         argument = [wire_value(value), self.lease_id]
         await self._call(wire.LEASED_SET, wire_key(key, self._prefix), argument)
+
+    async def set_all(self, items: Mapping[str, Value]) -> None:
+        """Set all `items`, one after another; the requests are sent together.
+
+        Raises:
+            StoreRefused, StoreError: as for `set`; some of them may have been set.
+        """
+        prefix, lease_id = self._prefix, self.lease_id
+        requests = [
+            (wire_key(key, prefix), [wire_value(value), lease_id]) for key, value in items.items()
+        ]
+        await self._change_all(wire.LEASED_SET, requests)
 
     async def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Do `Store.compare_set`; if it stores the key, that is deleted when the lease ends.

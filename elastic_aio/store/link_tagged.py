@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Final
+
+from msgspec import Struct
 
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreRefused
@@ -19,8 +21,7 @@ _WAITS: Final = frozenset({wire.WAIT, wire.GET_WHEN_SET, wire.POP_WHEN_PUSHED})
 _TAG_MAX: Final = (1 << 32) - 1
 
 
-@dataclass(slots=True)
-class _PendingRequest:
+class _PendingRequest(Struct):
     """A request that was sent and has no reply yet."""
 
     op: int
@@ -140,6 +141,16 @@ class TaggedLink(Link):
             elif op in _WAITS:
                 self._post(wire.CANCEL, b"", tag)
             raise
+
+    async def change_all(self, op: int, requests: Iterable[tuple[bytes, Any]]) -> None:
+        """Carry out the changes `op` with these keys and arguments; return after the last.
+
+        Raises:
+            LinkLost, StoreRefused: as for `call`.
+        """
+        while self._is_write_paused:
+            await self._write_resumed.wait()
+        await asyncio.gather(*[self._request(op, *request)[1] for request in requests])
 
     async def watch(self, watch: Watch) -> None:
         """Feed `watch` from now on; return when it has got its snapshot.

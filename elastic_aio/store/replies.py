@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from msgspec import Struct
+
 from elastic_aio.store import wire
 from elastic_aio.store.wire import I64, U32, U64, WireError
 
@@ -86,7 +88,7 @@ class HelloReply(NamedTuple):
     needs_token: bool
 
 
-class RawChange(NamedTuple):
+class RawChange(Struct, frozen=True, gc=False):
     """One change of a watched key; `value` is empty unless `kind` is SET."""
 
     kind: int
@@ -191,8 +193,8 @@ def tagged(tag: int, status: int, payload: bytes | Pieces) -> bytes | Pieces:
 
 def encode_change(change: RawChange) -> bytes | Pieces:
     """Return the payload of one change."""
-    kind, revision, key, value = change
-    head = _NOTIFICATION.pack(kind, revision, len(key)) + key
+    key, value = change.key, change.value
+    head = _NOTIFICATION.pack(change.kind, change.revision, len(key)) + key
     return head + value if len(value) < LARGE else [head, value]
 
 

@@ -296,6 +296,8 @@ class Connection(ServerLink, Client):
     def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
         """Carry out a tagged request that involves this connection."""
         server, keyspace = self._server, self._server.keyspace
+        if op == wire.LEASED_SET:
+            return keyspace.leased_set(self, tag, key, argument)  # no deadline has changed
         if op == wire.WATCH_KEY and argument < 0 and len(keyspace.get(key)) <= _SHORT:
             snapshot = keyspace.watch(self, tag, key, argument, is_prefix=False)
             self._append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
@@ -309,8 +311,8 @@ class Connection(ServerLink, Client):
         client_handler = keyspace.client_handlers[op]
         if client_handler is not None:
             result = client_handler(self, tag, key, argument)
-            if op in (wire.LEASED_SET, wire.LEASED_COMPARE_SET):
-                return result  # no deadline has changed
+            if op == wire.LEASED_COMPARE_SET:
+                return result
         elif op == wire.CANCEL:
             result = int(keyspace.cancel(self, argument))
         elif op == wire.PING:

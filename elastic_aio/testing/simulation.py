@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -189,7 +190,15 @@ class Simulation:
         number = len(self.processes) + 1
         node = SimNode(self._new_process(host), number, self._trace)
         node.add_fault("is started")
-        node.process.inject(SimDriver, node, spec, self.checker, self._checked_behavior)
+        checked = weakref.WeakMethod(self._checked_behavior)
+
+        def behavior(node: SimNode, placement: Placement) -> WorkerBehavior:
+            # Without a cycle through its nodes, a simulation that is dropped is closed first.
+            method = checked()
+            assert method is not None
+            return method(node, placement)
+
+        node.process.inject(SimDriver, node, spec, self.checker, behavior)
         self.nodes[name] = node
         self.processes.append(node)
         return node

@@ -80,7 +80,7 @@ def lease_of(name: str) -> Lease:
     async def refuse(*_: object) -> None:
         raise StoreRefused("the lease has ended")
 
-    lease = Lease(refuse, "", 1.0, 0.0)
+    lease = Lease(refuse, refuse, "", 1.0, 0.0)
     lease.lease_id = name.encode()
     return lease
 

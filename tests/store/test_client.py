@@ -299,6 +299,26 @@ async def test_leases_across_a_broken_connection(store: RemoteStore, proxy: Chao
     assert await store.peek("more") is None
 
 
+async def test_changes_of_a_lease_are_sent_together(store: RemoteStore, proxy: ChaosProxy) -> None:
+    """Together they raise too, if the connection breaks before the replies."""
+    async with connect(proxy.endpoint) as remote, remote.lease(5, linger=10) as lease:
+        packets = len(proxy.sent)
+        await lease.set_all({str(number): b"1" for number in range(50)})
+        assert len(proxy.sent) <= packets + 2  # the first goes at once
+        proxy.is_dropping_replies = True
+        task = asyncio.ensure_future(lease.set_all({"0": b"2", "1": b"2"}))
+        async with store.watch("1") as watch:
+            if watch.present["1"] != b"2":
+                await anext(watch)
+        proxy.cut()
+        proxy.is_dropping_replies = False
+        with pytest.raises(StoreLost, match="the change may have been made or not"):
+            await task
+        await until_connected(remote)
+        await lease.set_all({"0": b"3"})
+        assert await store.peek("0") == b"3"
+
+
 @pytest.mark.slow
 async def test_an_idle_watch_or_wait_sends_nothing(store: RemoteStore, proxy: ChaosProxy) -> None:
     """Each is one request and one reply."""

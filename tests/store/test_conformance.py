@@ -329,6 +329,18 @@ async def test_leases_and_watches(pair: Pair) -> None:
         ]
         with pytest.raises(StoreRefused, match="the lease has ended"):
             await lease.set("w/3", b"")
+        async with pair.one.lease(5) as lease:
+            await lease.set_all({"w/5": "a", "w/4": b"b"})
+            await pair.one.set("w/4", "freed")
+        changes = [await anext(watch) for _ in range(4)]
+        assert [(str(change.kind), change.key, change.value) for change in changes] == [
+            ("set", "5", b"a"),
+            ("set", "4", b"b"),
+            ("set", "4", b"freed"),
+            ("deleted", "5", None),
+        ]
+        with pytest.raises(StoreRefused, match="the lease has ended"):
+            await lease.set_all({"w/5": b"", "w/4": b""})
     async with pair.two.prefixed("w").lease(5) as prefixed, pair.one.watch("w/x") as exact:
         await prefixed.set("x", b"1")
         assert await prefixed.compare_set("y", "", "2") == b"2"
