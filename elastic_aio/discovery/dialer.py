@@ -30,11 +30,8 @@ _REPLY_TIMEOUT: Final = 8.0
 """Seconds for the answers of a store that has accepted the connection: one at which thousands
 of nodes arrive at once must not have to begin anew with each of them."""
 
-_PING_SHARE: Final = 0.2
-"""Time between two pings of the store, as a share of `heartbeat_timeout`: of the half of it in
-which a node that hears nothing from the store lets its workers run, most is left to the store."""
-
-_PING_INTERVAL_MAX: Final = 2.0
+_PING_SHARES: Final = (0.1, 0.2)
+_PING_INTERVAL_MIN: Final = 2.0
 
 SILENT: Final = "it accepts connections, but does not answer"
 
@@ -124,6 +121,16 @@ class Dialer:
         """Seconds without an answer after which a connection is given up."""
         return self._spec.heartbeat_timeout - RECONNECT_FOR - FENCE
 
+    @property
+    def _ping_interval(self) -> float:
+        """Seconds between two pings of an idle store.
+
+        A node that hears nothing for half of `heartbeat_timeout` stops its workers.  The store
+        may pause for what these seconds leave of that: 1.5 s of 5, and 12 s of 30.
+        """
+        least, most = (share * self._spec.heartbeat_timeout for share in _PING_SHARES)
+        return min(most, max(least, _PING_INTERVAL_MIN))
+
     async def dial(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
         """Return the first store that answers at one of the `addresses` of `host`.
 
@@ -168,7 +175,7 @@ class Dialer:
             peer_timeout=self._spec.heartbeat_timeout,
             token=self._spec.token,
             tls=tls,
-            ping_interval=min(_PING_INTERVAL_MAX, self._spec.heartbeat_timeout * _PING_SHARE),
+            ping_interval=self._ping_interval,
             survive_server_restart=False,
         )
         try:
