@@ -253,7 +253,8 @@ def forming_ends(event: node_events.RoundForming) -> str:
 
 
 def _round_forming(event: node_events.RoundForming) -> str:
-    text = f"waiting for nodes: {counted(event.joined, 'node')} present"
+    stopped = "workers stopped, " if event.round else ""
+    text = f"{stopped}waiting for nodes: {counted(event.joined, 'node')} present"
     if event.present:
         ellipsis = ", ..." if len(event.present) < event.joined else ""
         text += f" ({', '.join(event.present)}{ellipsis})"

@@ -537,8 +537,8 @@ EVENTS: list[tuple[Event, int, str]] = [
             time_left=12.3,
         ),
         Level.WARNING,
-        "waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, missing c, fails in"
-        " 12 s; refused e: wrong role",
+        "workers stopped, waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4,"
+        " missing c, fails in 12 s; refused e: wrong role",
     ),
     (
         RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),

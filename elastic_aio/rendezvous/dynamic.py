@@ -426,8 +426,12 @@ class DynamicRendezvous(Rendezvous):
                 await asyncio.wait(pending)
 
     async def _leave_session(self, session: StoreSession) -> None:
-        """Write the last status, and stay while other nodes need this one."""
-        if not self._member.has_ended:
+        """Write the last status, and stay while other nodes need this one.
+
+        A node that was refused, or has failed alone, leaves a job that goes on.
+        """
+        is_over = self._member.status.outcome is not None
+        if not is_over:
             self._member.leave()
             self._changed.notify_all()
         with contextlib.suppress(TimeoutError, StoreError):
@@ -437,9 +441,9 @@ class DynamicRendezvous(Rendezvous):
                         break
                     await self._changed.wait()
                 await session.confirm_end()
-                if not self._member.has_ended:
+                if not is_over:
                     await session.resign()
-        if not self._member.has_ended:
+        if not is_over:
             return
         # Nodes that are still there after the timeout notice the end of the connection.
         with contextlib.suppress(TimeoutError, StoreError):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import AttemptFailed, JobFinished, Restarting, RoundForming
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster, launcher_with
+from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster, launcher_with
 
 pytestmark = pytest.mark.black_box
 
@@ -104,7 +104,8 @@ async def test_a_missing_program(tmp_path: Path) -> None:
     async with Cluster(tmp_path, 2, max_restarts=5) as cluster:
         host = cluster.start("host")
         await host.event(RoundForming)
-        other = cluster.start("other", tmp_path / "nothing", no_python=True)
+        missing = tmp_path / "nothing" / Path(WORKER).name  # as another program it is refused
+        other = cluster.start("other", missing, no_python=True)
         for node in (host, other):
             ended = await node.ended()
             assert ended.code == 127

@@ -116,7 +116,7 @@ async def test_missing_nodes_are_named(network: Network, tmp_path: Path) -> None
         await c.kill()
         for agent in (a, b):
             ended = await agent.ended(6 + AT_ONCE_S)
-            assert ended.code == 75
+            assert ended.code == 69
             last = ended.err.splitlines()[-1]
             assert "2 of 3" in last
             assert "(a, b)" in last

@@ -328,7 +328,9 @@ def test_a_node_that_is_cut_off_stops_by_its_plan(
     sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
 
 
-@pytest.mark.parametrize("seed", [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637])
+@pytest.mark.parametrize(
+    "seed", [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637, 12973, 20668, 26879]
+)
 def test_a_scenario_that_has_failed_before(seed: int) -> None:
     run_random_scenario(seed)
 
