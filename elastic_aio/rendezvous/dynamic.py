@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
 
+_ANSWER_S = 2.0
+"""Seconds in which a store answers, if the node is to stay for others that use it."""
+
 _RELEASE_S = 0.25
 """Seconds for which it then waits until the store has ended its lease."""
 
@@ -197,9 +200,12 @@ class DynamicRendezvous(Rendezvous):
         same store comes to the next one within the time of a lease, or stops its workers.
         """
         if self._member.status.drain_reason:
-            if self._session is not None and self._member.is_lead:
-                with contextlib.suppress(StoreError):
-                    await self._session.wait_alone()
+            session = self._session
+            if session is not None and self._member.is_lead:
+                with contextlib.suppress(StoreError, TimeoutError):
+                    async with asyncio.timeout(_ANSWER_S):  # it may be suspended
+                        await session.has_own_round()
+                    await session.wait_alone()
             return
         is_reported = False
         while (session := self._session) is not None or self._member.is_lead:
@@ -436,10 +442,7 @@ class DynamicRendezvous(Rendezvous):
             self._changed.notify_all()
         with contextlib.suppress(TimeoutError, StoreError):
             async with asyncio.timeout(_LAST_STATUS_S):
-                while session.written_serial < self._member.status.serial:
-                    if session is not self._session:
-                        break
-                    await self._changed.wait()
+                await session.write_last()
                 await session.confirm_end()
                 if not is_over:
                     await session.resign()

@@ -97,6 +97,7 @@ class StoreSession:
         self._store: Store = located.store
         self._own_key = f"t/{member.name}"
         self._is_draining = False
+        self._lease: Lease | None = None
         self._has_seen_end = False
         self._moved_to: str | None = None
         """The job in which this one goes on at another store; None: it goes on here."""
@@ -133,6 +134,7 @@ class StoreSession:
                 if run is None:
                     return "the run has ended"
                 lease, orders, records, ends = await self._begin(stack)
+                self._lease = lease
                 work = [
                     self._write_statuses(lease),
                     self._follow_orders(orders),
@@ -193,20 +195,36 @@ class StoreSession:
 
     async def _write_statuses(self, lease: Lease) -> str:
         while True:
-            now = wall_clock()
-            clock = now - monotonic_clock()
-            status = replace(self._member.status, sent_at=now, clock=clock)
-            self._knows_failure = bool(status.failures)
+            serial = self._member.status.serial
             try:
-                await lease.set(self._own_key, encode(status))
+                await self._write_status(lease)
             except StoreLost:
                 if not lease.is_alive:
                     raise
                 continue  # the connection comes back, or the lease ends
-            self.written_serial = status.serial
-            self._changed.notify_all()
-            while self._member.status.serial == status.serial or self._is_draining:
+            while self._member.status.serial == serial or self._is_draining:
                 await self._changed.wait()
+
+    async def _write_status(self, lease: Lease) -> None:
+        now = wall_clock()
+        clock = now - monotonic_clock()
+        status = replace(self._member.status, sent_at=now, clock=clock)
+        self._knows_failure = bool(status.failures)
+        await lease.set(self._own_key, encode(status))
+        self.written_serial = status.serial
+        self._changed.notify_all()
+
+    async def write_last(self) -> None:
+        """Write the last status, also while the store has not answered the one before.
+
+        A store that was suspended reads both, and then the end of the connection.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        self._is_draining = True
+        if self._lease is not None:
+            await self._write_status(self._lease)
 
     async def _follow_orders(self, orders: Watch) -> str:
         """Follow the orders; return once the coordinator takes this member for gone.

@@ -13,6 +13,7 @@ from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound, StopRound
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, Outbox, RoundSettings
 from elastic_aio.rendezvous.messages import (
+    LEASE_LINGER,
     MemberPhase,
     MemberStatus,
     RoundRecord,
@@ -26,6 +27,9 @@ _NOTICE_S = 5.0
 """Seconds of waiting for `restart.decide` before that is published."""
 _REPEAT_S = 15.0
 """Seconds between two publications of what is waited for."""
+
+_HELD_BACK_S = 0.5
+"""Seconds by which a status is late that a suspended store or a partition has held back."""
 
 _SETTLED_S = 60.0
 """Seconds after which the stay of a joiner is no short one; the longest delay of the next."""
@@ -204,6 +208,9 @@ class CoordinatorState:
             self.round.gone.pop(member, None)
         elif status.serial <= record.status.serial or status.node != record.status.node:
             return
+        if now - status.sent_at - record.offset_bound(now) > _HELD_BACK_S:
+            # The member may have left since: the store is about to see the end of its connection.
+            self.fence(now + 2 * LEASE_LINGER)
         record.observe(status, now)
         self.outbox.observe(record)
         if status.is_leaving:

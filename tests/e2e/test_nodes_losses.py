@@ -22,7 +22,7 @@ POISON = "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.s
 async def test_a_workload_that_kills_its_agent_does_not_loop(tmp_path: Path) -> None:
     """A service manager restarts the agent at once; the budget of losses ends the job."""
     async with Cluster(tmp_path, 2, max_restarts=0) as cluster:
-        host = cluster.start("host", conf={"is_host": True})
+        host = cluster.start("host", conf={"is_host": True, "any_program": True})
         await host.event(RoundForming)
         program = [sys.executable, "-c", POISON]
         while host.is_running:

@@ -248,6 +248,21 @@ def test_all_nodes_stop_at_once_where_one_is_drained() -> None:
     assert harness.ranks == {"a": 0, "c": 1}
 
 
+def test_no_round_follows_a_status_that_was_held_back_at_once() -> None:
+    """A store that was suspended has not read the ends of the members' connections yet."""
+    harness = CoordinatorHarness(RoundSettings(1, 3), "a", "b", "c")
+    harness.settle(40)
+    assert harness.ranks == {"a": 0, "b": 1, "c": 2}
+    harness.now, harness.latencies["b"] = 50.0, 3.0
+    harness.members["b"].report(RoundStopped(0))  # of a node that hears nothing from the store
+    harness.settle()
+    harness.settle(53.3)
+    assert harness.coordinator.round.number == 0
+    harness.lose("b")
+    harness.settle(54)
+    assert harness.ranks == {"a": 0, "c": 1}
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_worker_ended_by_sigterm_may_be_the_first_sign_of_a_leaving_node(leaves: bool) -> None:
     """All nodes have stopped before the agent of the worker hears the signal itself."""
