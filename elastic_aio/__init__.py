@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from elastic_aio.logs.reader import LogReader as LogReader
     from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.node_events import MembershipChanged as MembershipChanged
+    from elastic_aio.node_events import MembershipPending as MembershipPending
     from elastic_aio.node_events import NodeJoined as NodeJoined
     from elastic_aio.node_events import NodeLeft as NodeLeft
     from elastic_aio.node_events import NodeLost as NodeLost
@@ -167,7 +168,7 @@ else:
             "elastic_aio.logs.console": "ConsoleTarget TextOutput",
             "elastic_aio.logs.reader": "LogLine LogReader",
             "elastic_aio.node_events": """
-                CoordinatorChanged MembershipChanged NodeJoined NodeLeft NodeLost
+                CoordinatorChanged MembershipChanged MembershipPending NodeJoined NodeLeft NodeLost
                 NodeRefused NodeStandby RendezvousStoreAwaited RendezvousStoreLost
                 RendezvousStoreRecovered RoundFormed RoundForming RoundWaiting
                 StandbyPromoted

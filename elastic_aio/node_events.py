@@ -105,6 +105,16 @@ class RoundFormed(Event, frozen=True, kw_only=True):
     """Rounds so far that a membership change caused, not a failure."""
 
 
+class MembershipPending(Event, frozen=True, kw_only=True):
+    """The job is about to go on with other nodes than those of `round`; its workers run on."""
+
+    round: int
+    why: str
+    """Which nodes are about to take part, or why the round stays as it is."""
+    time_left: float | None
+    """Seconds until the workers are stopped, unless further nodes join; None: they are not."""
+
+
 class MembershipChanged(Event, frozen=True, kw_only=True):
     """The job goes on with other nodes in `round`, as `attempt`; no restart is counted."""
 

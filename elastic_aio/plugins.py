@@ -12,6 +12,7 @@ from elastic_aio.ranks import NodeRanks, WorkerRanks
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     AgentPort,
+    ChangePending,
     EndJob,
     Instruction,
     NodeDraining,
@@ -33,6 +34,7 @@ from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
 __all__ = [
     "RENDEZVOUS_FAILED",
     "AgentPort",
+    "ChangePending",
     "EndJob",
     "Instruction",
     "JobOutcome",

@@ -137,6 +137,11 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
         case node_events.MembershipChanged():
             change = f"attempt {event.attempt} has {counted(event.nodes, 'node')}"
             return Level.WARNING, f"membership changed, {change}: {event.why}"
+        case node_events.MembershipPending(time_left=None):
+            return Level.INFO, f"the membership stays as it is: {event.why}"
+        case node_events.MembershipPending():
+            when = f"in {event.time_left:.0f} s, unless others join"
+            return Level.WARNING, f"the membership is about to change {when}: {event.why}"
         case node_events.NodeJoined():
             workers = counted(event.nproc, "worker")
             text = f"node {event.name} joined with {workers} ({event.address})"

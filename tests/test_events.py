@@ -46,6 +46,7 @@ from elastic_aio.events import (
 from elastic_aio.node_events import (
     CoordinatorChanged,
     MembershipChanged,
+    MembershipPending,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -225,6 +226,9 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
     ),
     RoundWaiting: drawn(RoundWaiting, phase=texts, what=texts, waited=floats, time_left=floats),
     MembershipChanged: drawn(MembershipChanged, why=texts, round=counts, nodes=counts),
+    MembershipPending: drawn(
+        MembershipPending, round=counts, why=texts, time_left=st.none() | floats
+    ),
     NodeStandby: drawn(NodeStandby, round=counts, maximum=counts),
     StandbyPromoted: drawn(StandbyPromoted, round=counts, group_rank=counts),
     CoordinatorChanged: drawn(CoordinatorChanged, name=texts, term=counts),

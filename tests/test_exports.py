@@ -59,6 +59,7 @@ PUBLIC = [
     "LogSpec",
     "LogsNotRemoved",
     "MembershipChanged",
+    "MembershipPending",
     "Module",
     "NodeJoined",
     "NodeLeft",
@@ -280,10 +281,12 @@ def test_the_package_is_typed() -> None:
 def test_workers_get_few_names() -> None:
     worker = importlib.import_module("elastic_aio.worker")
     assert worker.__all__ == [
+        "PendingChange",
         "Timer",
         "WorkerContext",
         "expires",
         "heartbeat",
+        "pending_change",
         "phase",
         "progress",
         "ready",

@@ -28,6 +28,7 @@ from elastic_aio import (
     LogDiskFull,
     LogsNotRemoved,
     MembershipChanged,
+    MembershipPending,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -578,6 +579,16 @@ EVENTS: list[tuple[Event, int, str]] = [
         MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1),
         Level.WARNING,
         "membership changed, attempt 2 has 1 node: c was lost",
+    ),
+    (
+        MembershipPending(round=3, why="d joined", time_left=29.6),
+        Level.WARNING,
+        "the membership is about to change in 30 s, unless others join: d joined",
+    ),
+    (
+        MembershipPending(round=3, why="no node is about to join any more", time_left=None),
+        Level.INFO,
+        "the membership stays as it is: no node is about to join any more",
     ),
     (
         RoundWaiting(phase="stopping", what="b: not stopped its workers", waited=9, time_left=61),

@@ -12,7 +12,7 @@ from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # a job of one node pays for no rendezvous
-    from elastic_aio.rendezvous.base import Instruction, Placement, Report
+    from elastic_aio.rendezvous.base import ChangePending, Instruction, Placement, Report
 
 # ---------------------------------------------------------------------- inputs
 
@@ -205,6 +205,12 @@ class Publish(Struct, frozen=True):
     event: Event
 
 
+class ShowChange(Struct, frozen=True):
+    """Show the workers that their round is about to be replaced, or that it is not."""
+
+    change: ChangePending
+
+
 class Finish(Struct, frozen=True):
     """The job is over: release everything, publish the end, return to the callers.
 
@@ -254,6 +260,7 @@ Effect = (
     | BackOff
     | CancelBackOff
     | Publish
+    | ShowChange
     | Finish
     | Join
     | SendReport

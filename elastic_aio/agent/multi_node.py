@@ -81,6 +81,9 @@ Rules
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
     any        RestartPending                    the same  Publish
+    STARTING,
+    RUNNING    ChangePending                     the same  Publish, ShowChange
+    any other  ChangePending                     the same  Publish
 """
 
 from __future__ import annotations
@@ -106,6 +109,7 @@ from elastic_aio.agent.messages import (
     Request,
     RestartReceived,
     SendReport,
+    ShowChange,
     Start,
     StartBarrier,
     StartGroup,
@@ -115,6 +119,7 @@ from elastic_aio.events import AttemptFailed, Event, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
+    ChangePending,
     EndJob,
     Instruction,
     NodeDraining,
@@ -129,6 +134,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
     cause_event,
+    pending_event,
     restarting_event,
     round_formed_event,
 )
@@ -201,6 +207,10 @@ class MultiNodeMachine(AgentMachine):
                 return self._on_stop_round(instruction)
             case RestartPending(cause):
                 return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
+            case ChangePending(round):
+                event = Publish(pending_event(instruction, self.attempt))
+                is_current = self.phase in LIVE and round == self.round
+                return [event, ShowChange(instruction)] if is_current else [event]
             case EndJob(outcome):
                 return self._end(Finish(outcome))
 

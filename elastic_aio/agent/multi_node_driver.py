@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from elastic_aio.agent.messages import (
     Leave,
     LeftRendezvous,
     SendReport,
+    ShowChange,
     StartBarrier,
     StopGroup,
 )
@@ -40,6 +42,7 @@ from elastic_aio.outcome import Failure, JobState
 from elastic_aio.rendezvous.base import AgentPort, Instruction, NodeInfo, Rendezvous, StartRound
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import RestartAction
+from elastic_aio.worker.membership import PendingChange, write_pending_change
 
 RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
 """Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
@@ -75,7 +78,7 @@ class MultiNodeDriver(Driver):
         self._staying: asyncio.Task[None] | None = None
         self._stop_ends_at = 0.0
         """When the grace of the last stop is over, by the clock of the runtime."""
-        self._is_member = False
+        self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
 
     # ------------------------------------------------ calls of the rendezvous
@@ -146,11 +149,22 @@ class MultiNodeDriver(Driver):
                 self._waiting = self._run(effect, self._wait_at_barrier(effect))
             case Leave():
                 self._leaving = self._run(effect, self._leave(effect))
+            case ShowChange(change):
+                self._show_change(change.why, change.time_left)
             case StopGroup(plan=plan):
+                self._show_change("", None)
                 self._stop_ends_at = self._runtime.clock.now() + plan.grace
                 super()._perform(effect)
             case _:
                 super()._perform(effect)
+
+    def _show_change(self, why: str, time_left: float | None) -> None:
+        if time_left is None and not self._shows_change:
+            return
+        self._shows_change = time_left is not None
+        change = None if time_left is None else PendingChange(why, time.time() + time_left)
+        with contextlib.suppress(OSError):  # the disk is full, and takes no checkpoint either
+            write_pending_change(self._runtime.change_file, change)
 
     async def _join(self) -> Input | None:
         try:

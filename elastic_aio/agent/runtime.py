@@ -76,6 +76,7 @@ from elastic_aio.worker.context import (
     ERROR_FILE,
     NOTIFY_FD,
     NOTIFY_SOCKET,
+    PENDING_CHANGE,
     REAL_LOCAL_RANK,
     TASK,
     TIMER_FILE,
@@ -346,6 +347,13 @@ class LocalRuntime:
             return nullcontext()
         return self.liveness.open_worker(local_rank)
 
+    @property
+    def change_file(self) -> str:
+        """Path of the file that shows a pending change to workers; empty for none."""
+        directory = self.output.directory.path
+        has_changes = self.spec.nnodes.maximum > 1 and directory is not None
+        return f"{directory}/pending_change" if has_changes else ""
+
     def environment(
         self,
         ranks: WorkerRanks,
@@ -381,6 +389,8 @@ class LocalRuntime:
         if self.spec.virtual_local_rank:
             own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             own |= device_env(self.spec, ranks.local_rank)
+        if self.change_file:
+            own[PENDING_CHANGE] = self.change_file
         if self.liveness.timer_file:
             own[TIMER_FILE] = self.liveness.timer_file
         if notify is not None:

@@ -20,6 +20,7 @@ TIMES: Final = {
     "heartbeat_timeout": 2,
     "read_timeout": 1,
     "replace_timeout": 0,
+    "scale_up_delay": 0,
     "store_grace": 0,
 }
 """Keys that are times, with their least values."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from elastic_aio.events import Event, Restarting
-from elastic_aio.node_events import MembershipChanged, RoundFormed
+from elastic_aio.node_events import MembershipChanged, MembershipPending, RoundFormed
 from elastic_aio.outcome import EndCause, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.spec.restart import RestartAction
@@ -130,13 +130,25 @@ class RestartPending(Struct, frozen=True, tag=True, gc=False):
     cause: RestartCause
 
 
+class ChangePending(Struct, frozen=True, tag=True, gc=False):
+    """Another round is to replace `round` in `time_left` seconds, because of `why`.
+
+    The workers run on until then.  None: it is not to, because of `why`.  The one sent last counts,
+    until the round is stopped.
+    """
+
+    round: int
+    why: str
+    time_left: float | None = None
+
+
 class EndJob(Struct, frozen=True, tag=True, gc=False):
     """End the job with `outcome`, after stopping the workers."""
 
     outcome: JobOutcome
 
 
-Instruction = StartRound | StopRound | RestartPending | EndJob
+Instruction = StartRound | StopRound | RestartPending | ChangePending | EndJob
 
 # ------------------------------------------------------------------ reports
 
@@ -298,6 +310,13 @@ def cause_event(cause: RestartCause, placement: Placement) -> Event:
         why=cause.why,
         round=placement.round,
         nodes=placement.span.group_world_size,
+    )
+
+
+def pending_event(change: ChangePending, attempt: int) -> MembershipPending:
+    """Return the event of a round that is about to be replaced, or is not."""
+    return MembershipPending(
+        attempt=attempt, round=change.round, why=change.why, time_left=change.time_left
     )
 
 

@@ -12,13 +12,16 @@ Rules
   time; the next one has a higher number.  It begins when every member has reported that
   no worker of an earlier round is left, or, with `overlap`, after each member's own stop.
 * The first round is formed when the maximum of nodes has joined, or when there are
-  enough and the last call is over.  Later rounds are formed at once.
+  enough and the last call is over.  Later rounds are formed at once, unless joiners are
+  their only reason.
 * When a member of the round leaves or is lost before its workers have succeeded, the
   remaining members and the waiting ones form another round.  If they are too few, they
   stop their workers and wait.
 * Joiners below the maximum first probe whether they reach the other nodes, while the
-  round runs on; a joiner that fails in this costs nothing.  Above the maximum, and once
-  a member has succeeded, joiners stand by.
+  round runs on; a joiner that fails in this costs nothing.  Those that succeed wait for
+  others, `scale_up_delay` from the latest of them, and the members of the round learn of it;
+  when all vacant places are filled, they wait no longer.  Above the maximum, and once a
+  member has succeeded, joiners stand by.
 * A failure on any member stops the round everywhere.  When all of its workers are gone,
   the restart policy is consulted once, with the earliest failure.  Changes of the
   membership cost no restart, but rounds that lose a node have a budget of their own.
@@ -75,7 +78,7 @@ Another coordinator
     RUNNING      a member's worker has failed               STOPPING
                  all have succeeded                         ENDING
                  a member is gone or requests a restart,
-                 or joiners are ready                       FORMING
+                 or the wait of ready joiners is over       FORMING
     STOPPING     all workers of the round are gone          DECIDING, or at once:
     DECIDING     the user's callback has answered           BACKING_OFF or ENDING
                  it has not returned in time                ENDING

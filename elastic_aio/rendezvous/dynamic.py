@@ -38,6 +38,7 @@ from elastic_aio.node_events import (
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.base import (
     AgentPort,
+    ChangePending,
     EndJob,
     NodeInfo,
     Rendezvous,
@@ -333,7 +334,7 @@ class DynamicRendezvous(Rendezvous):
                     self._agent.on_instruction(effect)
                     if not self._shares_store:
                         self._reserve_port()
-                case StopRound() | RestartPending() | EndJob():
+                case StopRound() | RestartPending() | ChangePending() | EndJob():
                     self._agent.on_instruction(effect)
                 case RoundForming():
                     looks = self._session is not None and self._session.is_leader
@@ -487,6 +488,11 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
             settings.join_timeout if settings.replace_timeout is None else settings.replace_timeout
         ),
         last_call_timeout=settings.last_call_timeout,
+        scale_up_delay=(
+            settings.last_call_timeout
+            if settings.scale_up_delay is None
+            else settings.scale_up_delay
+        ),
         keep_workers=settings.keep_workers,
         fixed_ranks=is_static,
         # Torch's own clients have no token and no TLS; worker 0 may want to host its store.

@@ -14,6 +14,7 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
+    ChangePending,
     EndJob,
     Instruction,
     NodeDraining,
@@ -184,6 +185,9 @@ class Member:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
                 return [order.body]
+            case ChangePending(time_left=left):
+                self._update(is_change_pending=left is not None)
+                return [order.body]
             case MembersDone(round, count):
                 is_own = self.status.placement is None or round == self.status.round
                 if is_own and count != self.status.members_done:
@@ -280,6 +284,7 @@ class Member:
             runtime=0.0,
             members_done=0,
             pending_restart=None,
+            is_change_pending=False,
             restart_reason="",
         )
         if not self._is_standing_by:

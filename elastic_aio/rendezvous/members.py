@@ -25,7 +25,13 @@ from msgspec import Struct
 
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
-from elastic_aio.rendezvous.base import EndJob, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.base import (
+    ChangePending,
+    EndJob,
+    RestartPending,
+    StartRound,
+    StopRound,
+)
 from elastic_aio.rendezvous.messages import (
     PROBE_TIMEOUT,
     MembersDone,
@@ -65,6 +71,7 @@ class RoundSettings(Struct, frozen=True):
         join_timeout: how long to wait for `minimum` nodes.
         replace_timeout: the same after a round, when nodes are gone.
         last_call_timeout: how long to wait for more nodes once there are enough.
+        scale_up_delay: how long ready joiners wait for others, from the latest of them.
         recovery_timeout: how long a new coordinator waits for the members of the round
             that it recovers.
         keep_workers: whether a recovered round runs on when all members have returned.
@@ -87,6 +94,7 @@ class RoundSettings(Struct, frozen=True):
     join_timeout: float = 600.0
     replace_timeout: float = 600.0
     last_call_timeout: float = 30.0
+    scale_up_delay: float = 0.0
     recovery_timeout: float = 0.7
     keep_workers: bool = True
     fixed_ranks: bool = False
@@ -201,7 +209,7 @@ class MemberRecord:
             case EndJob():
                 # Of another coordinator: a member for which the job is over reads no order.
                 return self.has_acked or status.outcome is not None
-            case StartRound() | RestartPending() | MembersDone():
+            case StartRound() | RestartPending() | MembersDone() | ChangePending():
                 return self.has_acked
         return True
 

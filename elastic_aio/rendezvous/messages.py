@@ -19,6 +19,7 @@ from msgspec import Struct, field
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
+    ChangePending,
     EndJob,
     NodeInfo,
     Placement,
@@ -78,7 +79,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 33 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 34 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -103,6 +104,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
             once the job is about to end.
         was_leased: whether its lease at the former store still stood when it came to this one.
         pending_restart: a restart that was announced after the round's failure.
+        is_change_pending: whether it has seen that joiners are to replace the round.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
         drain_reason: why it stops its workers, and leaves then; empty if it does not.
@@ -140,6 +142,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     members_done: int = 0
     was_leased: bool = False
     pending_restart: RestartCause | None = None
+    is_change_pending: bool = False
     restart_reason: str = ""
     outcome: JobOutcome | None = None
     drain_reason: str = ""
@@ -212,6 +215,7 @@ OrderBody = (
     StartRound
     | StopRound
     | RestartPending
+    | ChangePending
     | EndJob
     | WaitForNodes
     | StandBy

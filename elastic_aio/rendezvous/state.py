@@ -10,7 +10,14 @@ from enum import Enum
 from elastic_aio.events import JobFinished
 from elastic_aio.node_events import NodeLeft, NodeLost, NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
-from elastic_aio.rendezvous.base import EndJob, Placement, RestartCause, StartRound, StopRound
+from elastic_aio.rendezvous.base import (
+    ChangePending,
+    EndJob,
+    Placement,
+    RestartCause,
+    StartRound,
+    StopRound,
+)
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, Outbox, RoundSettings
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,
@@ -87,6 +94,11 @@ class RoundState:
         """Why another round is needed; ordered, without repetition."""
         self.ready_since: float | None = None
         """Since when a joiner could be taken in; None while none could."""
+        self.ready: dict[str, float] = {}
+        """Since when each of the present joiners can be taken in, by member."""
+        self.pending: ChangePending | None = None
+        """What the members of the round were last sent about joiners."""
+        self.pending_until = -math.inf
         self.cause: RestartCause | None = None
         """Why another attempt follows, once that is decided."""
         self.stop_reason = ""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState
-from elastic_aio.rendezvous.base import RestartCause, RestartPending, StopRound
+from elastic_aio.rendezvous.base import (
+    ChangePending,
+    RestartCause,
+    RestartPending,
+    StopRound,
+    pending_event,
+)
 from elastic_aio.rendezvous.formation import charge_node_loss, form_round, stop_active
 from elastic_aio.rendezvous.members import NAMES_MAX, MemberRecord, RequestDecision, clock_offsets
 from elastic_aio.rendezvous.messages import (
@@ -19,7 +25,9 @@ from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
 from elastic_aio.text import counted
 
 _BURST_S = 0.2
-"""Seconds for which ready joiners wait for others that arrive with them."""
+"""Seconds for which ready joiners wait, at least, for others that arrive with them."""
+_DELAYS_MAX = 10
+"""For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
 _SIGTERM_CODE = 143
@@ -118,15 +126,56 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
     """Let joiners probe the other nodes, and form a round with those that succeed."""
     free = 0 if is_closing else state.settings.maximum - len(state.round.placements)
     ready = _probe_joiners(state, active, free)
+    why = f"{', '.join(record.name for record in ready[:NAMES_MAX])} joined"
+    until = _ready_until(state, ready)
+    if ready and not (len(ready) < free and state.arm(until)):
+        form_round(state, [*active, *ready], why)
+    elif state.settings.scale_up_delay > _BURST_S:
+        _announce_change(state, active, ready, why, until)
+
+
+def _ready_until(state: CoordinatorState, ready: list[MemberRecord]) -> float:
+    """Return until when ready joiners wait for others: a while after the latest of them."""
+    current = state.round
+    current.ready = {one.member: current.ready.get(one.member, state.now) for one in ready}
     if not ready:
-        state.round.ready_since = None
+        current.ready_since = None
+        return state.now
+    if current.ready_since is None:
+        current.ready_since = state.now
+    delay = max(state.settings.scale_up_delay, _BURST_S)
+    # A host that comes and goes does not postpone the round for ever.
+    last = current.ready_since + _DELAYS_MAX * delay
+    return min(max(current.ready.values()) + delay, last)
+
+
+def _announce_change(
+    state: CoordinatorState,
+    active: list[MemberRecord],
+    ready: list[MemberRecord],
+    why: str,
+    until: float,
+) -> None:
+    """Announce the round that joiners wait for, or that there is none; a change of either again."""
+    current = state.round
+    former = pending = current.pending
+    if ready:
+        if former is None or (former.why, current.pending_until) != (why, until):
+            pending = ChangePending(current.number, why, round(until - state.now, 1))
+            current.pending_until = until
+    elif former is not None or any(one.status.is_change_pending for one in active):
+        pending = ChangePending(current.number, "no node is about to join any more")
+    if pending is None:
         return
-    if state.round.ready_since is None:
-        state.round.ready_since = state.now
-    if len(ready) < free and state.arm(state.round.ready_since + _BURST_S):
-        return
-    names = ", ".join(record.name for record in ready[:NAMES_MAX])
-    form_round(state, [*active, *ready], f"{names} joined")
+    if pending != former:
+        current.pending = pending
+        state.outbox.publish(pending_event(pending, current.attempt))
+    for record in [*filter(state.has_placement, active), *ready]:
+        is_concerned = record.status.is_change_pending or isinstance(record.sent, ChangePending)
+        # An order that was not seen is not replaced by one that does not state the same.
+        is_unseen = isinstance(record.sent, MembersDone) and not record.has_acked
+        if (ready or is_concerned) and not is_unseen:
+            state.outbox.send(record, pending)
 
 
 def _probe_joiners(

@@ -31,7 +31,7 @@ STATIC_PORT: Final = 29500
 
 _ALIKE: Final = frozenset(
     {"heartbeat_timeout", "join_timeout", "keep_workers"}
-    | {"last_call_timeout", "overlap", "replace_timeout", "store_grace"}
+    | {"last_call_timeout", "overlap", "replace_timeout", "scale_up_delay", "store_grace"}
 )
 """Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
@@ -102,6 +102,13 @@ class RendezvousSpec:
     """The same once there has been a round, after the loss of nodes; None is `join_timeout`."""
     last_call_timeout: float = 30.0
     """Seconds to wait for further nodes once the first round has its minimum."""
+    scale_up_delay: float | None = None
+    """Seconds for which a round waits for further joiners, from the latest of them; at most ten
+    times as long from the first.
+
+    None is `last_call_timeout`.  No joiner waits when all vacant places of the job are filled, or
+    when another round begins for another reason.
+    """
     close_timeout: float = 30.0
     """Seconds that the node which serves the store waits at the end for the others to finish."""
     heartbeat_timeout: float = 30.0
@@ -181,7 +188,7 @@ class RendezvousSpec:
             check_number(f"rendezvous.{name}", getattr(self, name), at_least=0)
         heartbeat = self.heartbeat_timeout
         check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
-        for name in ("exit_barrier_timeout", "replace_timeout", "store_grace"):
+        for name in ("exit_barrier_timeout", "replace_timeout", "scale_up_delay", "store_grace"):
             if (value := getattr(self, name)) is not None:
                 check_number(f"rendezvous.{name}", value, at_least=0)
         for name in ("any_program", "keep_workers", "overlap", "reuse"):

@@ -19,13 +19,15 @@ NOTIFY_SOCKET = "NOTIFY_SOCKET"
 """The address of such a socket, as systemd names it."""
 WATCHDOG_USEC = "WATCHDOG_USEC"
 """Microseconds within which a worker has to send a heartbeat."""
+PENDING_CHANGE = "ELASTIC_AIO_PENDING_CHANGE"
+"""Path of the file that `elastic_aio.worker.pending_change` reads."""
 REAL_LOCAL_RANK = "ELASTIC_AIO_LOCAL_RANK"
 """The local rank where LOCAL_RANK is virtual, and so 0."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TASK = "ELASTIC_AIO_TASK"
 """Marks a worker: the scheduler's task that its launcher runs in, as `task_of` returns it."""
-_CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE}
+_CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE, PENDING_CHANGE}
 # What another task has other values of: a job or a step that a worker has submitted, for example.
 _TASK_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID", "LSF_PM_TASKID"),

@@ -16,6 +16,7 @@ from elastic_aio import (
     JobFailed,
     JobStopped,
     MembershipChanged,
+    MembershipPending,
     RendezvousFailed,
     Restarting,
     RoundFormed,
@@ -29,6 +30,7 @@ from elastic_aio.events import AttemptFailed, JobFinished, StopRequested
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
+    ChangePending,
     EndJob,
     NodeDraining,
     Report,
@@ -155,6 +157,58 @@ async def test_another_round_takes_the_place_of_the_one_that_runs(tmp_path: Path
     assert [event.attempt for event in node.events_of(WorkerExited)][:2] == [0, 0]
     assert [event.attempt for event in node.events_of(WorkerStarted)] == [0, 0, 1, 1]
     assert not node.events_of(Restarting)
+
+
+async def test_workers_see_a_change_until_it_is_withdrawn_or_begins(tmp_path: Path) -> None:
+    """The one that was sent last; the workers of the next round see none."""
+    polls = """
+import os, sys, time
+from elastic_aio.worker import pending_change
+seen = "?"
+while True:
+    change = pending_change()
+    if change is not None:
+        assert 0 < change.deadline - time.time() < 31, change
+    if seen != (seen := None if change is None else change.reason):
+        with open(os.environ["NOTES"] + "/seen", "a") as file:
+            print(os.environ["ELASTIC_AIO_ROUND"], seen, file=file)
+    time.sleep(0.01)
+"""
+    noted_file = tmp_path / "seen"
+
+    def seen(count: int) -> list[str]:
+        lines = noted_file.read_text().splitlines() if noted_file.exists() else []
+        return lines if len(lines) >= count else []
+
+    async with member(node_spec(tmp_path, python(polls), 1)) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0)
+        await until(lambda: seen(1))
+        rendezvous.instruct(ChangePending(0, "c joined", 30.0))
+        await until(lambda: seen(2))
+        rendezvous.instruct(ChangePending(0, "c, d joined", 30.0))
+        await until(lambda: seen(3))
+        rendezvous.instruct(ChangePending(0, "gone"))
+        await until(lambda: seen(4))
+        rendezvous.instruct(ChangePending(0, "e joined", 30.0))
+        await until(lambda: seen(5))
+        rendezvous.start_round(1, RestartCause(1, "e joined", 0))
+        await rendezvous.wait_report(RoundStopped)
+        # The workers of the former round may have seen that the change has begun.
+        first = [line for line in seen(1) if line[0] == "0"][:5]
+        assert first == ["0 None", "0 c joined", "0 c, d joined", "0 None", "0 e joined"]
+        await until(lambda: "1 None" in seen(1))
+        rendezvous.instruct(ChangePending(1, "f joined", 30.0))
+        await until(lambda: "1 f joined" in seen(1))
+    changes = [(one.attempt, one.why, one.time_left) for one in node.events_of(MembershipPending)]
+    assert changes == [
+        (0, "c joined", 30.0),
+        (0, "c, d joined", 30.0),
+        (0, "gone", None),
+        (0, "e joined", 30.0),
+        (1, "f joined", 30.0),
+    ]
+    assert not list(tmp_path.glob("logs/*/pending_change*"))
 
 
 async def test_only_the_newest_of_several_rounds_begins(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from elastic_aio.agent.messages import (
     Publish,
     RestartReceived,
     SendReport,
+    ShowChange,
     Start,
     StartBarrier,
     StartFailed,
@@ -42,11 +43,12 @@ from elastic_aio.agent.messages import (
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
 from elastic_aio.events import AttemptFailed, Restarting
-from elastic_aio.node_events import MembershipChanged, RoundFormed
+from elastic_aio.node_events import MembershipChanged, MembershipPending, RoundFormed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
+    ChangePending,
     EndJob,
     Instruction,
     NodeDraining,
@@ -160,6 +162,7 @@ STOPPED = finish_as(JobState.STOPPED, "enough", 143, 0)
 CHANGE = RestartCause(8, "b joined", 0)
 FAILED_THERE = RestartCause(8, "restart 1 of 3 (max restarts)", 1, 2.5, failure(9, host="b"))
 ENDING = JobOutcome(JobState.FAILED, "all 3 restarts are used up", 9, 3, (failure(9, host="b"),))
+COMING = ChangePending(7, "b joined", 30.0)
 CONCLUDE = InstructionReceived(EndJob(ENDING))
 GOOD_END = InstructionReceived(
     EndJob(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0, 1))
@@ -201,6 +204,10 @@ def formed(number: int) -> Publish:
 
 def changed(number: int = 8) -> Publish:
     return Publish(MembershipChanged(attempt=number, why="b joined", round=number, nodes=2))
+
+
+def pending(attempt: int = 7) -> Publish:
+    return Publish(MembershipPending(attempt=attempt, round=7, why="b joined", time_left=30.0))
 
 
 def attempt_failed(attempt: int, *failures: Failure) -> Publish:
@@ -288,6 +295,34 @@ ROWS: list[Row] = [
         start_round(8, FAILED_THERE, 1),
         [formed(8), start(8, 1)],
         AgentPhase.STARTING,
+    ),
+    (
+        "starting: change pending",
+        STARTING,
+        InstructionReceived(COMING),
+        [pending(), ShowChange(COMING)],
+        AgentPhase.STARTING,
+    ),
+    (
+        "running: change pending",
+        RUNNING,
+        InstructionReceived(COMING),
+        [pending(), ShowChange(COMING)],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "running: change pending, of another round",
+        [*RUNNING, stop_round(7), group_stopped(), start_round(8, CHANGE)],
+        InstructionReceived(COMING),
+        [pending(8)],
+        AgentPhase.STARTING,
+    ),
+    (
+        "idle: change pending",
+        JOINED,
+        InstructionReceived(COMING),
+        [pending(0)],
+        AgentPhase.IDLE,
     ),
     ("idle: end job", JOINED, CONCLUDE, [Leave(ENDING.why)], AgentPhase.LEAVING),
     ("idle: a stop is received", JOINED, STOP, [Leave("enough")], AgentPhase.LEAVING),

@@ -20,6 +20,7 @@ from elastic_aio.spec.tls import TlsSpec
         (" ", "c10d", {}),
         ("join_timeout=1", "c10d", {"join_timeout": 1}),
         ("last_call_timeout=0", "c10d", {"last_call_timeout": 0}),
+        ("scale_up_delay=0", "etcd", {"scale_up_delay": 0}),
         ("close_timeout=0", "c10d", {"close_timeout": 0}),
         ("heartbeat_timeout=2", "c10d", {"heartbeat_timeout": 2}),
         ("read_timeout=1", "c10d", {"read_timeout": 1}),

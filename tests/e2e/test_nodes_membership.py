@@ -14,6 +14,7 @@ import pytest
 
 from elastic_aio import (
     MembershipChanged,
+    MembershipPending,
     NodeJoined,
     NodeLost,
     NodeStandby,
@@ -63,6 +64,28 @@ async def test_scaling_up(tmp_path: Path) -> None:
         for node in (first, second):
             assert await node.ask((await node.workers(attempt=1))[0], "connect") == "connected"
         assert {ended.code for ended in await cluster.finish(first, second, attempt=1)} == {0}
+
+
+async def test_workers_know_of_a_newcomer_before_they_are_restarted(tmp_path: Path) -> None:
+    """The newcomer waits for another one, which fills the job."""
+    async with Cluster(tmp_path, "1:3", conf={**AT_ONCE, "scale_up_delay": 60}) as cluster:
+        first = cluster.start("first")
+        (before,) = await cluster.workers(first)
+        assert await first.ask(before, "pending") == "none"
+        second = cluster.start("second")
+        for node in (first, second):
+            assert (await node.event(MembershipPending)).time_left == 60
+        reason, _, left = (await first.ask(before, "pending")).rpartition(" in ")
+        assert reason.endswith("joined")
+        assert 0 < float(left) <= 60
+        assert len(first.events_of(RoundFormed)) == 1
+        third = cluster.start("third")
+        workers = await cluster.workers(first, second, third, attempt=1)
+        assert {worker.world_size for worker in workers} == {3}
+        (after,) = await first.workers(attempt=1)
+        assert await first.ask(after, "pending") == "none"
+        codes = {ended.code for ended in await cluster.finish(first, second, third, attempt=1)}
+        assert codes == {0}
 
 
 async def test_several_newcomers_at_once(tmp_path: Path) -> None:

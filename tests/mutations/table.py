@@ -15,6 +15,7 @@ _DETECTOR: Final = _RENDEZVOUS + "test_failure_detector.py::"
 _SUCCESSORS: Final = _RENDEZVOUS + "test_successors.py::"
 _DISCOVERY: Final = "tests/discovery/"
 _JOBS: Final = _DISCOVERY + "test_jobs.py::"
+_SCALE_UP: Final = _RENDEZVOUS + "test_scale_up.py::"
 _END: Final = _RENDEZVOUS + "test_job_end.py::"
 _STORE: Final = "tests/store/"
 _KEYSPACE: Final = _STORE + "test_keyspace.py::"
@@ -279,6 +280,38 @@ MUTATIONS: Final = (
         "is_closing=False",
         "joiners stand by once a member has succeeded",
         _COORDINATOR + "test_joiners_stand_by_once_a_member_has_succeeded",
+    ),
+    Mutation(
+        "joiners-wait-from-the-first",
+        "rendezvous/supervision.py",
+        "max(current.ready.values()) + delay",
+        "current.ready_since + delay",
+        "joiners share a round, after a delay from the latest of them",
+        _SCALE_UP + "test_joiners_share_a_round_after_the_delay_from_the_latest",
+    ),
+    Mutation(
+        "joiners-wait-for-ever",
+        "rendezvous/supervision.py",
+        "+ _DELAYS_MAX * delay",
+        "+ 1_000_000 * delay",
+        "one joiner after the other does not postpone a round for ever",
+        _SCALE_UP + "test_one_joiner_after_the_other_does_not_postpone_the_round_for_ever",
+    ),
+    Mutation(
+        "pending-change-not-withdrawn",
+        "rendezvous/supervision.py",
+        "(ready or is_concerned) and",
+        "ready and",
+        "a change is withdrawn when the joiners have gone",
+        _SCALE_UP + "test_a_change_is_withdrawn_when_the_joiner_has_gone",
+    ),
+    Mutation(
+        "start-replaced-by-a-change",
+        "rendezvous/supervision.py",
+        "*filter(state.has_placement, active)",
+        "*active",
+        "no order to begin a round is replaced before it was seen",
+        _SCALE_UP + "test_a_node_that_has_not_begun_its_round_learns_of_a_change_later",
     ),
     Mutation(
         "lost-by-silence-is-kept",

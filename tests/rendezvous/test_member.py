@@ -10,6 +10,7 @@ from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
+    ChangePending,
     EndJob,
     Placement,
     RestartCause,
@@ -290,3 +291,17 @@ def test_every_change_has_a_new_serial() -> None:
     assert serials == sorted(set(serials))
     member.set_port(5)
     assert member.status.serial == serials[-1], "nothing has changed"
+
+
+def test_a_pending_change_is_passed_on_until_it_is_withdrawn_or_begins() -> None:
+    """The status shows that it was seen: the next coordinator may have to withdraw it."""
+    ordered = OrderedMember(StartRound(place(0)))
+    for change in (ChangePending(0, "d joined", 30.0), ChangePending(0, "d, e joined", 30.0)):
+        assert ordered.order(change) == [change]
+        assert ordered.order(change) == []
+        assert ordered.member.status.is_change_pending
+    assert ordered.order(ChangePending(0, "gone")) == [ChangePending(0, "gone")]
+    assert not ordered.member.status.is_change_pending
+    ordered.order(ChangePending(0, "f joined", 30.0))
+    ordered.order(StartRound(place(1)))
+    assert not ordered.member.status.is_change_pending

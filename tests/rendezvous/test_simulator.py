@@ -20,7 +20,7 @@ import pytest
 
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
-from elastic_aio.node_events import NodeJoined, NodeLost, RoundWaiting
+from elastic_aio.node_events import MembershipPending, NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
@@ -43,7 +43,8 @@ CHUNKS = max(10, COUNT // 250)
 def job(nnodes: Any, **settings: Any) -> LaunchSpec:
     """Return a job; settings are those of a `LaunchSpec`, or of its rendezvous."""
     ours = {name: settings.pop(name) for name in ("max_restarts", "restart") if name in settings}
-    rendezvous = {"last_call_timeout": 0.5, "join_timeout": 20.0, **settings}
+    short = {"last_call_timeout": 0.5, "scale_up_delay": 0.0, "join_timeout": 20.0}
+    rendezvous = {**short, **settings}
     return LaunchSpec("x", nnodes=nnodes, rendezvous=RendezvousSpec(**rendezvous), **ours)
 
 
@@ -516,6 +517,56 @@ def test_standby_nodes_come_and_go_without_changing_the_round() -> None:
     assert sim.is_settled(3)
     assert {one.running.round for one in (a, b, c) if one.running} == {0}
     sim.run_until(sim.checker.is_tidy, 10)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scale_up_delay": 5.0}, {"scale_up_delay": None, "last_call_timeout": 5.0}]
+)
+def test_four_joiners_one_after_the_other_restart_the_workers_once(
+    settings: dict[str, Any],
+) -> None:
+    """The events of the steady nodes announce each joiner."""
+    sim = Simulation(job("2:8", **settings), endpoints=("store0",))
+    seen: list[tuple[str, str]] = []
+
+    def note(node: SimNode, event: Event) -> None:
+        if isinstance(event, MembershipPending):
+            seen.append((node.name, event.why))
+
+    sim.checker.event_hook = note
+    a, b = sim.add_node("a"), sim.add_node("b")
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    for name in "defg":
+        sim.add_node(name)
+        sim.run(3)
+        assert sim.is_settled(2, [a, b])
+    sim.run_until(lambda: sim.is_settled(6), 60)
+    assert {one.running.round for one in sim.nodes.values() if one.running} == {1}
+    names = [", ".join("defg"[: count + 1]) for count in range(4)]
+    for node in (a, b):
+        assert [why for name, why in seen if name == node.name] == [f"{n} joined" for n in names]
+    sim.run(60)
+    assert sim.is_settled(6)
+
+
+def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
+    sim = Simulation(job("1:5", scale_up_delay=60.0, heartbeat_timeout=2.0), endpoints=("store0",))
+    left: dict[str, float | None] = {}
+
+    def note(node: SimNode, event: Event) -> None:
+        if isinstance(event, MembershipPending):
+            left[node.name] = event.time_left
+
+    sim.checker.event_hook = note
+    steady = [sim.add_node(name) for name in "abc"]
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    joiner = sim.add_node("d")
+    sim.run_until(lambda: set(left.values()) == {60.0} and len(left) == 4, 30)
+    sim.kill(joiner)
+    sim.run_until(lambda: all(left[one.name] is None for one in steady), 30)
+    sim.run(70)
+    assert sim.is_settled(3, steady)
+    assert {one.running.round for one in steady if one.running} == {0}
 
 
 def test_an_unreachable_joiner_does_not_change_the_round() -> None:

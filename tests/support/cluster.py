@@ -40,6 +40,7 @@ AT_ONCE_S = 10.0
 CONF: Mapping[str, object] = {
     "join_timeout": 60,
     "last_call_timeout": 60,
+    "scale_up_delay": 0,
     "heartbeat_timeout": 30,
     "close_timeout": 5,
     "read_timeout": 60,

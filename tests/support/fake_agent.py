@@ -49,7 +49,13 @@ def job_spec(
     endpoint: str, nnodes: str = "1:4", *, max_restarts: int = 0, **settings: Any
 ) -> LaunchSpec:
     """Return a job that meets at `endpoint`."""
-    settings = {"heartbeat_timeout": 2.0, "last_call_timeout": 0.2, "read_timeout": 5.0, **settings}
+    settings = {
+        "heartbeat_timeout": 2.0,
+        "last_call_timeout": 0.2,
+        "scale_up_delay": 0.0,
+        "read_timeout": 5.0,
+        **settings,
+    }
     return LaunchSpec(
         ["true"],
         nnodes=nnodes,

@@ -3,8 +3,9 @@
 It writes notes, a line of JSON each, into the named pipe `$NODE_DIRECTORY/notes`, and reads
 its orders from the named pipe `$NODE_DIRECTORY/<pid>`: `exit CODE`, `raise TEXT`, `connect`
 (to the master address; the answer is the outcome), `count` (at the store there, in torch's
-protocol; the answer is the sum), `ignore_sigterm` (from now on) and `collective PATH`
-(connect ranks 0 and 1, then fail when the other one ends).
+protocol; the answer is the sum), `pending` (the answer is the pending change of the
+membership), `ignore_sigterm` (from now on) and `collective PATH` (connect ranks 0 and 1,
+then fail when the other one ends).
 """
 
 import json
@@ -77,6 +78,13 @@ def count() -> str:
         return str(struct.unpack("<q", answer)[0])
 
 
+def pending() -> str:
+    from elastic_aio.worker import pending_change
+
+    change = pending_change()
+    return "none" if change is None else f"{change.reason} in {change.deadline - time.time()}"
+
+
 def collective(path: str) -> None:
     """Wait for the other rank for ever, and fail when it ends, as a collective call does."""
     if environment["rank"] == 0:
@@ -103,6 +111,8 @@ def obey(word: str, rest: str) -> None:
             note("answer", connect())
         case "count":
             note("answer", count())
+        case "pending":
+            note("answer", pending())
         case "collective":
             collective(rest)
         case "ignore_sigterm":

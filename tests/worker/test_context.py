@@ -155,7 +155,7 @@ def test_a_job_inside_a_worker_does_not_inherit_its_channels() -> None:
     """Its own workers would send their messages to the launcher of another job."""
     channels = dict.fromkeys(
         ["ELASTIC_AIO_NOTIFY_FD", "NOTIFY_SOCKET", "WATCHDOG_USEC", "ELASTIC_AIO_LOCAL_RANK",
-         "TORCHELASTIC_TIMER_FILE"], "x"
+         "TORCHELASTIC_TIMER_FILE", "ELASTIC_AIO_PENDING_CHANGE"], "x"
     )  # fmt: skip
     env = {**channels, "RANK": "0", "X": "y"}
     assert without_channels(env) == env  # of systemd, for example
