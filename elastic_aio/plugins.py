@@ -12,6 +12,7 @@ from elastic_aio.ranks import NodeRanks, WorkerRanks
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     AgentPort,
+    ChangeAgreed,
     ChangePending,
     EndJob,
     Instruction,
@@ -34,6 +35,7 @@ from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
 __all__ = [
     "RENDEZVOUS_FAILED",
     "AgentPort",
+    "ChangeAgreed",
     "ChangePending",
     "EndJob",
     "Instruction",

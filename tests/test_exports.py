@@ -284,6 +284,7 @@ def test_workers_get_few_names() -> None:
         "PendingChange",
         "Timer",
         "WorkerContext",
+        "agree_to_change",
         "expires",
         "heartbeat",
         "pending_change",

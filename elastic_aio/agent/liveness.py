@@ -73,6 +73,9 @@ class Liveness:
             publish: called with every event.
             directory: returns the log directory of an attempt; None for none.
         """
+        self.on_agreed: Callable[[int, int], None] = lambda attempt, change: None
+        """Called with the attempt, and the number of a change to which all its workers agree."""
+        self._agreed_change = -1
         self._spec = spec
         self._clock = clock
         self._publish = publish
@@ -138,6 +141,7 @@ class Liveness:
         self._is_stopping = False
         self._missed.clear()
         self._table.clear()
+        self._agreed_change = -1
         if self._timers is not None:
             self._timers.begin_attempt(attempt, records)
 
@@ -164,6 +168,7 @@ class Liveness:
         self._sockets.close_worker(local_rank)
         if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
             self._set_alarm(self._table.next_deadline)
+        self._note_agreement()
 
     def end_deadlines(self) -> None:
         """End all deadlines: the workers are being stopped.  Idempotent."""
@@ -198,6 +203,12 @@ class Liveness:
         if has_become_ready and (record := self._records.get(local_rank)) is not None:
             self._report_ready(record)
         self._set_alarm(self._table.deadline_of(local_rank))
+        self._note_agreement()
+
+    def _note_agreement(self) -> None:
+        if self._agreed_change != self._table.agreed_change:
+            self._agreed_change = self._table.agreed_change
+            self.on_agreed(self._attempt, self._agreed_change)
 
     def _report_ready(self, record: WorkerRecord) -> None:
         self._publish(

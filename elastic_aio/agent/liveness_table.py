@@ -1,6 +1,6 @@
 """What the workers of an attempt have reported, and which of them is silent for too long; pure.
 
-The words are those of sd_notify(3), and four more::
+The words are those of sd_notify(3), and five more::
 
     READY=1                  the worker has started up
     WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
@@ -10,6 +10,7 @@ The words are those of sd_notify(3), and four more::
     PROGRESS=step            where its work is; any text that changes
     PHASE=name               a part of its work begins; PHASE_END=name ends it
     PHASE_TIMEOUT_USEC=n     how long the phase that has begun last may take
+    CHANGE_AGREED=n          it agrees to be restarted for the pending change of this number
 
 Every message is a heartbeat.  A shell sends each line as a message of its own.  While a phase with
 a limit lasts, only that limit counts.  Other words are ignored, and so is what is no message: any
@@ -60,6 +61,7 @@ class WorkerReport(Struct):
         extended_to: before which no deadline ends.
         is_triggered: whether it has asked to be ended.
         missed: the deadlines that it has missed since.
+        agreed_change: number of the last pending change to which it agrees; -1 for none.
     """
 
     started: float
@@ -73,6 +75,7 @@ class WorkerReport(Struct):
     extended_to: float = 0.0
     is_triggered: bool = False
     missed: set[str] = field(default_factory=set)
+    agreed_change: int = -1
 
     @property
     def phase(self) -> str:
@@ -118,6 +121,8 @@ class LivenessTable:
     def __init__(self, spec: LivenessSpec) -> None:
         """Begin without workers."""
         self.workers: dict[int, WorkerReport] = {}
+        self.agreed_change = -1
+        """Number of the last pending change to which all workers that run agree; -1 for none."""
         self._spec = spec
         self._succeeded_at: float | None = None
         self._has_reported = False
@@ -133,6 +138,7 @@ class LivenessTable:
     def remove(self, local_rank: int, now: float, *, is_success: bool) -> bool:
         """Remove a worker that has exited; return whether it is the first success."""
         self.workers.pop(local_rank, None)
+        self._count_agreements()
         is_first = is_success and self._succeeded_at is None
         if is_first:
             self._succeeded_at = now
@@ -141,6 +147,7 @@ class LivenessTable:
     def clear(self) -> None:
         """Remove all workers."""
         self.workers.clear()
+        self.agreed_change = -1
         self._succeeded_at, self._has_reported = None, False
 
     # -------------------------------------------------------------- messages
@@ -182,6 +189,14 @@ class LivenessTable:
                 report.phases[-1].limit = _seconds(text)
             case b"PHASE_END":
                 self._end_phase(report, one_line(text, _STEP_MAX), now)
+            case b"CHANGE_AGREED" if (number := _number(text)) is not None:
+                report.agreed_change = number
+                self._count_agreements()
+
+    def _count_agreements(self) -> None:
+        agreed = {report.agreed_change for report in self.workers.values()}
+        if len(agreed) == 1:
+            self.agreed_change = agreed.pop()
 
     def _end_phase(self, report: WorkerReport, name: str, now: float) -> None:
         for index in range(len(report.phases) - 1, -1, -1):
@@ -310,5 +325,10 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
 
 def _seconds(text: str) -> float | None:
     """Return microseconds as seconds; None: it is no such number."""
+    number = _number(text)
+    return None if number is None else number / 1e6
+
+
+def _number(text: str) -> int | None:
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX
-    return int(text) / 1e6 if is_number else None
+    return int(text) if is_number else None

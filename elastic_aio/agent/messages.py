@@ -50,6 +50,13 @@ class WorkerHung(Struct, frozen=True):
     why: str
 
 
+class WorkersAgreed(Struct, frozen=True):
+    """All workers of an attempt that run agree to the pending change of this number."""
+
+    attempt: int
+    change: int
+
+
 class WorkerEnded(Struct, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
@@ -140,6 +147,7 @@ EffectResult = (
     GroupStarted
     | StartFailed
     | WorkerHung
+    | WorkersAgreed
     | WorkerEnded
     | GroupStopped
     | DecisionMade

@@ -84,6 +84,8 @@ Rules
     STARTING,
     RUNNING    ChangePending                     the same  Publish, ShowChange
     any other  ChangePending                     the same  Publish
+    STARTING,
+    RUNNING    WorkersAgreed                     the same  SendReport ChangeAgreed
 """
 
 from __future__ import annotations
@@ -114,11 +116,13 @@ from elastic_aio.agent.messages import (
     StartBarrier,
     StartGroup,
     StopReceived,
+    WorkersAgreed,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
+    ChangeAgreed,
     ChangePending,
     EndJob,
     Instruction,
@@ -246,6 +250,8 @@ class MultiNodeMachine(AgentMachine):
         return [*self._end(finish), *draining]
 
     def _on_other_result(self, result: EffectResult) -> list[Effect]:
+        if isinstance(result, WorkersAgreed) and self.phase in LIVE:
+            return [SendReport(ChangeAgreed(self.round, result.change))]
         if not isinstance(result, BarrierTimedOut) or self.phase is not AgentPhase.BARRIER:
             return []
         self.phase = AgentPhase.IDLE

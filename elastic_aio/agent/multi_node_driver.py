@@ -32,6 +32,7 @@ from elastic_aio.agent.messages import (
     ShowChange,
     StartBarrier,
     StopGroup,
+    WorkersAgreed,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
@@ -80,6 +81,7 @@ class MultiNodeDriver(Driver):
         """When the grace of the last stop is over, by the clock of the runtime."""
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
+        runtime.liveness.on_agreed = self._on_agreed
 
     # ------------------------------------------------ calls of the rendezvous
 
@@ -150,7 +152,7 @@ class MultiNodeDriver(Driver):
             case Leave():
                 self._leaving = self._run(effect, self._leave(effect))
             case ShowChange(change):
-                self._show_change(change.why, change.time_left)
+                self._show_change(change.why, change.time_left, change.number)
             case StopGroup(plan=plan):
                 self._show_change("", None)
                 self._stop_ends_at = self._runtime.clock.now() + plan.grace
@@ -158,11 +160,16 @@ class MultiNodeDriver(Driver):
             case _:
                 super()._perform(effect)
 
-    def _show_change(self, why: str, time_left: float | None) -> None:
+    def _on_agreed(self, attempt: int, change: int) -> None:
+        self._on_input(WorkersAgreed(attempt, change))
+
+    def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
         if time_left is None and not self._shows_change:
             return
         self._shows_change = time_left is not None
-        change = None if time_left is None else PendingChange(why, time.time() + time_left)
+        change = None
+        if time_left is not None:
+            change = PendingChange(why, time.time() + time_left, number)
         with contextlib.suppress(OSError):  # the disk is full, and takes no checkpoint either
             write_pending_change(self._runtime.change_file, change)
 

@@ -21,6 +21,7 @@ TIMES: Final = {
     "read_timeout": 1,
     "replace_timeout": 0,
     "scale_up_delay": 0,
+    "scale_up_limit": 1,
     "store_grace": 0,
 }
 """Keys that are times, with their least values."""
@@ -69,7 +70,7 @@ _QUOTES: Final = ("'", '"')
 _PART: Final = re.compile(r"""(?:^|(?<=,))(?:[^,=]*=\s*(?:"[^"]*"|'[^']*')\s*(?=,|$)|[^,]*)""")
 
 _KNOWN: Final = frozenset(
-    {*TIMES, *SWITCHES, *TLS, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"}
+    {*TIMES, *SWITCHES, *TLS, *_WITHOUT_EFFECT, "scale_up", "store_type", "timeout", "token_file"}
 )
 
 
@@ -115,6 +116,8 @@ def parse_conf(text: str, backend: str) -> Conf:
             raise UsageError(f"--rdzv-conf: {key} is set by {_OPTION_OF_PARAMETER[key]}")
         if key in TIMES:
             settings[key] = _seconds(key, value, TIMES[key])
+        elif key == "scale_up":
+            settings[key] = value
         elif key in SWITCHES:
             settings[key] = parse_switch(f"--rdzv-conf: {key}", value)
         elif key in _WITHOUT_EFFECT:

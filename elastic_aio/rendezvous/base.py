@@ -134,12 +134,13 @@ class ChangePending(Struct, frozen=True, tag=True, gc=False):
     """Another round is to replace `round` in `time_left` seconds, because of `why`.
 
     The workers run on until then.  None: it is not to, because of `why`.  The one sent last counts,
-    until the round is stopped.
+    until the round is stopped.  `number` stays the same until the change is withdrawn.
     """
 
     round: int
     why: str
     time_left: float | None = None
+    number: int = 0
 
 
 class EndJob(Struct, frozen=True, tag=True, gc=False):
@@ -203,8 +204,21 @@ class NodeDraining(Struct, frozen=True, gc=False):
     why: str
 
 
+class ChangeAgreed(Struct, frozen=True, gc=False):
+    """All workers of `round` on this node agree to its pending change of this `number`."""
+
+    round: int
+    number: int
+
+
 Report = (
-    RoundStarted | RoundFailing | RoundStopped | RoundSucceeded | RestartRequested | NodeDraining
+    RoundStarted
+    | RoundFailing
+    | RoundStopped
+    | RoundSucceeded
+    | RestartRequested
+    | NodeDraining
+    | ChangeAgreed
 )
 
 

@@ -493,6 +493,7 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
             if settings.scale_up_delay is None
             else settings.scale_up_delay
         ),
+        scale_up_limit=settings.scale_up_limit if settings.scale_up == "checkpoint" else 0.0,
         keep_workers=settings.keep_workers,
         fixed_ranks=is_static,
         # Torch's own clients have no token and no TLS; worker 0 may want to host its store.

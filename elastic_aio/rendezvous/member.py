@@ -14,6 +14,7 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
+    ChangeAgreed,
     ChangePending,
     EndJob,
     Instruction,
@@ -185,8 +186,8 @@ class Member:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
                 return [order.body]
-            case ChangePending(time_left=left):
-                self._update(is_change_pending=left is not None)
+            case ChangePending(time_left=left, number=number):
+                self._update(is_change_pending=left is not None, change=number)
                 return [order.body]
             case MembersDone(round, count):
                 is_own = self.status.placement is None or round == self.status.round
@@ -252,6 +253,8 @@ class Member:
 
             case RestartRequested(why=why):
                 self._update(restart_reason=sanitize(why))
+            case ChangeAgreed(number=number):
+                self._update(agreed_change=number)
 
     def probed(self, round: int, error: str) -> None:
         """Take the result of a probe; `error` is empty if it succeeded."""
@@ -285,6 +288,8 @@ class Member:
             members_done=0,
             pending_restart=None,
             is_change_pending=False,
+            change=-1,
+            agreed_change=-1,
             restart_reason="",
         )
         if not self._is_standing_by:

@@ -72,6 +72,7 @@ class RoundSettings(Struct, frozen=True):
         replace_timeout: the same after a round, when nodes are gone.
         last_call_timeout: how long to wait for more nodes once there are enough.
         scale_up_delay: how long ready joiners wait for others, from the latest of them.
+        scale_up_limit: how long they wait, after that, until all workers agree; 0: not at all.
         recovery_timeout: how long a new coordinator waits for the members of the round
             that it recovers.
         keep_workers: whether a recovered round runs on when all members have returned.
@@ -95,6 +96,7 @@ class RoundSettings(Struct, frozen=True):
     replace_timeout: float = 600.0
     last_call_timeout: float = 30.0
     scale_up_delay: float = 0.0
+    scale_up_limit: float = 0.0
     recovery_timeout: float = 0.7
     keep_workers: bool = True
     fixed_ranks: bool = False

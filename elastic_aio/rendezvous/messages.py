@@ -79,7 +79,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 34 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 37 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -105,6 +105,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         was_leased: whether its lease at the former store still stood when it came to this one.
         pending_restart: a restart that was announced after the round's failure.
         is_change_pending: whether it has seen that joiners are to replace the round.
+        change: number of the last such change that it has seen; -1 for none.
+        agreed_change: number of the last one to which all of its workers have agreed.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
         drain_reason: why it stops its workers, and leaves then; empty if it does not.
@@ -143,6 +145,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     was_leased: bool = False
     pending_restart: RestartCause | None = None
     is_change_pending: bool = False
+    change: int = -1
+    agreed_change: int = -1
     restart_reason: str = ""
     outcome: JobOutcome | None = None
     drain_reason: str = ""
@@ -360,6 +364,7 @@ def _problem(status: MemberStatus) -> str:
         return f"it has {len(status.policy)} settings"
     numbers = [node.nproc, status.serial, *status.acked]
     numbers += [status.stopped_round, status.probed_round, status.members_done]
+    numbers += [status.change, status.agreed_change]
     if placement is not None:
         numbers += [placement.round, placement.attempt, placement.restarts, placement.changes]
         span = placement.span

@@ -128,10 +128,21 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
     ready = _probe_joiners(state, active, free)
     why = f"{', '.join(record.name for record in ready[:NAMES_MAX])} joined"
     until = _ready_until(state, ready)
-    if ready and not (len(ready) < free and state.arm(until)):
+    limit = state.settings.scale_up_limit
+    is_delayed = len(ready) < free and state.arm(until)
+    has_agreed = limit == 0 or _have_agreed(state, active)
+    if ready and not is_delayed and (has_agreed or not state.arm(until + limit)):
         form_round(state, [*active, *ready], why)
-    elif state.settings.scale_up_delay > _BURST_S:
-        _announce_change(state, active, ready, why, until)
+    elif state.settings.scale_up_delay + limit > _BURST_S:
+        _announce_change(state, active, ready, why, until + limit)
+
+
+def _have_agreed(state: CoordinatorState, active: list[MemberRecord]) -> bool:
+    """Whether the workers of all members agree to the change that is pending."""
+    change = state.round.pending
+    if change is None or change.time_left is None:
+        return False
+    return all(one.status.agreed_change == change.number for one in active)
 
 
 def _ready_until(state: CoordinatorState, ready: list[MemberRecord]) -> float:
@@ -159,12 +170,17 @@ def _announce_change(
     """Announce the round that joiners wait for, or that there is none; a change of either again."""
     current = state.round
     former = pending = current.pending
+    is_pending = any(one.status.is_change_pending for one in active)
+    if former is None:  # maybe that of another coordinator
+        number = max((one.status.change for one in active), default=-1) + (not is_pending)
+    else:
+        number = former.number + (bool(ready) and former.time_left is None)
     if ready:
         if former is None or (former.why, current.pending_until) != (why, until):
-            pending = ChangePending(current.number, why, round(until - state.now, 1))
+            pending = ChangePending(current.number, why, round(until - state.now, 1), number)
             current.pending_until = until
-    elif former is not None or any(one.status.is_change_pending for one in active):
-        pending = ChangePending(current.number, "no node is about to join any more")
+    elif former is not None or is_pending:
+        pending = ChangePending(current.number, "no node is about to join any more", number=number)
     if pending is None:
         return
     if pending != former:

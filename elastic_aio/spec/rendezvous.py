@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Final, Literal
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
@@ -31,7 +31,8 @@ STATIC_PORT: Final = 29500
 
 _ALIKE: Final = frozenset(
     {"heartbeat_timeout", "join_timeout", "keep_workers"}
-    | {"last_call_timeout", "overlap", "replace_timeout", "scale_up_delay", "store_grace"}
+    | {"last_call_timeout", "overlap", "replace_timeout", "scale_up", "scale_up_delay"}
+    | {"scale_up_limit", "store_grace"}
 )
 """Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
@@ -109,6 +110,10 @@ class RendezvousSpec:
     None is `last_call_timeout`.  No joiner waits when all vacant places of the job are filled, or
     when another round begins for another reason.
     """
+    scale_up: Literal["delay", "checkpoint"] = "delay"
+    """Whether joiners also wait until all workers have called `agree_to_change`: "checkpoint"."""
+    scale_up_limit: float = 600.0
+    """Seconds, after `scale_up_delay`, that joiners wait for that at most."""
     close_timeout: float = 30.0
     """Seconds that the node which serves the store waits at the end for the others to finish."""
     heartbeat_timeout: float = 30.0
@@ -182,7 +187,7 @@ class RendezvousSpec:
             checked_integer("rendezvous.node_rank", self.node_rank, at_least=0)
         if self.local_addr is not None:
             checked_host("rendezvous.local_addr", self.local_addr)
-        for name in ("join_timeout", "read_timeout"):
+        for name in ("join_timeout", "read_timeout", "scale_up_limit"):
             check_number(f"rendezvous.{name}", getattr(self, name), above=0)
         for name in ("last_call_timeout", "close_timeout"):
             check_number(f"rendezvous.{name}", getattr(self, name), at_least=0)
@@ -191,6 +196,9 @@ class RendezvousSpec:
         for name in ("exit_barrier_timeout", "replace_timeout", "scale_up_delay", "store_grace"):
             if (value := getattr(self, name)) is not None:
                 check_number(f"rendezvous.{name}", value, at_least=0)
+        if self.scale_up not in ("delay", "checkpoint"):
+            problem = "must be 'delay' or 'checkpoint'"
+            raise SpecError("rendezvous.scale_up", self.scale_up, problem)
         for name in ("any_program", "keep_workers", "overlap", "reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
@@ -211,7 +219,7 @@ class RendezvousSpec:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name in _ALIKE and value != one.default:
-                text = str(value) if isinstance(value, bool) else f"{value:g}"
+                text = str(value) if isinstance(value, bool | str) else f"{value:g}"
                 found[f"rendezvous.{one.name}"] = text
         return found
 

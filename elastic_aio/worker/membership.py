@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_aio.worker.context import PENDING_CHANGE
+from elastic_aio.worker.notify import PATIENCE_MS, send
 
 _SIZE_MAX = 16 * 1024
 
@@ -24,8 +25,11 @@ class PendingChange:
     deadline: float
     """Unix seconds, as of `time.time()`, at which the workers are stopped.
 
-    A further joiner postpones that; if it fills the job, they are stopped at once.
+    A further joiner postpones that; if it fills the job, they are stopped at once.  With
+    `scale_up="checkpoint"` they are stopped earlier if all of them agree.
     """
+    number: int = 0
+    """The same until the change is withdrawn, also when a further joiner postpones it."""
 
 
 def pending_change() -> PendingChange | None:
@@ -49,10 +53,24 @@ def pending_change() -> PendingChange | None:
     except OSError:
         return None
     try:
-        deadline, _, reason = os.read(file, _SIZE_MAX).decode(errors="replace").partition("\n")
+        when, _, reason = os.read(file, _SIZE_MAX).decode(errors="replace").partition("\n")
     finally:
         os.close(file)
-    return PendingChange(reason, float(deadline))
+    deadline, number = when.split()
+    return PendingChange(reason, float(deadline), int(number))
+
+
+def agree_to_change() -> bool:
+    """Agree that this worker is restarted for the pending change: its checkpoint is saved.
+
+    With `scale_up="checkpoint"` the restart follows when all workers of the job have agreed.  The
+    worker may go on until then.  Another call for the same change has no effect.
+
+    Returns:
+        Whether the launcher gets the message; False without a pending change.
+    """
+    change = pending_change()
+    return change is not None and send(f"CHANGE_AGREED={change.number}", patience_ms=PATIENCE_MS)
 
 
 def write_pending_change(path: str, change: PendingChange | None) -> None:
@@ -68,5 +86,5 @@ def write_pending_change(path: str, change: PendingChange | None) -> None:
             os.unlink(path)
         return
     with open(f"{path}.new", "w", errors="replace") as file:
-        file.write(f"{change.deadline!r}\n{change.reason}")
+        file.write(f"{change.deadline!r} {change.number}\n{change.reason}")
     os.replace(file.name, path)

@@ -6,7 +6,7 @@ as `ELASTIC_AIO_NOTIFY_FD`; a process that has not inherited it, but the variabl
 address in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
 
 The sockets do not block: a message that the kernel does not take is dropped.  Only the begin and
-the end of a phase wait, for a second at most, since a lost one would change what follows.
+the end of a phase, and an agreement, wait, for a second at most: they change what follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from types import TracebackType
 from elastic_aio.worker import interpreter
 from elastic_aio.worker.context import NOTIFY_FD, NOTIFY_SOCKET
 
-_PATIENCE_MS = 1000
+PATIENCE_MS = 1000
+"""Milliseconds for which a message waits that must not be lost."""
 _TEXT_MAX = 1000
 
 
@@ -33,7 +34,7 @@ def ready(status: str = "") -> bool:
     Returns:
         Whether the launcher gets the message; False outside of a job.
     """
-    return _send("READY=1", *_status(status))
+    return send("READY=1", *_status(status))
 
 
 def heartbeat(status: str = "") -> bool:
@@ -45,7 +46,7 @@ def heartbeat(status: str = "") -> bool:
     Returns:
         Whether the launcher gets the message; False outside of a job.
     """
-    return _send("WATCHDOG=1", *_status(status))
+    return send("WATCHDOG=1", *_status(status))
 
 
 def progress(step: int | str, *, total: int | None = None, status: str = "") -> bool:
@@ -62,7 +63,7 @@ def progress(step: int | str, *, total: int | None = None, status: str = "") -> 
         Whether the launcher gets the message; False outside of a job.
     """
     text = _line(step) if total is None else f"{_line(step)}/{total}"
-    return _send(f"PROGRESS={text}", *_status(status))
+    return send(f"PROGRESS={text}", *_status(status))
 
 
 class phase:  # used like a function, as `contextlib.suppress`
@@ -95,7 +96,7 @@ class phase:  # used like a function, as `contextlib.suppress`
         lines = [f"PHASE={_line(self.name)}"]
         if self.timeout is not None:
             lines.append(f"PHASE_TIMEOUT_USEC={max(1, int(self.timeout * 1e6))}")
-        _send(*lines, patience_ms=_PATIENCE_MS)
+        send(*lines, patience_ms=PATIENCE_MS)
         return self
 
     def __exit__(
@@ -105,7 +106,7 @@ class phase:  # used like a function, as `contextlib.suppress`
         trace: TracebackType | None,
     ) -> None:
         """End the phase."""
-        _send(f"PHASE_END={_line(self.name)}", patience_ms=_PATIENCE_MS)
+        send(f"PHASE_END={_line(self.name)}", patience_ms=PATIENCE_MS)
 
 
 def _status(text: str) -> list[str]:
@@ -116,7 +117,8 @@ def _line(value: object) -> str:
     return str(value).replace("\n", " ")[:_TEXT_MAX]
 
 
-def _send(*lines: str, patience_ms: int = 0) -> bool:
+def send(*lines: str, patience_ms: int = 0) -> bool:
+    """Send a message to the launcher; return whether it gets it."""
     interpreter.offer_stacks()  # to a launcher that ends a worker that is silent
     message = "\n".join(lines).encode("utf-8", "replace")
     try:

@@ -216,3 +216,19 @@ def test_hostile_bytes_are_bounded(messages: list[bytes]) -> None:
     assert all(len(phase.name) <= 60 for phase in report.phases)
     table.expire(1e12)
     assert table.next_deadline is None or table.next_deadline > 1e12
+
+
+def test_all_workers_that_run_have_to_agree_to_a_change() -> None:
+    table, _ = table_of()
+    for local_rank in (1, 2):
+        table.add(local_rank, 100.0)
+    table.feed(0, b"CHANGE_AGREED=1", 101.0)
+    for content in (b"CHANGE_AGREED=-1", b"CHANGE_AGREED=", b"CHANGE_AGREED=0"):
+        table.feed(1, content, 101.0)
+        assert table.agreed_change == -1
+    table.feed(1, b"CHANGE_AGREED=1", 102.0)
+    assert table.agreed_change == -1
+    table.remove(2, 103.0, is_success=True)
+    assert table.agreed_change == 1
+    table.clear()
+    assert table.agreed_change == -1

@@ -39,6 +39,7 @@ from elastic_aio.agent.messages import (
     StopReceived,
     WorkerEnded,
     WorkerHung,
+    WorkersAgreed,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
@@ -48,6 +49,7 @@ from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
+    ChangeAgreed,
     ChangePending,
     EndJob,
     Instruction,
@@ -309,6 +311,21 @@ ROWS: list[Row] = [
         InstructionReceived(COMING),
         [pending(), ShowChange(COMING)],
         AgentPhase.RUNNING,
+    ),
+    (
+        "running: all workers have agreed",
+        RUNNING,
+        WorkersAgreed(7, 3),
+        [SendReport(ChangeAgreed(7, 3))],
+        AgentPhase.RUNNING,
+    ),
+    ("running: of another attempt", RUNNING, WorkersAgreed(6, 3), [], AgentPhase.RUNNING),
+    (
+        "stopping: all workers have agreed",
+        [*RUNNING, stop_round(7)],
+        WorkersAgreed(7, 3),
+        [],
+        AgentPhase.STOPPING,
     ),
     (
         "running: change pending, of another round",

@@ -21,6 +21,8 @@ from elastic_aio.spec.tls import TlsSpec
         ("join_timeout=1", "c10d", {"join_timeout": 1}),
         ("last_call_timeout=0", "c10d", {"last_call_timeout": 0}),
         ("scale_up_delay=0", "etcd", {"scale_up_delay": 0}),
+        ("scale_up_limit=1", "redis", {"scale_up_limit": 1}),
+        ("scale_up=checkpoint", "c10d", {"scale_up": "checkpoint"}),
         ("close_timeout=0", "c10d", {"close_timeout": 0}),
         ("heartbeat_timeout=2", "c10d", {"heartbeat_timeout": 2}),
         ("read_timeout=1", "c10d", {"read_timeout": 1}),

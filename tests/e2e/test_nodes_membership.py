@@ -88,6 +88,27 @@ async def test_workers_know_of_a_newcomer_before_they_are_restarted(tmp_path: Pa
         assert codes == {0}
 
 
+async def test_workers_are_restarted_for_a_newcomer_when_all_have_agreed(tmp_path: Path) -> None:
+    conf = {**AT_ONCE, "scale_up": "checkpoint", "scale_up_limit": 3600}
+    async with Cluster(tmp_path, "2:3", conf=conf) as cluster:
+        first = cluster.start("first", nproc=2)
+        second = cluster.start("second")
+        await cluster.workers(first, second)
+        assert await first.ask((await first.workers())[0], "agree") == "False"
+        third = cluster.start("third")
+        for node in (first, second):
+            await node.event(MembershipPending)
+        for node in (first, second):
+            for worker in await node.workers():
+                assert await node.ask(worker, "pending") != "none"
+                assert len(node.events_of(RoundFormed)) == 1
+                node.order(worker, "agree")
+        workers = await cluster.workers(first, second, third, attempt=1)
+        assert {worker.world_size for worker in workers} == {4}
+        codes = {ended.code for ended in await cluster.finish(first, second, third, attempt=1)}
+        assert codes == {0}
+
+
 async def test_several_newcomers_at_once(tmp_path: Path) -> None:
     """Four nodes that join together form one world with the first one, in few rounds."""
     async with Cluster(tmp_path, "1:5", conf=AT_ONCE) as cluster:

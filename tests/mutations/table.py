@@ -306,6 +306,14 @@ MUTATIONS: Final = (
         _SCALE_UP + "test_a_change_is_withdrawn_when_the_joiner_has_gone",
     ),
     Mutation(
+        "agreement-to-a-withdrawn-change",
+        "rendezvous/supervision.py",
+        "(bool(ready) and former.time_left is None)",
+        "0",
+        "an agreement to a change that was withdrawn does not count for the next one",
+        _SCALE_UP + "test_an_agreement_to_a_change_that_was_withdrawn_does_not_count",
+    ),
+    Mutation(
         "start-replaced-by-a-change",
         "rendezvous/supervision.py",
         "*filter(state.has_placement, active)",

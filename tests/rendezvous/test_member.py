@@ -10,6 +10,7 @@ from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
+    ChangeAgreed,
     ChangePending,
     EndJob,
     Placement,
@@ -305,3 +306,15 @@ def test_a_pending_change_is_passed_on_until_it_is_withdrawn_or_begins() -> None
     ordered.order(ChangePending(0, "f joined", 30.0))
     ordered.order(StartRound(place(1)))
     assert not ordered.member.status.is_change_pending
+
+
+def test_the_status_has_the_last_change_and_the_agreement_until_the_next_round() -> None:
+    ordered = OrderedMember(StartRound(place(0)))
+    ordered.order(ChangePending(0, "d joined", 30.0, number=2))
+    ordered.member.report(ChangeAgreed(0, 2))
+    status = ordered.member.status
+    assert (status.change, status.agreed_change) == (2, 2)
+    ordered.order(StartRound(place(1)))
+    ordered.member.report(ChangeAgreed(0, 2))
+    status = ordered.member.status
+    assert (status.change, status.agreed_change) == (-1, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_aio.node_events import MembershipChanged, MembershipPending
-from elastic_aio.rendezvous.base import ChangePending, StartRound
+from elastic_aio.rendezvous.base import ChangeAgreed, ChangePending, StartRound
 from elastic_aio.rendezvous.member import MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import StandBy
@@ -14,10 +14,20 @@ from tests.support.coordinator_harness import CoordinatorHarness
 WITHDRAWN = "no node is about to join any more"
 
 
-def running(maximum: int = 8, delay: float = 30.0) -> CoordinatorHarness:
-    """Return a round of two nodes whose joiners wait."""
-    settings = RoundSettings(2, maximum, last_call_timeout=0, scale_up_delay=delay)
+def running(maximum: int = 8, delay: float = 30.0, limit: float = 0.0) -> CoordinatorHarness:
+    """Return a round of two nodes whose joiners wait; with a limit, until the workers agree."""
+    settings = RoundSettings(
+        2, maximum, last_call_timeout=0, scale_up_delay=delay, scale_up_limit=limit
+    )
     return CoordinatorHarness(settings, "a", "b")
+
+
+def agree(harness: CoordinatorHarness, *names: str, number: int = 0) -> None:
+    """Let all workers of some nodes agree to a change of their round."""
+    for name in names:
+        member = harness.members[name]
+        member.report(ChangeAgreed(member.status.round, number))
+    harness.settle()
 
 
 def pending(harness: CoordinatorHarness, name: str) -> list[MemberEffect]:
@@ -100,7 +110,7 @@ def test_a_change_is_withdrawn_when_the_joiner_has_gone() -> None:
     harness.settle(100)
     assert list(harness.ranks) == list("ab")
     harness.join("e")
-    assert pending(harness, "a")[2:] == [ChangePending(0, "e joined", 30)]
+    assert pending(harness, "a")[2:] == [ChangePending(0, "e joined", 30, number=1)]
 
 
 def test_a_change_is_withdrawn_when_a_node_has_succeeded() -> None:
@@ -157,3 +167,91 @@ def test_a_short_wait_is_not_announced(delay: float) -> None:
     assert list(harness.ranks) == list("abd")
     assert not pending(harness, "a")
     assert not harness.events(MembershipPending)
+
+
+# ---------------------------------------------------------------- agreement
+
+
+def test_a_round_begins_when_the_delay_is_over_and_all_workers_have_agreed() -> None:
+    harness = running(limit=600)
+    harness.join("d")
+    assert [pending(harness, name) for name in "ab"] == [[ChangePending(0, "d joined", 630)]] * 2
+    agree(harness, "a")
+    harness.settle(40)
+    assert harness.coordinator.round.number == 0
+    assert harness.coordinator.deadline == 630
+    agree(harness, "b")
+    assert list(harness.ranks) == list("abd")
+    assert {member.status.agreed_change for member in harness.members.values()} == {-1}
+
+
+def test_an_agreement_does_not_end_the_delay() -> None:
+    """A further joiner, which moves the deadline, is a part of what the workers agreed to."""
+    harness = running(limit=600)
+    harness.join("d")
+    agree(harness, "a", "b")
+    harness.settle(20)
+    harness.join("e")
+    assert pending(harness, "a")[1:] == [ChangePending(0, "d, e joined", 630)]
+    harness.settle(49)
+    assert harness.coordinator.round.number == 0
+    harness.settle(50)
+    assert list(harness.ranks) == list("abde")
+
+
+def test_a_round_begins_after_the_limit_without_an_agreement() -> None:
+    harness = running(limit=600)
+    harness.join("d")
+    agree(harness, "a")
+    harness.settle(629)
+    assert harness.coordinator.round.number == 0
+    harness.settle(630)
+    assert list(harness.ranks) == list("abd")
+
+
+def test_joiners_that_fill_the_job_wait_for_the_agreement_only() -> None:
+    harness = running(3, limit=600)
+    harness.join("d")
+    harness.settle(1)
+    assert harness.coordinator.round.number == 0
+    agree(harness, "a", "b")
+    assert list(harness.ranks) == list("abd")
+
+
+def test_an_agreement_to_a_change_that_was_withdrawn_does_not_count() -> None:
+    harness = running(3, limit=600)
+    harness.join("d")
+    agree(harness, "a")
+    harness.lose("d")
+    agree(harness, "b")
+    harness.join("e")
+    assert harness.coordinator.round.number == 0
+    agree(harness, "a", number=1)
+    agree(harness, "b")
+    assert harness.coordinator.round.number == 0
+    agree(harness, "b", number=1)
+    assert list(harness.ranks) == list("abe")
+
+
+def test_a_loss_waits_for_no_agreement() -> None:
+    harness = running(limit=600)
+    harness.join("d")
+    harness.settle(1)
+    harness.lose("b")
+    assert list(harness.ranks) == list("ad")
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_agreement_outlives_its_coordinator(is_gone: bool) -> None:
+    """Unless the next one announces another change."""
+    harness = running(3, limit=600)
+    harness.join("d")
+    agree(harness, "a")
+    harness.elect("f")
+    if is_gone:
+        del harness.members["d"]
+        harness.settle(5)
+        harness.settle(6)
+        harness.join("e")
+    agree(harness, "b", number=int(is_gone))
+    assert (harness.coordinator.round.number == 1) is not is_gone

@@ -101,6 +101,11 @@ ADDRESS = "rendezvous.local_addr: must be the name or address of a host, without
         ({"read_timeout": -1}, "rendezvous.read_timeout: must be a number above 0 (got -1)"),
         ({"read_timeout": "60"}, "rendezvous.read_timeout: must be a number above 0 (got '60')"),
         ({"last_call_timeout": -1}, "rendezvous.last_call_timeout: must be a number of at least 0"),
+        (
+            {"scale_up": "never"},
+            "rendezvous.scale_up: must be 'delay' or 'checkpoint' (got 'never')",
+        ),
+        ({"scale_up_limit": 0}, "rendezvous.scale_up_limit: must be a number above 0 (got 0)"),
         ({"scale_up_delay": -1}, "rendezvous.scale_up_delay: must be a number of at least 0"),
         (
             {"close_timeout": float("nan")},

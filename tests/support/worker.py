@@ -85,6 +85,12 @@ def pending() -> str:
     return "none" if change is None else f"{change.reason} in {change.deadline - time.time()}"
 
 
+def agree() -> str:
+    from elastic_aio.worker import agree_to_change
+
+    return str(agree_to_change())
+
+
 def collective(path: str) -> None:
     """Wait for the other rank for ever, and fail when it ends, as a collective call does."""
     if environment["rank"] == 0:
@@ -113,6 +119,8 @@ def obey(word: str, rest: str) -> None:
             note("answer", count())
         case "pending":
             note("answer", pending())
+        case "agree":
+            note("answer", agree())
         case "collective":
             collective(rest)
         case "ignore_sigterm":
