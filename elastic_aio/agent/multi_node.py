@@ -27,7 +27,7 @@ Rules
   once.  Within its grace it stays for workers of other nodes that use its store.  If all
   workers had succeeded, that is reported first, and the node ends as a success.
 * A node that is cut off stops its workers by the first signal of its plan and SIGKILL
-  soon after, even if a stop has begun: the others start the next round without it.
+  soon after, or by SIGKILL if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
 * Once the end is decided, no instruction changes it.
 
@@ -77,7 +77,9 @@ Rules
     BARRIER    StopRound                         IDLE      CancelBackOff,
                                                            SendReport RoundStopped
     BARRIER    BarrierTimedOut                   LEAVING   Leave
-    BARRIER    StopReceived, EndJob              LEAVING   CancelBackOff, Leave
+    BARRIER    StopReceived                      LEAVING   SendReport NodeDraining,
+                                                           CancelBackOff, Leave
+    BARRIER    EndJob                            LEAVING   CancelBackOff, Leave
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
     any        RestartPending                    the same  Publish
@@ -119,7 +121,7 @@ from elastic_aio.agent.messages import (
     WorkersAgreed,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import Failure, JobOutcome, JobState
+from elastic_aio.outcome import SIGKILL, Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     ChangeAgreed,
@@ -185,7 +187,7 @@ class MultiNodeMachine(AgentMachine):
             case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
                 self.phase is AgentPhase.STOPPING
             ):
-                plan = self._spec.stop.shortened(CUT_OFF_GRACE)
+                plan = self._spec.stop.starting_with(SIGKILL)  # they have got its first signal
                 return self._stop_group(why, plan=plan, leftovers_only=self._all_succeeded)
             case InstructionReceived(instruction):
                 return [] if self._finish is not None else self._on_instruction(instruction)
@@ -239,7 +241,8 @@ class MultiNodeMachine(AgentMachine):
             return []
         if self.phase is AgentPhase.BARRIER:
             why = why_stopped(stop)[0]
-            return self._end(self._success(f"{_SUCCESS}; the others are not waited for: {why}"))
+            finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
+            return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
         self._stop = stop
         if self.phase is AgentPhase.STOPPING and self._all_succeeded:
             return []  # GroupStopped will show whether the round is a success
@@ -256,7 +259,7 @@ class MultiNodeMachine(AgentMachine):
             return []
         self.phase = AgentPhase.IDLE
         timeout = self._spec.rendezvous.exit_barrier_timeout
-        others = "the others go on without it"
+        others = "what has become of the others is not known"
         if timeout is not None:
             others = f"others had not after {timeout:g} s (rendezvous.exit_barrier_timeout)"
         return self._end(self._success(f"{_SUCCESS} on this node; {others}"))
@@ -342,18 +345,19 @@ class MultiNodeMachine(AgentMachine):
 
     # ------------------------------------------------------------------ the end
 
-    def _end(self, finish: Finish) -> list[Effect]:
+    def _end(self, finish: Finish, *, stays: bool = False) -> list[Effect]:
         """Stop the group and leave; finish when both are done."""
         self._finish, self._next = finish, None
         # The others must not start another round beside these workers, unless they may.
         is_over = self._stop is None and not finish.outcome.is_rendezvous
-        leaving = self._leave() if is_over or self._spec.rendezvous.overlap else []
+        is_leaving = is_over or self._spec.rendezvous.overlap
+        leaving = self._leave(stays=stays) if is_leaving else []
         if self.phase in LIVE:
             signal = None if self._stop is None else self._stop.signal
             return [*leaving, *self._stop_group(finish.outcome.why, signal)]
         if self.phase is AgentPhase.STOPPING:
             return leaving
-        return [*self._cancel_barrier(), *leaving, *self._done()]
+        return [*self._cancel_barrier(), *leaving, *self._done(stays=stays)]
 
     def _leave(self, *, stays: bool = False) -> list[Effect]:
         """Leave the rendezvous, once."""

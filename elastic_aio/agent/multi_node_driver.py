@@ -32,6 +32,7 @@ from elastic_aio.agent.messages import (
     ShowChange,
     StartBarrier,
     StopGroup,
+    StopReceived,
     WorkersAgreed,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
@@ -78,7 +79,7 @@ class MultiNodeDriver(Driver):
         self._leaving: asyncio.Task[Any] | None = None
         self._staying: asyncio.Task[None] | None = None
         self._stop_ends_at = 0.0
-        """When the grace of the last stop is over, by the clock of the runtime."""
+        """When the grace of the stop of this node is over, by the clock of the runtime."""
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
         runtime.liveness.on_agreed = self._on_agreed
@@ -129,6 +130,13 @@ class MultiNodeDriver(Driver):
 
     # -------------------------------------------------------------- requests
 
+    def _on_input(self, received: Input) -> None:
+        if isinstance(received, StopReceived):
+            plan = received.plan or self._runtime.spec.stop
+            now = self._runtime.clock.now()
+            self._stop_ends_at = self._stop_ends_at or now + plan.grace
+        super()._on_input(received)
+
     def kill(self, reason: str = "") -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
         super().kill(reason)
@@ -153,9 +161,8 @@ class MultiNodeDriver(Driver):
                 self._leaving = self._run(effect, self._leave(effect))
             case ShowChange(change):
                 self._show_change(change.why, change.time_left, change.number)
-            case StopGroup(plan=plan):
+            case StopGroup():
                 self._show_change("", None)
-                self._stop_ends_at = self._runtime.clock.now() + plan.grace
                 super()._perform(effect)
             case _:
                 super()._perform(effect)

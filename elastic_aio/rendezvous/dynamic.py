@@ -201,8 +201,10 @@ class DynamicRendezvous(Rendezvous):
         same store comes to the next one within the time of a lease, or stops its workers.
         """
         if self._member.status.drain_reason:
-            session = self._session
-            if session is not None and self._member.is_lead:
+            session, status = self._session, self._member.status
+            # A coordinator forms the next round before it leaves, and orders it at this store.
+            serves = self._member.is_lead or status.is_host
+            if session is not None and (serves or session.is_leader):
                 with contextlib.suppress(StoreError, TimeoutError):
                     async with asyncio.timeout(_ANSWER_S):  # it may be suspended
                         await session.has_own_round()

@@ -213,7 +213,7 @@ def _wait_limit(state: CoordinatorState) -> float:
     if state.round.number < 0:
         return state.settings.join_timeout
     # A node that has left after its success does not come back, and nor is it replaced.
-    return 0.0 if state.departed() else state.settings.replace_timeout
+    return 0.0 if state.needs_departed else state.settings.replace_timeout
 
 
 def _candidates(state: CoordinatorState) -> list[MemberRecord]:
@@ -466,8 +466,8 @@ def _give_up(state: CoordinatorState) -> None:
         text += f"; missing: {', '.join(forming.missing)}"
     if forming.refused:
         text += f"; refused: {'; '.join(forming.refused)}"
-    if departed := state.departed():
-        text += f"; {departed} had succeeded and left (exit_barrier_timeout)"
+    if state.needs_departed:
+        text += f"; {state.departed()} had succeeded and left (exit_barrier_timeout)"
     else:
         name = "join_timeout" if is_first else "replace_timeout"
         text += f"; waited {_wait_limit(state):g} s ({name})"

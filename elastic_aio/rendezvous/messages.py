@@ -277,7 +277,7 @@ class RoundRecord(_Record, frozen=True):
 
     Attributes:
         term: of the coordinator that wrote it.
-        round, attempt, changes: as in a `Placement`.
+        round, attempt, changes, formed_by: as in a `Placement`.
         is_open: whether workers of the round may run.
         history: what the restart budget had counted.
         written_at: by the clock of the coordinator's host, in Unix seconds.
@@ -290,6 +290,7 @@ class RoundRecord(_Record, frozen=True):
     is_open: bool
     history: RestartHistory | None
     written_at: float = 0.0
+    formed_by: str = ""
 
 
 class _Version(Struct):

@@ -312,7 +312,10 @@ class StoreSession:
             StoreError: the store is lost.
         """
         record = RoundRecord.decode(await self._store.peek("round"))
-        return record is not None and record.round == self._member.status.round
+        own = self._member.status.placement
+        if record is None or own is None:
+            return False
+        return (record.round, record.formed_by) == own.round_id
 
     async def wait_alone(self) -> None:
         """Wait until no other member has workers that need this node.

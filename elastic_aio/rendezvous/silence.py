@@ -54,6 +54,8 @@ class SilenceWatch:
         self._heard_at = 0.0
         """When the last store that was joined has sent its last reply, in loop seconds."""
         self._lost_because = ""
+        self._cut_off_round = -1
+        """The last round whose workers were killed."""
 
     def on_lost(self, heard_at: float, why: str) -> None:
         """Take the loss of a store that was joined, whose last reply came at `heard_at`."""
@@ -66,13 +68,14 @@ class SilenceWatch:
         `due` is when this was to be called, in loop seconds.
         """
         self.cancel()
-        if self._limits is None or not self._member.status.is_busy:
+        status = self._member.status
+        if self._limits is None or not status.is_busy or status.round == self._cut_off_round:
             return
         loop, session = asyncio.get_running_loop(), self._session()
         stop_after, kill_after = self._limits
-        now, why = loop.time(), f"no store could be found for {{:g}} s ({self._lost_because})"
+        now, why = loop.time(), f"no store could be found for {{:.3g}} s ({self._lost_because})"
         if session is not None and session.has_joined:
-            self._heard_at, why = session.last_received_at, "the store has been silent for {:g} s"
+            self._heard_at, why = session.last_received_at, "the store has been silent for {:.3g} s"
             stop_after = max(stop_after, self._connected_min)
         silent = now - self._heard_at
         if now - due > _LATE_S and silent < kill_after:
@@ -82,7 +85,9 @@ class SilenceWatch:
             when = self._heard_at + stop_after
         else:
             is_over = silent >= kill_after
-            self._perform(self._member.isolate(why.format(stop_after), is_cut_off=is_over))
+            if is_over:
+                self._cut_off_round = status.round
+            self._perform(self._member.isolate(why.format(silent), is_cut_off=is_over))
             if is_over:
                 return
             when = self._heard_at + kill_after

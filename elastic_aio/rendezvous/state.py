@@ -252,7 +252,8 @@ class CoordinatorState:
                 self.round.has_lost_member = self.round.has_lost_member or is_lost
                 # A member that has seen the order to stop was alive after the failure.
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
-                if not (is_lost and saw_failure):
+                is_clear = is_lost or bool(record.status.drain_reason)
+                if not (is_clear and saw_failure):
                     self.round.is_excused = True
         elif self.phase is CoordinatorPhase.RECOVERING and not is_lost:
             self.round.gone[member] = record  # it may be done: the round is not known yet
@@ -290,6 +291,12 @@ class CoordinatorState:
     def unplaced(self) -> list[MemberRecord]:
         """Return the eligible members without a placement in the round."""
         return [record for record in self.eligible() if record.member not in self.round.placements]
+
+    @property
+    def needs_departed(self) -> bool:
+        """Whether another round needs nodes of the last one that left after their success."""
+        left = self.round.members_done + sum(map(self.has_succeeded, self.round.gone.values()))
+        return left > 0 and self.round.size - left < self.settings.minimum
 
     def departed(self) -> str:
         """Return which nodes of the round have left after their success; empty for none."""
@@ -424,6 +431,7 @@ class CoordinatorState:
                 RoundRecord(
                     term=self.outbox.term,
                     round=number,
+                    formed_by=self.round.id[1],
                     attempt=self.round.attempt,
                     changes=self.round.changes,
                     is_open=is_open,

@@ -213,7 +213,9 @@ class RestartBudget:
 
     def follow(self, history: RestartHistory, now: float) -> None:
         """Take what the coordinator's budget has counted, to continue from there."""
-        if self._restarts.resume(history.restarts, history.restart_ages, now):
+        known = self._restarts.total
+        self._restarts.resume(history.restarts, history.restart_ages, now)
+        if history.restarts >= known:  # the series changes before its restart is counted
             self._consecutive = history.consecutive
             self._returned = history.returned
         self._losses.resume(history.losses, history.loss_ages, now)

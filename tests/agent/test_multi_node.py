@@ -189,6 +189,10 @@ def cut_short(*, leftovers_only: bool = False) -> StopGroup:
     return StopGroup(7, plan, "no store", leftovers_only=leftovers_only)
 
 
+def killed(*, leftovers_only: bool = False) -> StopGroup:
+    return StopGroup(7, StopPlan(()), "no store", leftovers_only=leftovers_only)
+
+
 def formed(number: int) -> Publish:
     return Publish(
         RoundFormed(
@@ -539,19 +543,19 @@ ROWS: list[Row] = [
         AgentPhase.STOPPING,
     ),
     ("stopping: a stop is received", FAILING, STOP, [DRAINING], AgentPhase.STOPPING),
-    ("stopping: cut off", FAILING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
+    ("stopping: cut off", FAILING, CUT_OFF, [killed()], AgentPhase.STOPPING),
     (
         "stopping: cut off after a stop",
         [*RUNNING, STOP],
         CUT_OFF,
-        [cut_short()],
+        [killed()],
         AgentPhase.STOPPING,
     ),
     (
         "stopping: cut off, all succeeded",
         ALL_DONE,
         CUT_OFF,
-        [cut_short(leftovers_only=True)],
+        [killed(leftovers_only=True)],
         AgentPhase.STOPPING,
     ),
     ("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], AgentPhase.STOPPING),
@@ -736,7 +740,7 @@ ROWS: list[Row] = [
         "barrier: a stop is received",
         BARRIER,
         STOP,
-        [CancelBackOff(), Leave(CUT_SHORT.outcome.why)],
+        [DRAINING, CancelBackOff(), Leave(CUT_SHORT.outcome.why, stays=True)],
         AgentPhase.LEAVING,
     ),
     (

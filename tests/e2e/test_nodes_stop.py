@@ -249,11 +249,27 @@ async def test_a_node_stays_past_its_barrier_while_the_store_is_replaced(tmp_pat
         assert len(other.events_of(RoundFormed)) == 1
 
 
-async def test_a_stop_ends_the_stay_past_the_barrier(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, 2, exit_barrier_timeout=0) as cluster:
+async def test_a_stop_bounds_the_stay_past_the_barrier(tmp_path: Path) -> None:
+    """By the grace of the node's own stop plan: the other node may never end."""
+    async with Cluster(tmp_path, 2, exit_barrier_timeout=0, shutdown_timeout=1) as cluster:
         host, other = await started(cluster, 2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(RoundWaiting, phase="barrier")
         host.send(signal.SIGTERM)
-        assert (await host.ended(AT_ONCE_S)).code == 0
+        assert (await host.ended(1 + AT_ONCE_S)).code == 0
         assert (await cluster.finish(other))[0].code == 0
+
+
+async def test_a_stop_at_the_barrier_keeps_the_store_of_the_workers(tmp_path: Path) -> None:
+    """Worker 0 has finished; the worker of the other node uses its store until it ends."""
+    async with Cluster(tmp_path, 2) as cluster:
+        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        lead, other = cluster.start("lead", node_rank=0), cluster.start("other", node_rank=1)
+        worker, last = await cluster.workers(lead, other)
+        lead.order(worker, "exit 0")
+        await lead.event(WorkerExited)
+        lead.send(signal.SIGTERM)
+        assert await other.ask(last, "connect") == "connected"
+        other.order(last, "exit 0")
+        for ended in (await lead.ended(AT_ONCE_S), await other.ended(AT_ONCE_S)):
+            assert ended.code == 0

@@ -429,7 +429,7 @@ MUTATIONS: Final = (
     Mutation(
         "workers-kept-without-store",
         "rendezvous/silence.py",
-        "self._perform(self._member.isolate(why.format(stop_after), is_cut_off=is_over))",
+        "self._perform(self._member.isolate(why.format(silent), is_cut_off=is_over))",
         "pass",
         "a node without a store stops its workers before it is replaced",
     ),
@@ -444,7 +444,7 @@ MUTATIONS: Final = (
     Mutation(
         "departed-node-is-awaited",
         "rendezvous/formation.py",
-        "return 0.0 if state.departed() else",
+        "return 0.0 if state.needs_departed else",
         "return",
         "a node that has left after its success is not waited for",
         _RENDEZVOUS + "test_coordinator.py"

@@ -186,6 +186,18 @@ def test_a_node_that_left_after_its_success_is_not_waited_for() -> None:
     assert outcome.why == f"{text} (exit_barrier_timeout)"
 
 
+def test_a_replacement_is_waited_for_where_one_is_enough() -> None:
+    """Another node has left after its success, but the minimum can be met without that."""
+    harness = CoordinatorHarness(RoundSettings(2, 3, replace_timeout=30), "a", "b", "c")
+    harness.succeed("b")
+    harness.lose("b", is_lost=False)
+    harness.lose("c")
+    harness.settle(29)
+    assert harness.coordinator.outcome is None
+    harness.join("d")
+    assert harness.ranks.keys() == {"a", "d"}
+
+
 def test_waiting_members_get_few_orders() -> None:
     """About forty in ten minutes."""
     harness = CoordinatorHarness(RoundSettings(2, 2, join_timeout=600), "a")

@@ -385,6 +385,19 @@ def test_what_was_returned_is_known_to_the_budget_of_another_node() -> None:
     assert following.returned == 0
 
 
+def test_a_restart_that_was_granted_is_known_to_the_next_coordinator() -> None:
+    """The history that goes with it counts no restart more, but the series has gone on."""
+    leading, following = (budget(1, healthy_after=600.0) for _ in range(2))
+    assert leading.decide(failure(), RestartAction.DEFAULT, 1.0, 0.0).restart
+    leading.record(0.0)
+    for returned in (0, 1):
+        history = leading.history(0.0)
+        assert history is not None
+        following.follow(history, 0.0)
+        assert (following.restarts, following.returned) == (1, returned)
+        assert leading.decide(failure(), RestartAction.DEFAULT, 600.0, 0.0).restart
+
+
 def test_unlimited_restarts_end_by_the_window_only() -> None:
     endless = budget(UNLIMITED, window=RestartWindow(2, 60.0))
     for number in (1, 2):
