@@ -133,10 +133,13 @@ class RunDirectory:
         if self.path is None or self._is_temporary or node == self._node:
             return
         self._node, path = node, f"{self.path}/{_NODE}"
-        with suppress(OSError):  # as in `note_job`
+        try:
             with open(f"{path}.new", "wb") as file:
                 file.write(node.encode())
             os.replace(file.name, path)
+        except OSError:  # as in `note_job`
+            with suppress(OSError):
+                os.unlink(f"{path}.new")
 
     @property
     def log_dir(self) -> str | None:

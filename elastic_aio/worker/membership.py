@@ -85,6 +85,11 @@ def write_pending_change(path: str, change: PendingChange | None) -> None:
         with suppress(FileNotFoundError):
             os.unlink(path)
         return
-    with open(f"{path}.new", "w", errors="replace") as file:
-        file.write(f"{change.deadline!r} {change.number}\n{change.reason}")
-    os.replace(file.name, path)
+    try:
+        with open(f"{path}.new", "w", errors="replace") as file:
+            file.write(f"{change.deadline!r} {change.number}\n{change.reason}")
+        os.replace(file.name, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(f"{path}.new")
+        raise

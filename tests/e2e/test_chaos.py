@@ -265,7 +265,9 @@ class Run:
             self.problems.append(f"left in the program: {report}")
 
     def _check_files(self) -> None:
-        logs = {"stdout.log", "stderr.log", "error.json"}
+        logs = {"stdout.log", "stderr.log", "error.json", "node.json"}
+        if self.code == -signal.SIGKILL:
+            logs.add("node.json.new")
         other = [str(path) for path in self._disk.rglob("*")
                  if path.is_file() and path.name not in logs]  # fmt: skip
         if other:
