@@ -92,6 +92,8 @@ def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocatio
 def _slurm(env: Env) -> Allocation | None:
     if not (job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         return None
+    if requeued := _number(env, "SLURM_RESTART_COUNT"):
+        job = f"{job}r{requeued}"  # a store that outlives the job knows the end of the former one
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

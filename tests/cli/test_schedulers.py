@@ -267,6 +267,14 @@ def test_a_batch_script_of_pbs_runs_one_node() -> None:
     )
 
 
+def test_a_requeued_job_of_slurm_is_another_one() -> None:
+    """A store that outlives the job knows how the former one has ended."""
+    runs = [parse_run(["x"], {**STEP, "SLURM_RESTART_COUNT": count}) for count in ("0", "1")]
+    assert [run.spec.run_id for run in runs] == ["slurm-42.0", "slurm-42r1.0"]
+    first, second = (run.spec.rendezvous.endpoint for run in runs)
+    assert first != second
+
+
 @pytest.mark.e2e
 def test_three_nodes_of_slurm(tmp_path: Path) -> None:
     """Agents with nothing but the scheduler's variables form one job, ranked by node."""
