@@ -14,6 +14,9 @@ from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.session import StoreSession
 from elastic_aio.spec.job import LaunchSpec
 
+SILENT = "the store has been silent"
+"""How the reason begins for which a node stops its workers that has lost no connection."""
+
 _LATE_S = 0.1
 """A timer this late, in seconds, shows that this process was suspended."""
 _ANSWER_S = 0.25
@@ -75,7 +78,7 @@ class SilenceWatch:
         stop_after, kill_after = self._limits
         now, why = loop.time(), f"no store could be found for {{:.3g}} s ({self._lost_because})"
         if session is not None and session.has_joined:
-            self._heard_at, why = session.last_received_at, "the store has been silent for {:.3g} s"
+            self._heard_at, why = session.last_received_at, f"{SILENT} for {{:.3g}} s"
             stop_after = max(stop_after, self._connected_min)
         silent = now - self._heard_at
         if now - due > _LATE_S and silent < kill_after:

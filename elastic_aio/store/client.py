@@ -355,7 +355,7 @@ class RemoteStore(Store):
         """Reopen the connection, unless that fails for too long."""
         reason = former.ended.result()
         self._link = None
-        self._last_received_at, self._last_reply_at = former.last_received_at, former.last_reply_at
+        self._note_times(former)
         if self._reconnect_for == 0:
             self._finish(StoreLost(reason))
             return
@@ -368,6 +368,9 @@ class RemoteStore(Store):
             raise
         else:
             self._use(link)
+
+    def _note_times(self, link: PlainLink | TaggedLink) -> None:
+        self._last_received_at, self._last_reply_at = link.last_received_at, link.last_reply_at
 
     async def _reopen(self, former_instance: bytes) -> PlainLink | TaggedLink:
         """Open a connection and resume the leases and watches on it."""
@@ -448,6 +451,8 @@ class RemoteStore(Store):
         """Make the store unusable: every operation raises `error` from now on."""
         if self._error is None:
             self._error = error
+        if self._link is not None:
+            self._note_times(self._link)
         self._link = None
         if self._lost is not None:
             set_result_if_pending(self._lost, None)

@@ -38,6 +38,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
+from elastic_aio.rendezvous.silence import SILENT
 from elastic_aio.spec.checks import check_number, is_integer
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
@@ -127,8 +128,12 @@ class SimDriver(MultiNodeDriver):
                     node.is_standing_by = node.has_succeeded = False
                     self.checker.on_ordered(node, instruction)
                     node.placement = placement
-                case StopRound(round) if node.placement is None or round >= node.placement.round:
+                case StopRound(round, why) if node.placement is None or (
+                    round >= node.placement.round
+                ):
                     node.has_succeeded = False
+                    if why.startswith(SILENT):
+                        self.checker.on_isolated(node, why)
                 case EndJob(outcome):
                     node.is_ending = True
                     self.checker.on_end_ordered(node, outcome)

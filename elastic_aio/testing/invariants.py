@@ -91,6 +91,7 @@ class InvariantChecker:
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
+        self._lease_s = spec.rendezvous.heartbeat_timeout / RATE_MIN
         self._network = network
         self._time = network.time
         self._trace = trace
@@ -193,6 +194,12 @@ class InvariantChecker:
         """Check a round that a node is sent, after `node.placement`."""
         self.rounds.on_ordered(node, order)
         self.ends.on_ordered(node, self.rounds.rounds[order.placement.round_id])
+
+    def on_isolated(self, node: SimNode, why: str) -> None:
+        """Check that a node which stops its workers by itself has a reason: a fault just now."""
+        calm_since = max(self._trace.fault_at, self._network.repaired_at)
+        if self._network.is_calm and self._time.now > calm_since + self._lease_s:
+            self._trace.fail(f"{node.name} stops its workers without a fault: {why}")
 
     def on_end_ordered(self, node: SimNode, outcome: JobOutcome) -> None:
         """Check an end: it is true, and recorded."""

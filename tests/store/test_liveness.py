@@ -202,6 +202,15 @@ async def test_an_end_that_is_read_late_does_not_say_when_it_was_sent(blocked: f
         assert (store.last_received_at > received_at) == (not blocked)
 
 
+async def test_a_closed_store_says_when_it_was_last_heard(server: StoreServer) -> None:
+    """A node that goes to another store has been in touch with the others until then."""
+    async with pinging(server.endpoint) as store:
+        await store.num_keys()
+        replied_at = store.last_reply_at
+        assert replied_at > 0
+    assert (store.last_received_at, store.last_reply_at) == (replied_at, replied_at)
+
+
 async def test_a_lease_survives_a_connection_reset(server: StoreServer) -> None:
     """As long as its linger lasts."""
     async with ChaosProxy(server.port) as proxy, connect(server.endpoint) as other:
