@@ -76,9 +76,9 @@ class SilenceWatch:
             return
         loop, session = asyncio.get_running_loop(), self._session()
         stop_after, kill_after = self._limits
-        now, why = loop.time(), f"no store could be found for {{:.3g}} s ({self._lost_because})"
+        now, why = loop.time(), f"no store could be found for {{:g}} s ({self._lost_because})"
         if session is not None and session.has_joined:
-            self._heard_at, why = session.last_received_at, f"{SILENT} for {{:.3g}} s"
+            self._heard_at, why = session.last_received_at, f"{SILENT} for {{:g}} s"
             stop_after = max(stop_after, self._connected_min)
         silent = now - self._heard_at
         if now - due > _LATE_S and silent < kill_after:
@@ -90,7 +90,7 @@ class SilenceWatch:
             is_over = silent >= kill_after
             if is_over:
                 self._cut_off_round = status.round
-            self._perform(self._member.isolate(why.format(silent), is_cut_off=is_over))
+            self._perform(self._member.isolate(why.format(round(silent, 1)), is_cut_off=is_over))
             if is_over:
                 return
             when = self._heard_at + kill_after

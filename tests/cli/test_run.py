@@ -276,8 +276,8 @@ def test_events_into_a_slow_pipe(tmp_path: Path) -> None:
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
     try:
-        with running_cli("--nproc-per-node", 8, "--max-restarts", 6, "--events", fifo,
-                         "--no-python", "false") as job:  # fmt: skip
+        with running_cli("--nproc-per-node", 8, "--max-restarts", 6, "--restart-delay", 0,
+                         "--events", fifo, "--no-python", "false") as job:  # fmt: skip
             job.wait_err("false FAILED")  # the job has ended, and most events are unread
             os.set_blocking(reader, True)
             content = bytearray()

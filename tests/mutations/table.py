@@ -429,7 +429,7 @@ MUTATIONS: Final = (
     Mutation(
         "workers-kept-without-store",
         "rendezvous/silence.py",
-        "self._perform(self._member.isolate(why.format(silent), is_cut_off=is_over))",
+        "self._perform(self._member.isolate(why.format(round(silent, 1)), is_cut_off=is_over))",
         "pass",
         "a node without a store stops its workers before it is replaced",
     ),
