@@ -195,6 +195,9 @@ def form_when_possible(state: CoordinatorState) -> None:
     if len(candidates) < settings.minimum:
         timer.enough_since = None
         until = timer.since + _wait_limit(state)
+        if settings.may_move:
+            # A member that was lost may go on in another job while it has its lease.
+            until = max(until, state.unsure_until)
         if not state.arm(until):
             _give_up(state)
             return

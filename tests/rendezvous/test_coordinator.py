@@ -198,6 +198,19 @@ def test_a_replacement_is_waited_for_where_one_is_enough() -> None:
     assert harness.ranks.keys() == {"a", "d"}
 
 
+@pytest.mark.parametrize("may_move", [False, True])
+def test_a_job_does_not_end_while_a_lost_member_may_have_its_lease(may_move: bool) -> None:
+    """It may go on in another job at another store, as if its own had not ended."""
+    settings = RoundSettings(2, 2, replace_timeout=1, heartbeat_timeout=10, may_move=may_move)
+    harness = CoordinatorHarness(settings, "a", "b")
+    harness.settle(20)
+    harness.lose("b")
+    harness.settle(29)
+    assert (harness.coordinator.outcome is None) == may_move
+    harness.settle(31)
+    assert harness.coordinator.outcome is not None
+
+
 def test_waiting_members_get_few_orders() -> None:
     """About forty in ten minutes."""
     harness = CoordinatorHarness(RoundSettings(2, 2, join_timeout=600), "a")
