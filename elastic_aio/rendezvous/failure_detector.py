@@ -61,7 +61,7 @@ class FailureDetector:
         self._server: StoreServer | None = None
         self._address = ""
         self._token = ""
-        self._lost: _LostMembers
+        self._lost = _LostMembers()
 
     def __repr__(self) -> str:
         return f"<FailureDetector {self._server or 'not serving'}>"

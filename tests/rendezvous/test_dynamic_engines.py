@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
@@ -127,7 +128,10 @@ async def test_workers_stop_after_the_store_grace(endpoint: str, spec_of: Spec) 
             proxy.cut()
             await a.wait_until(lambda: a.stopped)
             assert a.stopped[-1].is_cut_off
-            assert "no store could be found for 1.75 s" in a.stopped[-1].why
+            # The connection may not be given up yet.
+            assert re.match(
+                "(no store could be found|the store has been silent) for 1.8 s", a.stopped[-1].why
+            )
 
 
 async def test_a_reset_connection_costs_nothing(endpoint: str, spec_of: Spec) -> None:
