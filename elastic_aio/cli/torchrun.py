@@ -43,6 +43,9 @@ from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE, is_in_worker
 from elastic_aio.worker.scripts import run_script
 
+_DEADLINES = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
+"""Options that are deadlines of the workers, by their `dest`."""
+
 
 class RunRequest(Struct, frozen=True):
     """A parsed command line of `aio-elastic run`.
@@ -268,9 +271,8 @@ def _usage_warnings(values: Values) -> list[str]:
     elif (method == "forkserver" or values["preload"]) and values["no_python"]:
         option = "--preload" if values["preload"] else "--start-method forkserver"
         warnings.append(f"{option} has no effect with --no-python")
-    deadlines = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
-    if values["on_timeout"] is not None and not any(values[name] for name in deadlines):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in deadlines)
+    if values["on_timeout"] is not None and not any(values[name] for name in _DEADLINES):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in _DEADLINES)
         warnings.append(f"--on-timeout has no effect without one of {options}")
     if (interval := values["monitor_interval"]) is not None:
         parse_seconds("--monitor-interval", interval, is_positive=True)
@@ -328,8 +330,8 @@ def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
 
 
 def _liveness(values: Values) -> LivenessSpec:
-    names = "heartbeat_timeout ready_timeout progress_timeout exit_skew_timeout idle_report"
-    options = {name: f"--{name.replace('_', '-')}" for name in names.split()}
+    names = (*_DEADLINES, "idle_report")
+    options = {name: f"--{name.replace('_', '-')}" for name in names}
     seconds = {
         name: parse_seconds(option, text, is_positive=True, limit=1e9)
         for name, option in options.items()

@@ -27,7 +27,7 @@ from elastic_aio.logs.paths import (
 from elastic_aio.logs.relay import Relay
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.text import error_reason
-from elastic_aio.worker.errorfile import is_temporary
+from elastic_aio.worker.errorfile import is_temporary, replace_file
 
 _LOCK = ".elastic_aio.lock"
 _NODE = "node.json"
@@ -132,14 +132,9 @@ class RunDirectory:
         """Note which node this is, in a directory that several nodes may share."""
         if self.path is None or self._is_temporary or node == self._node:
             return
-        self._node, path = node, f"{self.path}/{_NODE}"
-        try:
-            with open(f"{path}.new", "wb") as file:
-                file.write(node.encode())
-            os.replace(file.name, path)
-        except OSError:  # as in `note_job`
-            with suppress(OSError):
-                os.unlink(f"{path}.new")
+        self._node = node
+        with suppress(OSError):  # as in `note_job`
+            replace_file(f"{self.path}/{_NODE}", node.encode())
 
     @property
     def log_dir(self) -> str | None:

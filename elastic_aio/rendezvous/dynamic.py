@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
 
-_ANSWER_S = 2.0
+_STAY_ANSWER_S = 2.0
 """Seconds in which a store answers, if the node is to stay for others that use it."""
 
 _RELEASE_S = 0.25
@@ -206,7 +206,7 @@ class DynamicRendezvous(Rendezvous):
             serves = self._member.is_lead or status.is_host
             if session is not None and (serves or session.is_leader):
                 with contextlib.suppress(StoreError, TimeoutError):
-                    async with asyncio.timeout(_ANSWER_S):  # it may be suspended
+                    async with asyncio.timeout(_STAY_ANSWER_S):  # it may be suspended
                         await session.has_own_round()
                     await session.wait_alone()
             return

@@ -36,17 +36,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Never, TypeVar
 
-from elastic_aio.aio import (
-    Notifier,
-    cancel_and_wait,
-    create_task,
-    set_result_if_pending,
-    wait_forever,
-)
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
 from elastic_aio.discovery.keys import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreLost
@@ -236,18 +229,10 @@ async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
     if len(work) == 1:
         return await work[0]
     tasks = [create_task(one) for one in work]
-    first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    context = contextvars.copy_context()  # one, instead of a copy for each callback
-
-    def on_done(_: object) -> None:
-        set_result_if_pending(first, None)
-
-    for task in tasks:
-        task.add_done_callback(on_done, context=context)
     try:
-        await first
-        ended = [task for task in tasks if task.done()]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await cancel_and_wait(tasks)
-    failed = {task: not task.cancelled() and task.exception() is not None for task in ended}
+    failed = {task: not task.cancelled() and task.exception() is not None for task in tasks}
+    ended = [task for task in tasks if task in done]
     return max(ended, key=failed.__getitem__).result()

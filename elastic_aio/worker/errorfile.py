@@ -60,10 +60,24 @@ def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:
 
 def _write(path: str, content: bytes) -> None:
     document = {**json.loads(content), WRITER: os.getpid()}
-    temporary = f"{path}.{os.getpid()}"
+    replace_file(path, json.dumps(document).encode("ascii"), suffix=f".{os.getpid()}")
+
+
+def replace_file(path: str, content: bytes, *, suffix: str = ".new") -> None:
+    """Write a file in one step: readers find the former content or the new one.
+
+    Args:
+        path: of the file.
+        content: what it shall hold.
+        suffix: of the unfinished file, which no other writer may have at the same time.
+
+    Raises:
+        OSError: the file cannot be written; no unfinished one is left.
+    """
+    temporary = f"{path}{suffix}"
     try:
         with open(temporary, "wb") as file:
-            file.write(json.dumps(document).encode("ascii"))
+            file.write(content)
         os.replace(temporary, path)
     except OSError:
         if os.path.exists(temporary):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_aio.worker.context import PENDING_CHANGE
+from elastic_aio.worker.errorfile import replace_file
 from elastic_aio.worker.notify import PATIENCE_MS, send
 
 _SIZE_MAX = 16 * 1024
@@ -85,11 +86,5 @@ def write_pending_change(path: str, change: PendingChange | None) -> None:
         with suppress(FileNotFoundError):
             os.unlink(path)
         return
-    try:
-        with open(f"{path}.new", "w", errors="replace") as file:
-            file.write(f"{change.deadline!r} {change.number}\n{change.reason}")
-        os.replace(file.name, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(f"{path}.new")
-        raise
+    text = f"{change.deadline!r} {change.number}\n{change.reason}"
+    replace_file(path, text.encode(errors="replace"))
