@@ -460,8 +460,8 @@ def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> R
 
 def _give_up(state: CoordinatorState) -> None:
     forming = _round_forming(state, state.eligible())
-    is_first = state.round.number < 0
-    came = "came together" if is_first else "are left"
+    has_run = state.round.number >= 0 or state.former is not None or bool(state.set_aside)
+    came = "are left" if has_run else "came together"
     text = f"only {forming.joined} of {state.settings.nnodes} nodes {came}"
     if forming.present:
         text += f" ({', '.join(forming.present)})"
@@ -472,10 +472,10 @@ def _give_up(state: CoordinatorState) -> None:
     if state.needs_departed:
         text += f"; {state.departed()} had succeeded and left (exit_barrier_timeout)"
     else:
-        name = "join_timeout" if is_first else "replace_timeout"
+        name = "join_timeout" if state.round.number < 0 else "replace_timeout"
         text += f"; waited {_wait_limit(state):g} s ({name})"
     if state.round.failures:
         state.fail_job(text)
     else:
-        cause = EndCause.TOO_FEW_NODES if is_first else EndCause.NODES_NOT_REPLACED
+        cause = EndCause.NODES_NOT_REPLACED if has_run else EndCause.TOO_FEW_NODES
         state.end_job(rendezvous_failure(text, cause))

@@ -147,6 +147,19 @@ def test_too_few_nodes_fail_after_the_join_timeout() -> None:
     assert outcome.why == text
 
 
+def test_too_few_nodes_that_replace_a_whole_round_fail_as_after_a_loss() -> None:
+    """The nodes of the job had come together before."""
+    harness = CoordinatorHarness(RoundSettings(2, 2, join_timeout=600), "a", "b")
+    harness.lose_all("d")
+    harness.join("d")
+    harness.settle(1)
+    harness.settle(harness.now + 600)
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert (outcome.cause, outcome.exit_code) == (EndCause.NODES_NOT_REPLACED, 69)
+    assert outcome.why.startswith("only 1 of 2 nodes are left (d)")
+
+
 def test_too_few_nodes_after_a_loss_fail_with_a_code_of_their_own() -> None:
     """The reason names present, missing and refused nodes."""
     harness = CoordinatorHarness(RoundSettings(3, 3, replace_timeout=30), "a", "b", "d")
