@@ -152,10 +152,13 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
 
 
 class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
-    """This node has found no rendezvous store that it can use, and goes on searching."""
+    """This node has found no rendezvous store that it can use, and goes on searching.
+
+    It also says so when its workers are stopped because its store has been silent for too long.
+    """
 
     why: str
-    """Each endpoint, and why its store cannot be used."""
+    """Each endpoint, and why its store cannot be used; or for how long the store was silent."""
     time_left: float | None
     """Seconds until the search ends; None for a search without a limit."""
 

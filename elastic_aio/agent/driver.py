@@ -288,8 +288,8 @@ class Driver:
     def _may_be_leaving(self, status: ExitStatus) -> bool:
         """Whether a SIGTERM to all processes of the job may have ended a worker."""
         spec = self._runtime.spec
-        if status.is_success or not spec.max_restarts or spec.nnodes.maximum > 1:
-            return False  # the coordinator decides for several nodes
+        if status.is_success or not (spec.max_restarts or spec.nnodes.maximum > 1):
+            return False
         if status.signal is not None or status.shell_code == 128 + SIGTERM:
             return status.shell_code == 128 + SIGTERM
         # It may have handled the signal.  Then the others did not miss it.

@@ -97,6 +97,8 @@ class AgentMachine(ABC):
         self._succeeded: set[int] = set()
         self._lost_peers = 0
         self._awaiting = ""  # the cause of this failure
+        self._stop: StopReceived | None = None
+        self._may_be_leaving = False
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
@@ -158,6 +160,8 @@ class AgentMachine(ABC):
         return self._stop_when_all_succeeded()
 
     def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
+        if self.phase in LIVE or self._stop is not None:
+            self._may_be_leaving |= ended.may_be_leaving
         if self.phase not in LIVE:
             return []
         if not ended.status.is_success:
@@ -197,6 +201,7 @@ class AgentMachine(ABC):
         self._started_at = None
         self._succeeded.clear()
         self._lost_peers, self._awaiting = 0, ""
+        self._may_be_leaving = False
         self._start_failure = None
         self._failures = ()
         return [start]

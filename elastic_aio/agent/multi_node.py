@@ -164,7 +164,6 @@ class MultiNodeMachine(AgentMachine):
         self._restarts = 0
         self._group_size = 1
         self._next: StartRound | None = None
-        self._stop: StopReceived | None = None
         self._finish: Finish | None = None
         self._is_member = self._is_leaving = False
         self._published_failure = -1
@@ -240,9 +239,7 @@ class MultiNodeMachine(AgentMachine):
         if self._finish is not None or self._stop is not None:
             return []
         if self.phase is AgentPhase.BARRIER:
-            why = why_stopped(stop)[0]
-            finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
-            return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
+            return self._leave_after_success(stop)
         self._stop = stop
         if self.phase is AgentPhase.STOPPING and self._all_succeeded:
             return []  # GroupStopped will show whether the round is a success
@@ -303,18 +300,31 @@ class MultiNodeMachine(AgentMachine):
 
     def _after_success(self) -> list[Effect]:
         if self._stop is not None:
-            return self._end(self._success(_SUCCESS))
+            return self._leave_after_success(self._stop)
         if self._next is not None:
             return self._continue()
         self.phase = AgentPhase.BARRIER
         return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]
+
+    def _leave_after_success(self, stop: StopReceived) -> list[Effect]:
+        why = why_stopped(stop)[0]
+        finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
+        return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
 
     def _report_stopped(self, *, has_survivors: bool) -> list[Effect]:
         reason = _CANNOT_KILL if has_survivors else ""
         if self._start_failure is not None and self._start_failure.permanent:
             reason = self._start_failure.why_permanent
         code = self._exit_code_of_failure()
-        stopped = RoundStopped(self.round, self._failures, bool(reason), reason, code, self._uptime)
+        stopped = RoundStopped(
+            self.round,
+            self._failures,
+            bool(reason),
+            reason,
+            code,
+            self._uptime,
+            may_be_leaving=self._may_be_leaving,
+        )
         self._reported_round = self.round
         if not has_survivors or self._newest_round == self.round:
             return [SendReport(stopped)]

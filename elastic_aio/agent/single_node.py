@@ -67,7 +67,6 @@ from elastic_aio.agent.messages import (
     Start,
     StartGroup,
     StopReceived,
-    WorkerEnded,
 )
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
@@ -100,9 +99,7 @@ class SingleNodeMachine(AgentMachine):
         super().__init__(spec, nproc)
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
-        self._stop: StopReceived | None = None
         self._restart: RestartReceived | None = None
-        self._may_be_leaving = False
 
     def __repr__(self) -> str:
         return f"<SingleNodeMachine {self.phase.value}, attempt {self.attempt}, {self._budget!r}>"
@@ -137,7 +134,6 @@ class SingleNodeMachine(AgentMachine):
 
     def _start(self) -> list[Effect]:
         self._restart = None
-        self._may_be_leaving = False
         return self._start_group(StartGroup(self.attempt, self._budget.restarts))
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
@@ -157,11 +153,6 @@ class SingleNodeMachine(AgentMachine):
         if self.phase is AgentPhase.BACKING_OFF:
             return [CancelBackOff(), *self._start()]
         return []
-
-    def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
-        if self.phase in LIVE or self._stop is not None:
-            self._may_be_leaving |= ended.may_be_leaving
-        return super()._on_worker_ended(ended)
 
     def _on_loss(self, why: str) -> list[Effect]:
         return [] if self._waits_for_stop else super()._on_loss(why)

@@ -174,7 +174,7 @@ class RoundStopped(Struct, frozen=True, gc=False):
     plain stop.  `is_permanent`: another attempt cannot succeed, because of
     `permanent_reason` (a program that does not exist, a process that cannot be killed).
     `exit_code` is what the launcher exits with if the job ends.  `runtime` is how many
-    seconds the workers ran.
+    seconds the workers ran.  `may_be_leaving`: a SIGTERM to the whole node may have ended them.
     """
 
     round: int
@@ -183,6 +183,7 @@ class RoundStopped(Struct, frozen=True, gc=False):
     permanent_reason: str = ""
     exit_code: int = 1
     runtime: float = 0.0
+    may_be_leaving: bool = False
 
 
 class RoundSucceeded(Struct, frozen=True, gc=False):

@@ -11,7 +11,12 @@ import dataclasses
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
-from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
+from elastic_aio.node_events import (
+    CoordinatorChanged,
+    NodeStandby,
+    RendezvousStoreAwaited,
+    StandbyPromoted,
+)
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
     ChangeAgreed,
@@ -216,8 +221,12 @@ class Member:
         """Stop the workers: this node is about to be replaced, or is now (`is_cut_off`)."""
         if not self.status.is_busy:
             return []
-        self._stopping = max(self.status.round, self._stopping)
-        return [StopRound(self.status.round, why, is_cut_off)]
+        stop = StopRound(self.status.round, why, is_cut_off)
+        if self._stopping >= stop.round:
+            return [stop]
+        self._stopping = stop.round
+        awaited = f"{why}; the workers are stopped"
+        return [RendezvousStoreAwaited(why=awaited, time_left=None), stop]
 
     def leave(self) -> None:
         """Take part no more; no worker of this node is left, or rounds may overlap."""
@@ -246,6 +255,7 @@ class Member:
                     permanent_reason=reason or self.status.permanent_reason,
                     exit_code=report.exit_code,
                     runtime=report.runtime,
+                    may_be_leaving=report.may_be_leaving,
                 )
             case RoundSucceeded(round):
                 stopped = max(round, self._stopping)
@@ -285,6 +295,7 @@ class Member:
             permanent_reason="",
             exit_code=1,
             runtime=0.0,
+            may_be_leaving=False,
             members_done=0,
             pending_restart=None,
             is_change_pending=False,

@@ -79,7 +79,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 37 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 38 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -99,6 +99,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         is_permanent: another attempt cannot succeed, because of `permanent_reason`.
         exit_code: of such a failure.
         runtime: seconds that the workers of the round ran.
+        may_be_leaving: whether a SIGTERM to its whole host may have ended them.
         acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success; all of them
             once the job is about to end.
@@ -140,6 +141,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     permanent_reason: str = ""
     exit_code: int = 1
     runtime: float = 0.0
+    may_be_leaving: bool = False
     acked: tuple[int, int] = (0, 0)
     members_done: int = 0
     was_leased: bool = False

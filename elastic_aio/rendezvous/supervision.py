@@ -30,8 +30,6 @@ _DELAYS_MAX = 10
 """For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
-_SIGTERM_CODE = 143
-"""The shell's exit code of a process that SIGTERM ended: 128 + 15."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -302,7 +300,7 @@ def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> t
 
 
 def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:
-    """Whether a node may be about to leave: SIGTERM has ended a worker there just now.
+    """Whether a node may be about to leave: SIGTERM may have ended a worker there just now.
 
     A service manager sends the signal to all processes of a node.  The agent acts on it
     some milliseconds after the worker.
@@ -310,8 +308,7 @@ def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> boo
     current = state.round
     if current.stopped_at is None:
         current.stopped_at = state.now
-    codes = {failure.status.shell_code for one in members for failure in one.status.failures}
-    is_ended = _SIGTERM_CODE in codes and not current.is_excused
+    is_ended = any(one.status.may_be_leaving for one in members) and not current.is_excused
     return is_ended and state.arm(current.stopped_at + LEAVING_S)
 
 

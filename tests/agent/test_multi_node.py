@@ -585,7 +585,11 @@ ROWS: list[Row] = [
         "stopping: stopped, all succeeded, a stop is received",
         [*ALL_DONE, STOP],
         group_stopped(),
-        [SendReport(RoundSucceeded(7)), Leave(FINISHED)],
+        [
+            SendReport(RoundSucceeded(7)),
+            SendReport(NodeDraining("enough")),
+            Leave(f"{FINISHED}; the others are not waited for: enough", stays=True),
+        ],
         AgentPhase.LEAVING,
     ),
     (
@@ -607,6 +611,13 @@ ROWS: list[Row] = [
         FAILING,
         group_stopped(failure(2), failure(3)),
         [report_stopped(7, failure(2), failure(3))],
+        AgentPhase.IDLE,
+    ),
+    (
+        "stopping: stopped, failed, perhaps by a signal to the whole node",
+        [*RUNNING, WorkerEnded(7, 1, BAD, is_victim=False, may_be_leaving=True)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2), may_be_leaving=True)],
         AgentPhase.IDLE,
     ),
     (
@@ -756,7 +767,7 @@ ROWS: list[Row] = [
         "leaving: left after a success that was stopped",
         [*ALL_DONE, STOP, group_stopped()],
         LeftRendezvous(),
-        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
+        [CUT_SHORT],
         AgentPhase.DONE,
     ),
     ("leaving: left, cut short", [*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], AgentPhase.DONE),
