@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from elastic_aio.testing.agent import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.node import SimNode as SimNode
+    from elastic_aio.testing.node import WorkerBehavior as WorkerBehavior
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
     from elastic_aio.testing.search import Found as Found
     from elastic_aio.testing.search import Recipe as Recipe
@@ -40,8 +40,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio.testing.agent": "WorkerBehavior",
-            "elastic_aio.testing.node": "SimNode",
+            "elastic_aio.testing.node": "SimNode WorkerBehavior",
             "elastic_aio.testing.scenarios": "run_random_scenario",
             "elastic_aio.testing.search": "Found Recipe SearchResult play_recipe search_scenarios",
             "elastic_aio.testing.simulation": "Simulation",

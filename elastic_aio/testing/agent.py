@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_aio.agent.event_log import EventLog
@@ -20,7 +19,6 @@ from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
-from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeStandby, RoundFormed
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
@@ -39,48 +37,15 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.rendezvous.silence import SILENT
-from elastic_aio.spec.checks import check_number, is_integer
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing.invariants import InvariantChecker
-from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.node import SimNode, WorkerBehavior
 from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.store import RUN_ID
 
 _SPAWN_S = 5.0
 """Seconds for which a stop waits for workers that are being spawned."""
-
-
-class WorkerBehavior(Struct, frozen=True):
-    """What the workers of one node do in one round.
-
-    Attributes:
-        seconds: for how long they run; None (the default): until they are stopped.
-        exit_code: with which one of them exits then; 0: all succeed.
-        start_duration: seconds until they run.
-        stop_duration: seconds that they need to stop.
-
-    Raises:
-        SpecError: a duration is negative, or the exit code is not one from 0 to 255.
-    """
-
-    seconds: float | None = None
-    exit_code: int = 0
-    start_duration: float = 0.05
-    stop_duration: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.seconds is not None:
-            check_number("seconds", self.seconds, at_least=0)
-        checked_exit_code("exit_code", self.exit_code)
-        check_number("start_duration", self.start_duration, at_least=0)
-        check_number("stop_duration", self.stop_duration, at_least=0)
-
-
-def checked_exit_code(name: str, value: object, *, at_least: int = 0) -> int:
-    if not is_integer(value) or not at_least <= value <= 255:
-        raise SpecError(name, value, f"must be an exit code from {at_least} to 255")
-    return value
 
 
 class SimDriver(MultiNodeDriver):
@@ -145,6 +110,9 @@ class SimDriver(MultiNodeDriver):
                 self.node.has_succeeded = True
                 self.checker.rounds.on_succeeded(self.node)
         super()._perform(effect)
+
+    def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
+        self.node.change = -1 if time_left is None else number
 
     def _on_published(self, event: Event) -> None:
         if not self.node.is_over:
@@ -212,9 +180,8 @@ class SimGroup(WorkerGroup):
         self._driver = driver
         self._node = driver.node
         self._runtime = driver._runtime
-        self._behavior = WorkerBehavior()
         self._starting: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self._is_stopping = self._node.is_stopping = False
         self._began_at = self._node.host.wall_clock
         self._failures: tuple[Failure, ...] = ()
 
@@ -224,7 +191,7 @@ class SimGroup(WorkerGroup):
         node, placement = self._node, self.placement
         node.running = placement
         self._driver.checker.rounds.on_started(node, placement)
-        self._behavior = behavior = self._driver.behavior(node, placement)
+        node.behavior = behavior = self._driver.behavior(node, placement)
         if not placement.span.group_rank:
             master = placement.master_addr, placement.master_port
             await self._runtime.master_ports.serve(*master)
@@ -260,13 +227,13 @@ class SimGroup(WorkerGroup):
             self._driver._on_input(ended)
 
     def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
-        self._is_stopping = True
+        self._is_stopping = self._node.is_stopping = True
 
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
         self._is_stopping = True
         if self._starting is not None:
             await asyncio.wait([self._starting], timeout=_SPAWN_S)
-        duration = 0.0 if leftovers_only else self._behavior.stop_duration
+        duration = 0.0 if leftovers_only else self._node.behavior.stop_duration
         await asyncio.sleep(min(duration, plan.grace))
         if not self._node.is_over:
             self._node.running = None

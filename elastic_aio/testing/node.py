@@ -5,11 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct
+
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
+from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous.base import Placement
+from elastic_aio.spec.checks import check_number, is_integer
 from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.trace import Trace
+
+
+class WorkerBehavior(Struct, frozen=True):
+    """What the workers of one node do in one round.
+
+    Attributes:
+        seconds: for how long they run; None (the default): until they are stopped.
+        exit_code: with which one of them exits then; 0: all succeed.
+        start_duration: seconds until they run.
+        stop_duration: seconds that they need to stop.
+
+    Raises:
+        SpecError: a duration is negative, or the exit code is not one from 0 to 255.
+    """
+
+    seconds: float | None = None
+    exit_code: int = 0
+    start_duration: float = 0.05
+    stop_duration: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, at_least=0)
+        checked_exit_code("exit_code", self.exit_code)
+        check_number("start_duration", self.start_duration, at_least=0)
+        check_number("stop_duration", self.stop_duration, at_least=0)
+
+
+def checked_exit_code(name: str, value: object, *, at_least: int = 0) -> int:
+    if not is_integer(value) or not at_least <= value <= 255:
+        raise SpecError(name, value, f"must be an exit code from {at_least} to 255")
+    return value
 
 
 class SimNode:
@@ -27,6 +63,12 @@ class SimNode:
         """That of the newest round that the rendezvous has ordered."""
         self.running: Placement | None = None
         """The placement whose workers run here."""
+        self.behavior = WorkerBehavior()
+        """What its workers do in the newest round."""
+        self.is_stopping = False
+        """Whether the workers of the newest round are being stopped, or have been."""
+        self.change = -1
+        """Number of the change of its membership that was announced; -1 for none."""
         self.has_succeeded = False
         """Whether all workers of the newest round have succeeded here."""
         self.is_standing_by = False
@@ -78,6 +120,11 @@ class SimNode:
         """Stop the job on this node, as a user does; called in the process."""
         assert self.driver is not None, "it was started before"
         self.driver.request_stop("it was stopped")
+
+    def agree_to_change(self) -> None:
+        """Let all workers agree to the change that is announced to them, if there is one."""
+        if self.change >= 0 and self.running is not None and self.driver is not None:
+            self.process.inject(self.driver._on_agreed, self.running.attempt, self.change)
 
     def end_workers(self, exit_code: int) -> None:
         """Let one worker fail with `exit_code`, or all succeed with 0."""

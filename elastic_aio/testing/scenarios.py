@@ -13,8 +13,8 @@ from elastic_aio.spec.checks import checked_items, checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.testing.agent import WorkerBehavior, checked_exit_code
-from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
+from elastic_aio.testing.rules import CalmRules
 from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import RATE_MIN
@@ -66,6 +66,7 @@ class Scenario:
         for code in self._exit_codes:
             checked_exit_code("exit_codes", code, at_least=1)
         self._random = random = random or Random(f"scenario {seed}")
+        self._rules_random = Random(f"rules of scenario {seed}")
         count = random.randint(2, 5) if spec is None else spec.nnodes.maximum
         self._names = names = [f"n{number}" for number in range(count)]
         self._is_static = (
@@ -74,7 +75,7 @@ class Scenario:
         # Rounds with fixed ranks need all nodes, and those of a user may need most.
         self._has_replacements = self._is_static or spec is not None
         # The exit barrier, and then the search for a store or the join timeout.
-        self._settle_s = 90.0 if spec is None else 3600.0
+        self._settle_s = 600.0 if spec is None else 3600.0
         self.sim = Simulation(
             spec or self._spec(count),
             seed=seed,
@@ -92,6 +93,10 @@ class Scenario:
         for name in names:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
         self._end_random = Random(f"end of scenario {seed}")
+        self._rules: CalmRules | None = None
+        if spec is None and self._rules_random.random() < 0.7:
+            together = self._is_together
+            self._rules = CalmRules(self.sim, self._rules_random, together, self._settle_s)
         self.has_next_job = not self._is_static and self._end_random.random() < 0.4
 
     def _spec(self, count: int) -> LaunchSpec:
@@ -114,7 +119,10 @@ class Scenario:
             heartbeat_timeout=2.0,
             read_timeout=30.0,
             close_timeout=5.0,
-            exit_barrier_timeout=30.0,
+            exit_barrier_timeout=self._rules_random.choice([30.0, None]),
+            scale_up="checkpoint" if self._rules_random.random() < 0.3 else "delay",
+            scale_up_delay=self._rules_random.choice([None, 2.0]),
+            scale_up_limit=5.0,
         )
         return LaunchSpec(
             "train.py",
@@ -145,6 +153,8 @@ class Scenario:
             for _ in range(waves):
                 self.inject_faults()
             self.recover()
+            if self._rules is not None:
+                self._rules.check_one()
             if self.has_next_job:
                 self.finish_with_faults()
                 self.run_next_job()

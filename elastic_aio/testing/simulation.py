@@ -19,11 +19,11 @@ from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing.agent import SimDriver, WorkerBehavior, checked_exit_code
+from elastic_aio.testing.agent import SimDriver
 from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network
-from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
 from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.store import PORT, serve_store
 from elastic_aio.testing.trace import Trace

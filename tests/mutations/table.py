@@ -450,6 +450,34 @@ MUTATIONS: Final = (
         _RENDEZVOUS + "test_coordinator.py"
         "::test_a_node_that_left_after_its_success_is_not_waited_for",
     ),
+    Mutation(
+        "joiners-wait-for-no-others",
+        "rendezvous/supervision.py",
+        "    delay = max(state.settings.scale_up_delay, _BURST_S)\n",
+        "    delay = _BURST_S\n",
+        "joiners that come one soon after the other cause one round",
+    ),
+    Mutation(
+        "drain-is-not-announced",
+        "agent/multi_node.py",
+        "is_draining = has_workers and not self._spec.rendezvous.overlap",
+        "is_draining = False",
+        "the workers of all nodes stop together where one node is stopped",
+    ),
+    Mutation(
+        "pause-is-a-silence",
+        "rendezvous/silence.py",
+        "stop_after = max(stop_after, self._connected_min)",
+        "stop_after = 0.3",
+        "a short pause of a host stops no worker",
+    ),
+    Mutation(
+        "early-success-leaves",
+        "agent/multi_node.py",
+        "return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]",
+        "return [StartBarrier(self.attempt, 1.0)]",
+        "a node that has succeeded takes part in a later restart",
+    ),
     # --------------------------------- rendezvous: elections, records, detector
     Mutation(
         "term-not-counted",
