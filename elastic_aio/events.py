@@ -250,14 +250,17 @@ class WorkersIdle(Event, frozen=True, kw_only=True):
 class WorkersUnfinished(Event, frozen=True, kw_only=True):
     """Workers of this node still run although the first has exited with 0 some time ago.
 
-    `finished` is how many have exited with 0, and `running` the ranks of those that run.
-    Reported once for each attempt.
+    `finished` is how many have exited with 0: of this node, and of other nodes all of whose
+    workers have.  `running` are the ranks of those of this node that run.  Reported once for
+    each attempt.
     """
 
     seconds: float
     """Seconds since the first success."""
     finished: int
     running: tuple[int, ...]
+    world_size: int = 0
+    """Workers of a job of several nodes; 0 for one node."""
 
 
 class StacksDumped(Event, frozen=True, kw_only=True):

@@ -102,10 +102,11 @@ def _describe_liveness(event: Event) -> tuple[int, str]:
 
 
 def _workers_unfinished(event: events.WorkersUnfinished) -> str:
-    total = event.finished + len(event.running)
+    total = event.world_size or event.finished + len(event.running)
+    here = " here" if event.world_size else ""
     ranks = ", ".join(map(str, event.running[:8])) + (", ..." if event.running[8:] else "")
     have = f"{event.finished} of {total} workers have finished, the first {event.seconds:.0f} s ago"
-    return f"{have}; still running: rank{'s' if event.running[1:] else ''} {ranks}"
+    return f"{have}; still running{here}: rank{'s' if event.running[1:] else ''} {ranks}"
 
 
 def _workers_idle(event: events.WorkersIdle) -> str:

@@ -176,6 +176,7 @@ STRATEGIES: dict[type[Event], st.SearchStrategy[Event]] = {
         seconds=floats,
         finished=counts,
         running=st.lists(counts, max_size=2).map(tuple),
+        world_size=counts,
     ),
     StacksDumped: drawn(StacksDumped, why=texts, summary=texts, path=maybe_text),
     GuardianRestarted: drawn(GuardianRestarted, pid=counts),

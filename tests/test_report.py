@@ -428,6 +428,11 @@ EVENTS: list[tuple[Event, int, str]] = [
         " 7, 8, 9, ...",
     ),
     (
+        WorkersUnfinished(seconds=60.2, finished=8, running=(8, 9), world_size=16),
+        Level.WARNING,
+        "8 of 16 workers have finished, the first 60 s ago; still running here: ranks 8, 9",
+    ),
+    (
         StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),
         Level.WARNING,
         "stacks (no heartbeat): rank 0 waits in barrier (/logs/s)",

@@ -436,7 +436,9 @@ class Driver:
         result = await group.result()
         self._attempts.append(result)
         now = self._runtime.clock.now()
-        return GroupStopped(effect.attempt, now, result.failures, bool(survivors))
+        return GroupStopped(
+            effect.attempt, now, result.failures, bool(survivors), group.first_success
+        )
 
     async def _decide(self, effect: CallDecide) -> Input:
         decide = self._runtime.spec.restart.decide

@@ -24,7 +24,7 @@ from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import LOST_PEER, known_cause, last_words, plain_lines, reason_of
-from elastic_aio.text import counted, one_line
+from elastic_aio.text import counted, format_duration, one_line
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
@@ -390,7 +390,8 @@ def _early_successes(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> t
     if not early:
         return ()
     first = min(early, key=lambda one: one.exited_at)
-    who = f"rank {first.ranks.rank} exited with 0, {until - first.exited_at:.2g} s before"
+    before = format_duration(until - first.exited_at)
+    who = f"rank {first.ranks.rank} exited with 0, {before} before"
     more = f"; so did {counted(len(early) - 1, 'other')} later" if early[1:] else ""
     return (who + more,)
 

@@ -5,7 +5,7 @@ acquire `timers`.  A missed deadline is an event at once.  Then the stacks of al
 before anything ends them, and by the policy of the job the attempt fails.
 
 Without a deadline no timer runs here: an idle job causes no wake-up.  A success begins one, for
-the workers that still run.
+the workers that still run; so does the success of all workers of another node.
 """
 
 from __future__ import annotations
@@ -170,6 +170,11 @@ class Liveness:
             self._set_alarm(self._table.next_deadline)
         self._note_agreement()
 
+    def on_peers_finished(self, workers: int, ago: float) -> None:
+        """Note that so many workers of other nodes have finished, the first `ago` seconds ago."""
+        self._table.note_peers(workers, self._clock.now() - ago)
+        self._set_alarm(self._table.next_deadline)
+
     def end_deadlines(self) -> None:
         """End all deadlines: the workers are being stopped.  Idempotent."""
         self._is_stopping = True
@@ -274,12 +279,17 @@ class Liveness:
 
     def _report_skew(self, seconds: float) -> None:
         exits = {record.ranks.rank: record.exit for record in self._records.values()}
+        finished = sum(end is not None and end.status.is_success for end in exits.values())
+        ranks = [record.ranks for record in self._records.values()]
         self._publish(
             WorkersUnfinished(
                 attempt=self._attempt,
                 seconds=seconds,
-                finished=sum(end is not None and end.status.is_success for end in exits.values()),
+                finished=finished + self._table.peers_finished,
                 running=tuple(sorted(rank for rank, end in exits.items() if end is None)),
+                world_size=max(
+                    (one.world_size for one in ranks if one.group_world_size > 1), default=0
+                ),
             )
         )
 

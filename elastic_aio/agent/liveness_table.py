@@ -19,7 +19,7 @@ process below a worker may write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct, field
 
@@ -124,6 +124,8 @@ class LivenessTable:
         self.agreed_change = -1
         """Number of the last pending change to which all workers that run agree; -1 for none."""
         self._spec = spec
+        self.peers_finished = 0
+        """How many workers of other nodes have finished, as far as is known."""
         self._succeeded_at: float | None = None
         self._has_reported = False
 
@@ -144,9 +146,16 @@ class LivenessTable:
             self._succeeded_at = now
         return is_first
 
+    def note_peers(self, workers: int, since: float) -> None:
+        """Note that so many workers of other nodes have finished, the first at `since`."""
+        self.peers_finished = workers
+        if self._succeeded_at is None or since < self._succeeded_at:
+            self._succeeded_at = since
+
     def clear(self) -> None:
         """Remove all workers."""
         self.workers.clear()
+        self.peers_finished = 0
         self.agreed_change = -1
         self._succeeded_at, self._has_reported = None, False
 
@@ -211,16 +220,17 @@ class LivenessTable:
     # ------------------------------------------------------------- deadlines
 
     def deadline_of(self, local_rank: int) -> float | None:
-        """Return when the next deadline of a worker ends; None without one."""
+        """Return when the next deadline of a worker ends, or a report is due; None without one."""
         report = self.workers.get(local_rank)
-        if report is None:
-            return None
-        return min((item.at for item in self._deadlines(report)), default=None)
+        return None if report is None else self._next_of([report])
 
     @property
     def next_deadline(self) -> float | None:
         """When the next deadline ends, or a report is due; None without one."""
-        ends = [item.at for report in self.workers.values() for item in self._deadlines(report)]
+        return self._next_of(self.workers.values())
+
+    def _next_of(self, reports: Iterable[WorkerReport]) -> float | None:
+        ends = [item.at for report in reports for item in self._deadlines(report)]
         if self._report_at is not None:
             ends.append(self._report_at)
         return min(ends, default=None)

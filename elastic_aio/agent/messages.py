@@ -12,7 +12,13 @@ from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # a job of one node pays for no rendezvous
-    from elastic_aio.rendezvous.base import ChangePending, Instruction, Placement, Report
+    from elastic_aio.rendezvous.base import (
+        ChangePending,
+        Instruction,
+        PeersFinished,
+        Placement,
+        Report,
+    )
 
 # ---------------------------------------------------------------------- inputs
 
@@ -75,13 +81,15 @@ class WorkerEnded(Struct, frozen=True):
 class GroupStopped(Struct, frozen=True):
     """No process of an attempt is left; its failures are known, the root cause first.
 
-    With `has_survivors` a process is left that could not be killed.
+    With `has_survivors` a process is left that could not be killed.  `first_success` is the rank
+    of the first worker that exited with 0 by itself, and when, in Unix seconds.
     """
 
     attempt: int
     at: float
     failures: tuple[Failure, ...]
     has_survivors: bool = False
+    first_success: tuple[int, float] | None = None
 
 
 class DecisionMade(Struct, frozen=True):
@@ -219,6 +227,12 @@ class ShowChange(Struct, frozen=True):
     change: ChangePending
 
 
+class NotePeers(Struct, frozen=True):
+    """Begin the time in which the workers have to finish as those of other nodes have."""
+
+    peers: PeersFinished
+
+
 class Finish(Struct, frozen=True):
     """The job is over: release everything, publish the end, return to the callers.
 
@@ -269,6 +283,7 @@ Effect = (
     | CancelBackOff
     | Publish
     | ShowChange
+    | NotePeers
     | Finish
     | Join
     | SendReport

@@ -87,6 +87,8 @@ Rules
     RUNNING    ChangePending                     the same  Publish, ShowChange
     any other  ChangePending                     the same  Publish
     STARTING,
+    RUNNING    PeersFinished                     the same  NotePeers
+    STARTING,
     RUNNING    WorkersAgreed                     the same  SendReport ChangeAgreed
 """
 
@@ -109,6 +111,7 @@ from elastic_aio.agent.messages import (
     JoinFailed,
     Leave,
     LeftRendezvous,
+    NotePeers,
     Publish,
     Request,
     RestartReceived,
@@ -129,6 +132,7 @@ from elastic_aio.rendezvous.base import (
     EndJob,
     Instruction,
     NodeDraining,
+    PeersFinished,
     Placement,
     RestartCause,
     RestartPending,
@@ -146,6 +150,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import escape_surrogates
 
 _SUCCESS = "all workers have finished"
 _CANNOT_KILL = "a process could not be killed"
@@ -216,6 +221,9 @@ class MultiNodeMachine(AgentMachine):
                 event = Publish(pending_event(instruction, self.attempt))
                 is_current = self.phase in LIVE and round == self.round
                 return [event, ShowChange(instruction)] if is_current else [event]
+            case PeersFinished(round):
+                is_current = self.phase in LIVE and round == self.round
+                return [NotePeers(instruction)] if is_current else []
             case EndJob(outcome):
                 return self._end(Finish(outcome))
 
@@ -292,8 +300,9 @@ class MultiNodeMachine(AgentMachine):
             # Without its failures: none of them ends the round.
             return [SendReport(RoundStopped(self.round)), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
-            return [SendReport(RoundSucceeded(self.round)), *self._after_success()]
-        reports = self._report_stopped(has_survivors=stopped.has_survivors)
+            succeeded = RoundSucceeded(self.round, stopped.first_success)
+            return [SendReport(succeeded), *self._after_success()]
+        reports = self._report_stopped(stopped)
         if self._stop is not None:
             return [*reports, *self._end(self._stopped(self._stop))]
         return [*reports, *self._continue()]
@@ -311,8 +320,8 @@ class MultiNodeMachine(AgentMachine):
         finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
         return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
 
-    def _report_stopped(self, *, has_survivors: bool) -> list[Effect]:
-        reason = _CANNOT_KILL if has_survivors else ""
+    def _report_stopped(self, end: GroupStopped) -> list[Effect]:
+        reason = _CANNOT_KILL if end.has_survivors else ""
         if self._start_failure is not None and self._start_failure.permanent:
             reason = self._start_failure.why_permanent
         code = self._exit_code_of_failure()
@@ -323,10 +332,11 @@ class MultiNodeMachine(AgentMachine):
             reason,
             code,
             self._uptime,
+            end.first_success,
             may_be_leaving=self._may_be_leaving,
         )
         self._reported_round = self.round
-        if not has_survivors or self._newest_round == self.round:
+        if not end.has_survivors or self._newest_round == self.round:
             return [SendReport(stopped)]
         # The round that was to follow cannot be started here either.
         self._next, self._reported_round = None, self._newest_round
@@ -433,10 +443,19 @@ class MultiNodeMachine(AgentMachine):
 def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...]:
     """Return the job's failures in their order, then those that only this node has seen.
 
-    This node's own failures replace the job's copies, which may be truncated.
+    This node's own failures replace the job's copies, which may be truncated, but keep the notes
+    that the coordinator has added to these.
     """
     seen = {_worker_key(failure): failure for failure in own}
-    return (*(seen.pop(_worker_key(failure), failure) for failure in job), *seen.values())
+    merged = [_with_notes(seen.pop(_worker_key(one), one), one.notes) for one in job]
+    return (*merged, *seen.values())
+
+
+def _with_notes(failure: Failure, notes: Sequence[str]) -> Failure:
+    """Return a failure with those `notes` of its copy that are not the ends of its own ones."""
+    own = [escape_surrogates(note) for note in failure.notes]
+    added = [note for note in notes if not any(one.endswith(note) for one in own)]
+    return replace(failure, notes=(*added, *failure.notes)) if added else failure
 
 
 def _worker_key(failure: Failure) -> tuple[str, int, int | None]:

@@ -28,6 +28,7 @@ from elastic_aio.agent.messages import (
     JoinFailed,
     Leave,
     LeftRendezvous,
+    NotePeers,
     SendReport,
     ShowChange,
     StartBarrier,
@@ -161,6 +162,8 @@ class MultiNodeDriver(Driver):
                 self._leaving = self._run(effect, self._leave(effect))
             case ShowChange(change):
                 self._show_change(change.why, change.time_left, change.number)
+            case NotePeers(peers):
+                self._runtime.liveness.on_peers_finished(peers.workers, peers.ago)
             case StopGroup():
                 self._show_change("", None)
                 super()._perform(effect)

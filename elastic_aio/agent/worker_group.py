@@ -329,6 +329,16 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- results
 
+    @property
+    def first_success(self) -> tuple[int, float] | None:
+        """Rank of the first worker that exited with 0 by itself, and when, in Unix seconds."""
+        ends = [
+            (record.ranks.rank, record.exited_at)
+            for record in self.records.values()
+            if record.status.is_success and not record.is_victim
+        ]
+        return min(ends, key=lambda end: end[1], default=None)
+
     async def result(self) -> AttemptResult:
         """Return what became of a stopped group.
 

@@ -106,8 +106,8 @@ RUN_OPTIONS: Final = (
     ),
     Option(
         "exit-skew-timeout",
-        "fail the attempt when a worker of this node still runs so long after the first of them has"
-        " exited with 0 (default: no limit)",
+        "fail the attempt when a worker still runs so long after the first of its node, or all of"
+        " another node, have exited with 0 (default: no limit)",
         metavar="SECONDS",
         has_variable=False,
         is_own=True,

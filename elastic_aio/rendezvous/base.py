@@ -143,13 +143,24 @@ class ChangePending(Struct, frozen=True, tag=True, gc=False):
     number: int = 0
 
 
+class PeersFinished(Struct, frozen=True, tag=True, gc=False):
+    """Other nodes of `round` have succeeded, of which all `workers` have exited with 0.
+
+    The first of these nodes did so `ago` seconds before.
+    """
+
+    round: int
+    workers: int
+    ago: float
+
+
 class EndJob(Struct, frozen=True, tag=True, gc=False):
     """End the job with `outcome`, after stopping the workers."""
 
     outcome: JobOutcome
 
 
-Instruction = StartRound | StopRound | RestartPending | ChangePending | EndJob
+Instruction = StartRound | StopRound | RestartPending | ChangePending | PeersFinished | EndJob
 
 # ------------------------------------------------------------------ reports
 
@@ -174,7 +185,9 @@ class RoundStopped(Struct, frozen=True, gc=False):
     plain stop.  `is_permanent`: another attempt cannot succeed, because of
     `permanent_reason` (a program that does not exist, a process that cannot be killed).
     `exit_code` is what the launcher exits with if the job ends.  `runtime` is how many
-    seconds the workers ran.  `may_be_leaving`: a SIGTERM to the whole node may have ended them.
+    seconds the workers ran.  `first_success` is the rank of the first worker that exited
+    with 0 by itself, and when, in Unix seconds; None if none did.  `may_be_leaving`: a SIGTERM
+    to the whole node may have ended them.
     """
 
     round: int
@@ -183,13 +196,18 @@ class RoundStopped(Struct, frozen=True, gc=False):
     permanent_reason: str = ""
     exit_code: int = 1
     runtime: float = 0.0
+    first_success: tuple[int, float] | None = None
     may_be_leaving: bool = False
 
 
 class RoundSucceeded(Struct, frozen=True, gc=False):
-    """All workers of `round` on this node exited with code 0; no process is left."""
+    """All workers of `round` on this node exited with code 0; no process is left.
+
+    `first_success` is that of `RoundStopped`.
+    """
 
     round: int
+    first_success: tuple[int, float] | None = None
 
 
 class RestartRequested(Struct, frozen=True, gc=False):

@@ -32,6 +32,8 @@ Rules
   order to stop, so that it was alive after the failure.
 * A worker that was ended by SIGTERM may be the first sign of a node that leaves: the
   signal reaches the worker before the agent.  Its failure is judged `LEAVING_S` later.
+* Members whose workers run learn, a second later, that another member has succeeded: their
+  workers may wait for one that has exited too early.
 * A joiner whose host has left soon after it joined stands by for a growing time.
 * When all members of the round have succeeded, or the policy grants no further
   attempt, or nodes are missing for too long, the job ends with one outcome for all.

@@ -41,6 +41,7 @@ from elastic_aio.rendezvous.base import (
     ChangePending,
     EndJob,
     NodeInfo,
+    PeersFinished,
     Rendezvous,
     Report,
     RestartPending,
@@ -336,7 +337,7 @@ class DynamicRendezvous(Rendezvous):
                     self._agent.on_instruction(effect)
                     if not self._shares_store:
                         self._reserve_port()
-                case StopRound() | RestartPending() | ChangePending() | EndJob():
+                case StopRound() | RestartPending() | ChangePending() | PeersFinished() | EndJob():
                     self._agent.on_instruction(effect)
                 case RoundForming():
                     looks = self._session is not None and self._session.is_leader

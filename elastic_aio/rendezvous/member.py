@@ -24,6 +24,7 @@ from elastic_aio.rendezvous.base import (
     EndJob,
     Instruction,
     NodeDraining,
+    PeersFinished,
     Report,
     RestartPending,
     RestartRequested,
@@ -198,7 +199,7 @@ class Member:
                 is_own = self.status.placement is None or round == self.status.round
                 if is_own and count != self.status.members_done:
                     self._update(members_done=count)
-                return []
+                return self._note_peers(order.body)
 
     def fail(self, why: str, cause: EndCause | None = None) -> list[MemberEffect]:
         """End the job for this node alone: it cannot join the other nodes."""
@@ -255,12 +256,13 @@ class Member:
                     permanent_reason=reason or self.status.permanent_reason,
                     exit_code=report.exit_code,
                     runtime=report.runtime,
+                    first_success=report.first_success or self.status.first_success,
                     may_be_leaving=report.may_be_leaving,
                 )
-            case RoundSucceeded(round):
+            case RoundSucceeded(round, first):
                 stopped = max(round, self._stopping)
-                self._update(phase=MemberPhase.SUCCEEDED, stopped_round=stopped)
-
+                succeeded = MemberPhase.SUCCEEDED
+                self._update(phase=succeeded, stopped_round=stopped, first_success=first)
             case RestartRequested(why=why):
                 self._update(restart_reason=sanitize(why))
             case ChangeAgreed(number=number):
@@ -295,8 +297,10 @@ class Member:
             permanent_reason="",
             exit_code=1,
             runtime=0.0,
+            first_success=None,
             may_be_leaving=False,
             members_done=0,
+            peers_finished=0,
             pending_restart=None,
             is_change_pending=False,
             change=-1,
@@ -308,6 +312,12 @@ class Member:
         self._is_standing_by = False
         promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, order]
+
+    def _note_peers(self, done: MembersDone) -> list[MemberEffect]:
+        if done.round != self.status.round or done.workers <= self.status.peers_finished:
+            return []
+        self._update(peers_finished=done.workers)
+        return [PeersFinished(done.round, done.workers, done.ago)]
 
     def _stop(self, round: int, why: str) -> list[MemberEffect]:
         if round < self.status.round:

@@ -79,7 +79,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 38 fields: each changes on its own, and readers
+    A flat record on the wire, hence its 40 fields: each changes on its own, and readers
     need all of them together.  One that has its default is not written.
 
     Attributes:
@@ -99,10 +99,12 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         is_permanent: another attempt cannot succeed, because of `permanent_reason`.
         exit_code: of such a failure.
         runtime: seconds that the workers of the round ran.
+        first_success: rank of the first of them that exited with 0, and when, in Unix seconds.
         may_be_leaving: whether a SIGTERM to its whole host may have ended them.
         acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success; all of them
             once the job is about to end.
+        peers_finished: workers of other nodes of the round that it knows to have finished.
         was_leased: whether its lease at the former store still stood when it came to this one.
         pending_restart: a restart that was announced after the round's failure.
         is_change_pending: whether it has seen that joiners are to replace the round.
@@ -141,9 +143,11 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     permanent_reason: str = ""
     exit_code: int = 1
     runtime: float = 0.0
+    first_success: tuple[int, float] | None = None
     may_be_leaving: bool = False
     acked: tuple[int, int] = (0, 0)
     members_done: int = 0
+    peers_finished: int = 0
     was_leased: bool = False
     pending_restart: RestartCause | None = None
     is_change_pending: bool = False
@@ -211,10 +215,15 @@ class MembersDone(Struct, frozen=True, tag=True, gc=False):
     They write no status any more, so another coordinator could not learn it from them.  When
     all members of the round have succeeded and may meet at another store, `count` is their
     number, before the end of the job is recorded: another coordinator then ends the job too.
+
+    A member whose workers run also learns how many `workers` of the others have finished, and
+    how many seconds `ago` the first member has succeeded, be it gone or not.
     """
 
     round: int
     count: int
+    workers: int = 0
+    ago: float = 0.0
 
 
 OrderBody = (
@@ -367,7 +376,7 @@ def _problem(status: MemberStatus) -> str:
         return f"it has {len(status.policy)} settings"
     numbers = [node.nproc, status.serial, *status.acked]
     numbers += [status.stopped_round, status.probed_round, status.members_done]
-    numbers += [status.change, status.agreed_change]
+    numbers += [status.change, status.agreed_change, status.peers_finished]
     if placement is not None:
         numbers += [placement.round, placement.attempt, placement.restarts, placement.changes]
         span = placement.span

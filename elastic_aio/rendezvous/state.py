@@ -86,6 +86,10 @@ class RoundState:
         """The last records of members that are gone."""
         self.members_done = 0
         """Members that left after their success before this coordinator was elected."""
+        self.succeeded_at: float | None = None
+        """When this coordinator saw the first success of a member; None before."""
+        self.finished = (0, 0.0)
+        """What the members that run learn of those that have succeeded: `workers` and `ago`."""
         self.has_lost_member = False
         """Whether a member was lost before its workers had succeeded."""
         self.is_excused = False

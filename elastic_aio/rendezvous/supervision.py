@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
@@ -22,7 +24,7 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, leaving
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
-from elastic_aio.text import counted
+from elastic_aio.text import counted, format_duration
 
 _BURST_S = 0.2
 """Seconds for which ready joiners wait, at least, for others that arrive with them."""
@@ -30,6 +32,8 @@ _DELAYS_MAX = 10
 """For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
+_FINISHED_S = 1.0
+"""Seconds from the first success of a member until the others learn of it: most end together."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -64,9 +68,11 @@ def supervise(state: CoordinatorState) -> None:
         # Nodes on standby go to other stores too.
         informed += [one for one in state.unplaced() if one.status.placement is None]
         count = current.size
-    behind = [one for one in informed if one.status.members_done != count]
+    running = [] if is_changing else [one for one in active if not state.has_succeeded(one)]
+    finished = _finished(state, running)
+    behind = [one for one in informed if _is_behind(state, one, count, finished[0])]
     for record in behind:
-        state.outbox.send(record, MembersDone(current.number, count))
+        state.outbox.send(record, MembersDone(current.number, count, *finished))
     if is_changing:
         _reform(state, active)
     elif have_succeeded:
@@ -76,6 +82,33 @@ def supervise(state: CoordinatorState) -> None:
             state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
     else:
         _scale_up(state, active, is_closing=bool(succeeded or done))
+
+
+def _finished(state: CoordinatorState, running: list[MemberRecord]) -> tuple[int, float]:
+    """Return how many workers have finished elsewhere, as the members that run learn it.
+
+    With the seconds since the first success.  Each order waits for twice as long as the one
+    before, so that they are few, however many members succeed one after the other.
+    """
+    current = state.round
+    if not running:
+        return 0, 0.0
+    world_size = current.placements[running[0].member].span.world_size
+    workers = world_size - sum(one.status.node.nproc for one in running)
+    if workers <= current.finished[0]:
+        return current.finished
+    if current.succeeded_at is None:
+        current.succeeded_at = state.now
+    if not state.arm(current.succeeded_at + max(_FINISHED_S, 2 * current.finished[1])):
+        current.finished = workers, round(state.now - current.succeeded_at, 3)
+    return current.finished
+
+
+def _is_behind(state: CoordinatorState, record: MemberRecord, count: int, workers: int) -> bool:
+    """Whether a member has to learn how many others are done; see `MembersDone`."""
+    status = record.status
+    is_late = status.peers_finished < workers and not state.has_succeeded(record)
+    return is_late or status.members_done != count
 
 
 def _take_requests(state: CoordinatorState, active: list[MemberRecord]) -> None:
@@ -293,10 +326,37 @@ def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> t
 
     The clocks of two hosts may be hours apart, and a status may be long on its way.
     """
-    offsets = clock_offsets(state.members.values(), state.now)
-    found = [(offsets[one.member], failure) for one in members for failure in one.status.failures]
-    found.sort(key=lambda item: (*item[1].distance, item[0] + item[1].time, item[1].order))
-    return tuple(failure for _, failure in found)
+    gone = [one for one in state.round.gone.values() if state.has_placement(one)]
+    offsets = clock_offsets([*state.members.values(), *gone], state.now)
+    found = [
+        (offsets[one.member] + failure.time, failure, one)
+        for one in members
+        for failure in one.status.failures
+    ]
+    found.sort(key=lambda item: (*item[1].distance, item[0], item[1].order))
+    early = [
+        (offsets[one.member] + one.status.first_success[1], one)
+        for one in (*members, *gone)
+        if one.status.first_success is not None
+    ]
+    failures = [failure for _, failure, _ in found]
+    if found and early:
+        failures[0] = _with_early_success(*found[0], *min(early, key=lambda item: item[0]))
+    return tuple(failures)
+
+
+def _with_early_success(
+    at: float, failure: Failure, own: MemberRecord, early_at: float, early: MemberRecord
+) -> Failure:
+    """Return a failure, with a note if a worker of another node exited with 0 before it.
+
+    The one of its own node is in a note already.
+    """
+    if early is own or early_at >= at or early.status.first_success is None:
+        return failure
+    who = f"rank {early.status.first_success[0]} (on {early.status.node.name})"
+    note = f"{who} exited with 0, {format_duration(at - early_at)} before"
+    return replace(failure, notes=(note, *failure.notes))
 
 
 def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:

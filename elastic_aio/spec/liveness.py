@@ -27,7 +27,7 @@ class LivenessSpec:
     exit_skew_timeout: float | None = None
     """The longest time from the first success of a worker of the node to the end of the others.
 
-    Needs nothing of the workers.
+    The success of all workers of another node counts too.  Needs nothing of the workers.
     """
     idle_report: float | None = None
     """Report, once, that no worker of the node has used CPU time or written for this long.

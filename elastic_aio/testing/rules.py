@@ -24,8 +24,8 @@ _CALM_S: Final = 5.0
 """Seconds after it in which a node would have been replaced."""
 _SAVE_S: Final = 3.5
 """Seconds that the workers of a stopped node need."""
-_SETTLE_S: Final = 2.5
-"""Seconds after which workers that were started in the faults fail no more."""
+_SETTLE_S: Final = 3.5
+"""Seconds after which all nodes have come, and workers of before fail no more."""
 _AT_ONCE_S: Final = 2.0
 """Seconds in which all nodes learn of an event."""
 
@@ -34,13 +34,22 @@ class CalmRules:
     """Lets the nodes of one round do something, and checks the rule about it."""
 
     def __init__(
-        self, sim: Simulation, random: Random, is_together: Callable[[], bool], limit_s: float
+        self,
+        sim: Simulation,
+        random: Random,
+        is_together: Callable[[], bool],
+        limit_s: float,
+        exit_code: int,
     ) -> None:
-        """Prepare; `is_together` holds within `limit_s` after each change of the nodes."""
+        """Prepare; workers fail with `exit_code`.
+
+        `is_together` holds within `limit_s` after each change of the nodes.
+        """
         self._sim = sim
         self._random = random
         self._is_together = is_together
         self._limit_s = limit_s
+        self._exit_code = exit_code
 
     def check_one(self) -> None:
         """Check one rule that applies to the present round, if there is one.
@@ -149,7 +158,7 @@ class CalmRules:
         early.end_workers(0)
         # Less than the least limit of the exit barrier.
         sim.run(self._random.choice([0.0, 0.1, 2.0, 20.0]))
-        sim.fail_worker(failing, 1)
+        sim.fail_worker(failing, self._exit_code)
         sim.run_until(
             lambda: all(one.running and one.running.attempt > attempt for one in nodes),
             self._limit_s,

@@ -93,10 +93,7 @@ class Scenario:
         for name in names:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
         self._end_random = Random(f"end of scenario {seed}")
-        self._rules: CalmRules | None = None
-        if spec is None and self._rules_random.random() < 0.7:
-            together = self._is_together
-            self._rules = CalmRules(self.sim, self._rules_random, together, self._settle_s)
+        self._has_rule = spec is None and self._rules_random.random() < 0.7
         self.has_next_job = not self._is_static and self._end_random.random() < 0.4
 
     def _spec(self, count: int) -> LaunchSpec:
@@ -153,8 +150,8 @@ class Scenario:
             for _ in range(waves):
                 self.inject_faults()
             self.recover()
-            if self._rules is not None:
-                self._rules.check_one()
+            if self._has_rule:
+                self.check_rule()
             if self.has_next_job:
                 self.finish_with_faults()
                 self.run_next_job()
@@ -182,6 +179,11 @@ class Scenario:
                 self._add_or_restart(name)
         sim.run_until(self._is_together, self._settle_s)
         sim.run_until(sim.checker.is_tidy, sim.checker.obey_s)
+
+    def check_rule(self) -> None:
+        """Let nodes do something without a fault, and check the rule about it."""
+        random, code = self._rules_random, self._exit_codes[0]
+        CalmRules(self.sim, random, self._is_together, self._settle_s, code).check_one()
 
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome.

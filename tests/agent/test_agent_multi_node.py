@@ -26,13 +26,14 @@ from elastic_aio import (
     WorkerStarted,
 )
 from elastic_aio.errors import HostError, SpecError
-from elastic_aio.events import AttemptFailed, JobFinished, StopRequested
+from elastic_aio.events import AttemptFailed, JobFinished, StopRequested, WorkersUnfinished
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     ChangePending,
     EndJob,
     NodeDraining,
+    PeersFinished,
     Report,
     RestartCause,
     RestartPending,
@@ -43,6 +44,7 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.report import format_failure
+from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartAction, RestartPolicy
 from tests.support.children import POLITE, ignoring_signals, noted, noting, python, until
@@ -75,10 +77,14 @@ async def test_a_round_gives_the_workers_their_places(tmp_path: Path) -> None:
         assert (rendezvous.node.nproc, rendezvous.node.pid) == (2, os.getpid())
         assert rendezvous.run_id == "shared"
         rendezvous.start_round(7, group_rank=2, nodes=3, restarts=5, port=1234)
-        assert await rendezvous.wait_report(RoundSucceeded) == RoundSucceeded(7)
+        succeeded = await rendezvous.wait_report(RoundSucceeded)
+        assert succeeded.first_success is not None
+        assert succeeded.first_success[0] in (4, 5)
         rendezvous.instruct(GOOD_END)
         result = await node.agent.wait()
-    assert rendezvous.reports == [RoundStarted(7), RoundSucceeded(7)]
+    ends = {event.rank: event.time for event in node.events_of(WorkerExited)}
+    assert abs(min(ends.values()) - succeeded.first_success[1]) < 1
+    assert rendezvous.reports == [RoundStarted(7), succeeded]
     assert (result.state, result.exit_code, result.restarts) == (JobState.SUCCEEDED, 0, 2)
     assert sorted(result.return_values) == [4, 5]
     assert result.log_dir is not None
@@ -140,6 +146,8 @@ async def test_another_round_takes_the_place_of_the_one_that_runs(tmp_path: Path
         assert not any(map(alive, first))
         assert all(map(alive, second))
         await rendezvous.wait_report(RoundStarted, 2)
+        by_the_stop = await rendezvous.wait_report(RoundStopped)
+        assert by_the_stop.first_success is None
     assert [type(report) for report in rendezvous.reports] == [
         RoundStarted,
         RoundStopped,
@@ -209,6 +217,28 @@ while True:
         (1, "f joined", 30.0),
     ]
     assert not list(tmp_path.glob("logs/*/pending_change*"))
+
+
+async def test_workers_that_run_long_after_those_of_other_nodes_are_reported(
+    tmp_path: Path,
+) -> None:
+    """And fail the attempt once the limit is over."""
+    wait = python("import os, time; time.sleep(99 * (int(os.environ['RANK']) != 2))")
+    limits = LivenessSpec(exit_skew_timeout=62)
+    async with member(node_spec(tmp_path, wait, liveness=limits)) as node:
+        rendezvous = node.rendezvous
+        rendezvous.start_round(0, group_rank=1, nodes=3)
+        await until(lambda: node.events_of(WorkerExited))
+        rendezvous.instruct(PeersFinished(1, 4, 99.0))
+        rendezvous.instruct(PeersFinished(0, 2, 61.0))
+        stopped = await rendezvous.wait_report(RoundStopped)
+    (late,) = node.events_of(WorkersUnfinished)
+    assert (late.finished, late.running, late.world_size) == (3, (3,), 6)
+    assert late.seconds >= 61
+    (failed,) = stopped.failures
+    assert failed.message == "not finished 62 s after the first success (exit skew timeout)"
+    assert stopped.first_success is not None
+    assert stopped.first_success[0] == 2
 
 
 async def test_only_the_newest_of_several_rounds_begins(tmp_path: Path) -> None:

@@ -408,6 +408,7 @@ async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch)
         ([], ()),
         ([(0, 1.2)], ("rank 0 exited with 0, 1.2 s before",)),
         ([(0, 3.0), (0, 1.2)], ("rank 0 exited with 0, 3 s before; so did 1 other later",)),
+        ([(0, 130.0)], ("rank 0 exited with 0, 2 m 10 s before",)),
         ([(0, -0.5)], ()),  # after it
         ([(1, 1.2)], ()),
     ],

@@ -186,6 +186,25 @@ def test_workers_that_run_long_after_a_success_are_reported_once() -> None:
     assert table.next_deadline is None
 
 
+def test_the_success_of_another_node_begins_the_same_deadlines() -> None:
+    """The earliest success counts; a worker that is started later is late at once."""
+    table, _ = table_of(exit_skew_timeout=5)
+    table.remove(0, 101.0, is_success=False)
+    table.note_peers(8, 90.0)
+    table.note_peers(16, 95.0)
+    table.add(1, 110.0)
+    assert table.deadline_of(1) == table.next_deadline == 95.0
+    (missed,) = table.expire(110.0)
+    assert (missed.kind, missed.age) == ("exit skew", 20.0)
+    assert table.deadline_of(1) == 150.0
+    assert table.take_skew(151.0) == 61.0
+    assert table.peers_finished == 16
+    table.clear()
+    table.add(1, 200.0)
+    assert not table.peers_finished
+    assert table.deadline_of(1) is None
+
+
 def test_no_report_is_due_once_all_have_succeeded() -> None:
     table, _ = table_of()
     table.remove(0, 110.0, is_success=True)

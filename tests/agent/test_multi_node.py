@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from elastic_aio.agent.messages import (
     JoinFailed,
     Leave,
     LeftRendezvous,
+    NotePeers,
     Publish,
     RestartReceived,
     SendReport,
@@ -54,6 +56,7 @@ from elastic_aio.rendezvous.base import (
     EndJob,
     Instruction,
     NodeDraining,
+    PeersFinished,
     Placement,
     RestartCause,
     RestartPending,
@@ -69,6 +72,7 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import CAUSE_S
 from elastic_aio.spec.stop import StopPlan, StopStep
+from elastic_aio.text import escape_surrogates
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
 OK = ExitStatus(code=0)
@@ -165,6 +169,7 @@ CHANGE = RestartCause(8, "b joined", 0)
 FAILED_THERE = RestartCause(8, "restart 1 of 3 (max restarts)", 1, 2.5, failure(9, host="b"))
 ENDING = JobOutcome(JobState.FAILED, "all 3 restarts are used up", 9, 3, (failure(9, host="b"),))
 COMING = ChangePending(7, "b joined", 30.0)
+FINISHED_THERE = PeersFinished(7, 2, 1.0)
 CONCLUDE = InstructionReceived(EndJob(ENDING))
 GOOD_END = InstructionReceived(
     EndJob(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0, 1))
@@ -315,6 +320,34 @@ ROWS: list[Row] = [
         InstructionReceived(COMING),
         [pending(), ShowChange(COMING)],
         AgentPhase.RUNNING,
+    ),
+    (
+        "starting: workers of other nodes have finished",
+        STARTING,
+        InstructionReceived(FINISHED_THERE),
+        [NotePeers(FINISHED_THERE)],
+        AgentPhase.STARTING,
+    ),
+    (
+        "running: workers of other nodes have finished",
+        RUNNING,
+        InstructionReceived(FINISHED_THERE),
+        [NotePeers(FINISHED_THERE)],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "running: workers of another round have finished",
+        RUNNING,
+        InstructionReceived(PeersFinished(6, 2, 1.0)),
+        [],
+        AgentPhase.RUNNING,
+    ),
+    (
+        "stopping: workers of other nodes have finished",
+        FAILING,
+        InstructionReceived(FINISHED_THERE),
+        [],
+        AgentPhase.STOPPING,
     ),
     (
         "running: all workers have agreed",
@@ -845,6 +878,18 @@ def test_a_failed_rendezvous_is_marked_in_the_outcome() -> None:
     assert one.handle(LeftRendezvous()) == [
         finish_as(JobState.FAILED, "only 1 of 2 nodes", 75, 0, is_rendezvous=True)
     ]
+
+
+def test_failures_of_our_own_get_the_notes_of_the_coordinator() -> None:
+    """And keep those that are cut in the copies of other nodes."""
+    early, long = "rank 0 (on b) exited with 0, 2 s before", "stacks: \udcff" + "x" * 300
+    cut = escape_surrogates(long)[-301:]
+    own = dataclasses.replace(failure(2), notes=(long, "a note"))
+    copy = dataclasses.replace(own, notes=(early, cut))
+    ending = JobOutcome(JobState.FAILED, "no restart", 7, failures=(copy,))
+    one = machine(*RUNNING, ended(0, BAD), group_stopped(own), InstructionReceived(EndJob(ending)))
+    complete = dataclasses.replace(own, notes=(early, long, "a note"))
+    assert one.handle(LeftRendezvous())[0] == attempt_failed(7, complete)
 
 
 def test_failures_of_our_own_are_not_cut() -> None:

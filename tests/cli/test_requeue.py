@@ -55,7 +55,7 @@ def test_a_job_that_was_stopped(number: signal.Signals) -> None:
         code = program.wait()
     assert code == 128 + number
     assert advice(code) == "yes"
-    assert number != signal.SIGTERM or str(code) in requeued_codes()
+    assert str(code) not in requeued_codes()  # after scancel; Slurm requeues others itself
 
 
 def test_a_worker_that_was_killed() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_aio import AttemptFailed, JobFinished, Restarting, RoundForming
+from elastic_aio import (
+    AttemptFailed,
+    DeadlineMissed,
+    JobFinished,
+    Restarting,
+    RoundForming,
+    WorkerExited,
+)
 from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster, launcher_with
 
 pytestmark = pytest.mark.black_box
@@ -97,6 +105,39 @@ async def test_the_first_of_several_failures_is_the_root(tmp_path: Path) -> None
         for agent in agents:
             assert (await agent.ended(AT_ONCE_S)).code == 42
             assert (await agent.event(AttemptFailed)).root.rank == culprit.rank
+
+
+async def test_a_success_that_came_too_early_is_noted_on_every_node(tmp_path: Path) -> None:
+    """Of one worker of another node, whose other one runs on."""
+    async with Cluster(tmp_path, 2) as cluster:
+        host, other = await pair(cluster, nproc=2)
+        early = (await host.workers())[1]
+        host.order(early, "exit 0")
+        await host.event(WorkerExited, pid=early.pid)
+        await fail(other, 0, "exit 3")
+        for node in (host, other):
+            ended = await node.ended(AT_ONCE_S)
+            (failed,) = node.events_of(AttemptFailed)
+            (note,) = failed.root.notes
+            assert note.startswith(f"rank {early.rank} (on {failed.node}) exited with 0, ")
+            assert ended.err.count(note) == 1
+
+
+async def test_workers_that_run_long_after_those_of_another_node_fail(tmp_path: Path) -> None:
+    """The limit counts from the success of the node; its workers are noted."""
+    async with Cluster(tmp_path, 2, exit_skew_timeout=3) as cluster:
+        host, other = await pair(cluster, nproc=2)
+        for worker in await host.workers():
+            host.order(worker, "exit 0")
+        missed = await other.event(DeadlineMissed)
+        assert (missed.deadline, missed.rank) == ("exit skew", (await other.workers())[0].rank)
+        ended_at = max(event.time for event in host.events_of(WorkerExited))
+        assert abs(missed.time - ended_at - 3) < 1
+        for node in (host, other):
+            assert (await node.ended(AT_ONCE_S)).code == 1
+            (failed,) = node.events_of(AttemptFailed)
+            assert "(exit skew timeout)" in failed.root.message
+            assert any(re.match(r"rank [0-3] \(on .*\) exited", one) for one in failed.root.notes)
 
 
 async def test_a_missing_program(tmp_path: Path) -> None:

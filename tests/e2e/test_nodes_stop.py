@@ -107,8 +107,8 @@ async def test_a_node_whose_workers_have_succeeded(tmp_path: Path) -> None:
 
 
 async def test_the_store_host_when_its_workers_have_succeeded(tmp_path: Path) -> None:
-    """The others continue without the node that served the store."""
-    async with Cluster(tmp_path, "1:2") as cluster:
+    """The others continue without the node that served the store, after its grace."""
+    async with Cluster(tmp_path, "1:2", shutdown_timeout=1) as cluster:
         host, other = await started(cluster, 2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)

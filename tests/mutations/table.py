@@ -258,6 +258,32 @@ MUTATIONS: Final = (
         _COORDINATOR + "test_a_successor_learns_how_many_members_are_done",
     ),
     Mutation(
+        "success-sent-at-once",
+        "rendezvous/supervision.py",
+        "max(_FINISHED_S, 2 * current.finished[1])",
+        "0.0",
+        "members that succeed together get no order",
+        _RENDEZVOUS
+        + "test_peers_finished.py::test_members_that_run_learn_of_a_success_a_second_later",
+    ),
+    Mutation(
+        "success-not-sent",
+        "rendezvous/supervision.py",
+        "return is_late or status.members_done != count",
+        "return status.members_done != count",
+        "members whose workers run learn of the success of others",
+        _RENDEZVOUS
+        + "test_peers_finished.py::test_the_next_coordinator_informs_members_that_do_not_know",
+    ),
+    Mutation(
+        "later-success-noted",
+        "rendezvous/supervision.py",
+        "early is own or early_at >= at",
+        "early is own",
+        "only a success before the root failure is noted",
+        _RENDEZVOUS + "test_root_cause.py::test_only_the_earliest_success_is_noted",
+    ),
+    Mutation(
         "returned-member-stays-done",
         "rendezvous/supervision.py",
         "            current.placements[record.member] = placement\n",
@@ -414,8 +440,8 @@ MUTATIONS: Final = (
     Mutation(
         "success-not-written",
         "rendezvous/member.py",
-        "self._update(phase=MemberPhase.SUCCEEDED, stopped_round=stopped)",
-        "self._update(stopped_round=stopped)",
+        "self._update(phase=succeeded, stopped_round=stopped, first_success=first)",
+        "self._update(stopped_round=stopped, first_success=first)",
         "a success is in the status",
     ),
     Mutation(

@@ -19,6 +19,7 @@ from elastic_aio.rendezvous.base import (
     ChangeAgreed,
     ChangePending,
     EndJob,
+    PeersFinished,
     Placement,
     RestartCause,
     RestartPending,
@@ -33,6 +34,7 @@ from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
+    MembersDone,
     Order,
     OrderBody,
     ProbePeers,
@@ -315,6 +317,33 @@ def test_a_pending_change_is_passed_on_until_it_is_withdrawn_or_begins() -> None
     ordered.order(ChangePending(0, "f joined", 30.0))
     ordered.order(StartRound(place(1)))
     assert not ordered.member.status.is_change_pending
+
+
+def test_the_success_of_others_is_passed_on_once() -> None:
+    """The status shows that it was seen: the next coordinator need not repeat it."""
+    ordered = OrderedMember(StartRound(place(0)))
+    assert ordered.order(MembersDone(0, 0, 2, 1.0)) == [PeersFinished(0, 2, 1.0)]
+    assert ordered.order(MembersDone(0, 1, 2, 9.0)) == []
+    assert ordered.order(MembersDone(0, 2)) == []
+    assert ordered.order(MembersDone(1, 0, 4, 1.0)) == []
+    assert (ordered.member.status.members_done, ordered.member.status.peers_finished) == (2, 2)
+    ordered.order(StartRound(place(1)))
+    assert ordered.member.status.peers_finished == 0
+
+
+def test_the_first_success_is_in_the_status_until_the_next_round() -> None:
+    """It stays if the workers of other nodes fail after those of this one have succeeded."""
+    ordered = OrderedMember(StartRound(place(0)))
+    ordered.member.report(RoundSucceeded(0, (3, 50.0)))
+    ordered.order(StopRound(0, "a worker on b has failed"))
+    ordered.member.report(RoundStopped(0))
+    kept = ordered.member.status
+    assert (kept.phase, kept.first_success) == (MemberPhase.STOPPED, (3, 50.0))
+    ordered.order(StartRound(place(1)))
+    begun = ordered.member.status
+    assert begun.first_success is None
+    ordered.member.report(RoundStopped(1, first_success=(4, 60.0)))
+    assert ordered.member.status.first_success == (4, 60.0)
 
 
 def test_the_status_has_the_last_change_and_the_agreement_until_the_next_round() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_aio.reasons import LOST_PEER
-from elastic_aio.rendezvous.base import RoundFailing, RoundStopped
+from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, RoundSucceeded
 from elastic_aio.rendezvous.members import RoundSettings
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
@@ -153,3 +153,58 @@ def test_a_culprit_that_failed_30_ms_earlier_comes_first(
     failing.fail("b", 100.0)
     failing.fail("a", 100.0 + lead)
     assert failing.root_cause() == "b"
+
+
+# ------------------------------------------------------------- an early success
+
+
+@pytest.mark.parametrize("error", [None, 0.0, 2 * HOUR, -5 * HOUR])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_worker_of_another_node_that_exited_with_0_before_is_noted(
+    error: float | None, is_gone: bool
+) -> None:
+    """By the clock of its host, also if its node has left meanwhile."""
+    failing = Failing(error=error)
+    harness = failing.harness
+    harness.now = 100.0
+    harness.members["b"].report(RoundSucceeded(0, (5, 100.0 + (error or 0.0))))
+    harness.settle()
+    if is_gone:
+        harness.lose("b", is_lost=False)
+    harness.now = 102.5
+    member = harness.members["a"]
+    member.report(RoundFailing(0, "failed"))
+    failed = failure(9, time=102.5, host="a", notes=("stacks: unknown",))
+    member.report(RoundStopped(0, (failed, failure(8, time=103.0, host="a"))))
+    harness.settle()
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    root, other = outcome.failures
+    assert root.notes == ("rank 5 (on b) exited with 0, 2.5 s before", "stacks: unknown")
+    assert not other.notes
+
+
+@pytest.mark.parametrize(
+    ("successes", "notes"),
+    [
+        ({"a": 99.0, "b": 98.0}, ["rank 1 (on b) exited with 0, 2 s before"]),
+        ({"a": 98.0, "b": 99.0}, []),  # its own node has noted that
+        ({"b": 100.5}, []),
+        ({}, []),
+    ],
+)
+def test_only_the_earliest_success_is_noted(successes: dict[str, float], notes: list[str]) -> None:
+    """Of a worker beside others of its node, which run until they are stopped."""
+    failing = Failing()
+    harness = failing.harness
+    harness.now = 100.0
+    harness.stop_slowly("b")
+    for name, first in (("a", 0), ("b", 1)):
+        early = (first, successes[name]) if name in successes else None
+        failures = (failure(9, time=100.0, host="a"),) if name == "a" else ()
+        harness.members[name].report(RoundFailing(0, "failed"))
+        harness.members[name].report(RoundStopped(0, failures, first_success=early))
+    harness.settle()
+    outcome = harness.coordinator.outcome
+    assert outcome is not None
+    assert list(outcome.failures[0].notes) == notes

@@ -569,6 +569,32 @@ def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
     assert {one.running.round for one in steady if one.running} == {0}
 
 
+def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
+    """From one coordinator, which leaves then, and from the next one."""
+    sim = Simulation(job("3"), endpoints=("store0",))
+    nodes = [sim.add_node(name) for name in "abc"]
+    sim.run_until(lambda: sim.is_settled(3), 60)
+    (first,) = sim.coordinators
+    second, last = (one for one in nodes if one is not first)
+
+    def known(node: SimNode) -> int:
+        driver: Any = node.driver
+        return int(driver._runtime.liveness._table.peers_finished)
+
+    first.end_workers(0)
+    sim.run(0.9)
+    assert known(last) == 0
+    sim.run(0.5)
+    assert (known(second), known(last)) == (1, 1)
+    sim.leave(first)
+    sim.run_until(lambda: second in sim.coordinators or last in sim.coordinators, 60)
+    second.end_workers(0)
+    sim.run_until(lambda: known(last) == 2, 5)
+    last.end_workers(0)
+    sim.run_until(lambda: sim.is_over, 60)
+    assert {one.state for one in sim.outcomes.values()} == {JobState.SUCCEEDED}
+
+
 def test_an_unreachable_joiner_does_not_change_the_round() -> None:
     """It reaches the store, but not group rank 0."""
     sim = Simulation(job("1:4"), endpoints=("store0",))
