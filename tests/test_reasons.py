@@ -16,6 +16,7 @@ from elastic_aio.reasons import (
     LOST_PEER,
     REASON_MAX,
     exception_line,
+    has_sign_of_lost_peer,
     known_cause,
     plain_lines,
     reason_of,
@@ -281,6 +282,12 @@ def test_a_lost_peer_is_a_cause_of_a_reason_only(reason: str) -> None:
     assert known_cause("ValueError: bad batch", [reason], code=1) == ("", False)
     assert known_cause(reason, signal=9) == known_cause(reason, code=137) == ("", False)
     assert known_cause(f"{reason} EADDRINUSE", code=1) == ("a port is in use", False)
+
+
+@given(st.from_regex(reasons._LOST_PEER), st.text())
+def test_each_text_of_a_lost_peer_has_a_sign(text: str, before: str) -> None:
+    assert has_sign_of_lost_peer(f"{before}{text}".encode("utf-8", "replace"))
+    assert not has_sign_of_lost_peer(b"ConnectionRefusedError: [Errno 111] Connection refused")
 
 
 @pytest.mark.parametrize("header", ["  + Exception Group Traceback", "| Traceback", "Traceback"])

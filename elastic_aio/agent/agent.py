@@ -172,6 +172,7 @@ class Agent:
             nproc=nproc,
             spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
             publish=self._event_log.append,
+            publish_later=self._event_log.append_later,
             console=self._console,
             adopt_orphans=self._adopts_orphans,
             overrides=self._overrides,

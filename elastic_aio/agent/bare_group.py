@@ -44,11 +44,13 @@ class BareGroup:
         self.local_ranks: Sequence[int] = range(len(overrides.args))
         changed = self._changed = Notifier()
         listeners = self._exit_listeners = list[Callable[[WorkerExited], None]]()
+        exited = self._exited = set[int]()
 
         def notify(change: object) -> None:
             # Without a reference to this object, which may be collected.
             changed.notify_all()
             if isinstance(change, WorkerExited):
+                exited.add(change.local_rank)
                 for listener in listeners:
                     listener(change)
 
@@ -108,8 +110,8 @@ class BareGroup:
         return {local_rank: record.pid for local_rank, record in self.records.items()}
 
     def exited(self) -> set[int]:
-        """Return the local ranks of the workers that have exited."""
-        return {local_rank for local_rank, record in self.records.items() if record.exit}
+        """Return the local ranks of the workers whose exit has been published."""
+        return {*self._exited}
 
     @property
     def is_over(self) -> bool:

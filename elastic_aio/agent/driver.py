@@ -264,7 +264,11 @@ class Driver:
             self.group.end_linger(received if isinstance(received, StopReceived) else None)
         try:
             while self._inputs and not self._is_broken:
-                for effect in self._machine.handle(self._inputs.popleft()):
+                effects = self._machine.handle(self._inputs.popleft())
+                for effect in effects:  # the signals of a stop precede all other effects
+                    if isinstance(effect, StopGroup) and not effect.leftovers_only:
+                        self._current_group.begin_stop(effect.plan)
+                for effect in effects:
                     self._perform(effect)
         except Exception as error:  # noqa: BLE001  # a defect of ours: stop all processes
             self._abort(error)

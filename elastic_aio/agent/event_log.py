@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -39,6 +40,8 @@ class EventLog:
         self._node = node
         self._listeners = listeners
         self._history: EventHistory[Event] = EventHistory(keep, self._missed)
+        self._later: deque[tuple[float, Callable[[], Event]]] = deque()
+        self._time: float | None = None  # of the event that is being made
 
     def __repr__(self) -> str:
         return f"<EventLog of run {self._run_id}: {self._history!r}>"
@@ -50,10 +53,11 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Stamp an event with number, time, run and node, and pass it to all readers."""
+        self._make_all()
         stamped = msgspec.structs.replace(
             event,
             seq=self._history.count,
-            time=time.time(),
+            time=self._time or time.time(),
             run_id=self._run_id,
             node=self._node,
         )
@@ -65,6 +69,24 @@ class EventLog:
             except Exception as error:  # noqa: BLE001  # the caller's code; the job must go on
                 context = {"message": f"a listener failed at {stamped!r}", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
+
+    def append_later(self, make: Callable[[], Event]) -> None:
+        """Append an event of this time that takes time to make: what follows it comes first.
+
+        It is made before the next event is appended, or in the next iteration of the loop.
+        What `make` appends by itself precedes it.
+        """
+        if not self._later:
+            asyncio.get_running_loop().call_soon(self._make_all)
+        self._later.append((time.time(), make))
+
+    def _make_all(self) -> None:
+        while self._later and self._time is None:
+            self._time, make = self._later.popleft()
+            try:
+                self.append(make())
+            finally:
+                self._time = None
 
     def offer_status(self, source: Callable[[], Callable[[], JobStatus] | None]) -> None:
         """Call `use_status` of listeners that have it: they show more than events say.
@@ -82,6 +104,7 @@ class EventLog:
 
     def close(self) -> None:
         """End the log: readers stop after the last event."""
+        self._make_all()
         self._history.close()
 
     def _missed(self, count: int, following: int) -> Event:

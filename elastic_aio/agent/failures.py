@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar, TypeVarTuple
 
 from msgspec import Struct
 
@@ -23,11 +25,21 @@ from elastic_aio.outcome import (
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
-from elastic_aio.reasons import LOST_PEER, known_cause, last_words, plain_lines, reason_of
+from elastic_aio.reasons import (
+    LOST_PEER,
+    has_sign_of_lost_peer,
+    known_cause,
+    last_words,
+    may_be_lost_peer,
+    plain_lines,
+    reason_of,
+)
 from elastic_aio.text import counted, format_duration, one_line
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 _TAIL_BYTES = 64 * 1024
+# Bytes in which the loss of a peer is looked for before anything else.
+_SIGN_BYTES = 8 * 1024
 # Bytes in which the beginnings of long lines are looked for.
 _LONG_BYTES = 4 << 20
 # Lines of a failure, which events and messages to other nodes hold, and their characters.
@@ -43,6 +55,10 @@ _MARGIN_S = 0.001
 _NO_RESULT = CallResult(0)
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
 _RECORDED = ExitStatus(code=1)
+
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class WorkerRecord(Struct):
@@ -178,9 +194,7 @@ async def collect_failures(
         lines: list[str] = []
         if not is_victim:
             culprits[worker.order] = worker
-            own = worker.logs.stderr.path, worker.unkept
-            worker.stderr_tail, lines = await run_in_thread(_read_tail, *own, daemon=True)
-            lines = await run_in_thread(_own_lines, worker, lines, daemon=True)
+            worker.stderr_tail, lines = await _run(worker, _read_own_tail, worker)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
@@ -247,17 +261,38 @@ def _explain(
 def reason_now(worker: WorkerRecord) -> str:
     """Return why a worker failed that has just exited, as far as its files say so by now.
 
-    Reads them at once: the event of the exit does not wait.  Sets `worker.is_lost_peer`.
+    Reads them at once: the event of the exit does not wait.
     """
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
+    return _explain_now(worker)[0]
+
+
+def is_lost_peer_now(worker: WorkerRecord) -> bool:
+    """Return whether a worker that has just exited is known to have failed by the loss of a peer.
+
+    Its siblings wait for the answer: unless the end of what it has written has a sign of that,
+    nothing else is read.
+    """
+    status = worker.status
+    if status.is_success or worker.is_victim:
+        return False
+    if not may_be_lost_peer(status.code, status.signal):
+        return False
+    ends = _end_of_file(worker.logs.stderr.path, _SIGN_BYTES) + worker.unkept
+    error = _end_of_file(worker.logs.error_file, ERROR_FILE_MAX)
+    if not (has_sign_of_lost_peer(ends) or has_sign_of_lost_peer(error)):
+        return False
+    return _explain_now(worker)[1] == LOST_PEER
+
+
+def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
+    """Return why a worker has failed, and the name of a known cause.  Blocks."""
     error, written_at = _read_error(worker.logs.error_file)
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
     message = error.message if error and is_reason else worker.expired_timer
-    reason, cause = _explain(worker.exit.status, message, _own_lines(worker, lines))
-    worker.is_lost_peer = cause == LOST_PEER
-    return reason
+    return _explain(worker.status, message, _own_lines(worker, lines))
 
 
 def _end_of_file(path: str | None, size: int) -> bytes:
@@ -268,6 +303,13 @@ def _end_of_file(path: str | None, size: int) -> bytes:
         return read_end(path, size)
     except OSError:
         return b""
+
+
+def _size_of(path: str | None) -> int:
+    try:
+        return os.stat(path).st_size if path else 0
+    except OSError:
+        return 0
 
 
 def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
@@ -284,6 +326,11 @@ def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
         return text, plain_lines(text)
     longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
     return text, plain_lines(_end_of_text(b"\n".join(longer), unkept))
+
+
+def _read_own_tail(worker: WorkerRecord) -> tuple[str, list[str]]:
+    text, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
+    return text, _own_lines(worker, lines)
 
 
 def _own_lines(worker: WorkerRecord, lines: list[str]) -> list[str]:
@@ -313,14 +360,25 @@ async def _error_of(
     if not os.access(path, os.F_OK):
         return of_call, ()
     # The file has precedence: the worker's own code may say more in it.
-    error, written_at = await run_in_thread(_read_error, path, daemon=True)
+    error, written_at = await _run(worker, _read_error, path)
     age = worker.end_began(stopped_at) - written_at
     own = of_call.message if of_call else ""
-    if error is None or await run_in_thread(_is_reason, worker, error, age, own, daemon=True):
+    if error is None or await _run(worker, _is_reason, worker, error, age, own):
         return error or of_call, ()
     when = f"{abs(age):.3g} s {'before' if age > 0 else 'after'} the end"
     who = "" if error.pid is None else f", by process {error.pid}"
     return of_call, (f"an error was recorded {when}{who}: {reason_of(error.message)}",)
+
+
+async def _run(worker: WorkerRecord, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call a function that reads the files of a worker: in a thread, unless they are small.
+
+    The content of those is in memory: it was read at the exit.
+    """
+    if sum(map(_size_of, (worker.logs.stderr.path, worker.logs.error_file))) > _TAIL_BYTES:
+        return await run_in_thread(function, *args, daemon=True)
+    await asyncio.sleep(0)  # yield to other tasks: many workers may have failed
+    return function(*args)
 
 
 def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = "") -> bool:

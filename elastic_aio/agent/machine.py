@@ -102,7 +102,7 @@ class AgentMachine(ABC):
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
-        self._story: list[str] = []
+        self._story: list[tuple[AgentPhase, Input]] = []
 
     def handle(self, received: Input) -> list[Effect]:
         """Return the effects of an input, to be performed in order.
@@ -110,7 +110,7 @@ class AgentMachine(ABC):
         Raises:
             InternalError: the input is impossible in the current phase.
         """
-        self._story.append(f"{self.phase.value}: {received}")
+        self._story.append((self.phase, received))
         del self._story[:-50]
         if self.phase is AgentPhase.DONE:
             return []
@@ -242,7 +242,7 @@ class AgentMachine(ABC):
         return (self._failures[0].status.shell_code or 1) if self._failures else 1
 
     def _impossible(self, what: str) -> InternalError:
-        story = "; ".join(self._story)
+        story = "; ".join(f"{phase.value}: {received}" for phase, received in self._story)
         return InternalError(f"{what} cannot happen in {self!r}; please report: {story}")
 
 

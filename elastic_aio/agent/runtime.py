@@ -102,6 +102,7 @@ class LocalRuntime:
         nproc: int,
         spawner: Spawner,
         publish: Callable[[Event], None],
+        publish_later: Callable[[Callable[[], Event]], None] | None = None,
         console: ConsoleTarget | None = None,
         overrides: PerRankOverrides | None = None,
         adopt_orphans: bool = False,
@@ -115,6 +116,8 @@ class LocalRuntime:
             nproc: number of workers on it.
             spawner: starts processes.
             publish: called with every event.
+            publish_later: called with what makes an event of this time (see `EventLog`); None:
+                it is made at once.
             console: where output is shown, see `ConsoleTarget`; None is this process's own
                 stdout and stderr.
             overrides: differences between the workers of a bare group, which has no
@@ -126,6 +129,7 @@ class LocalRuntime:
         self.host = host
         self.nproc = nproc
         self.publish = publish
+        self.publish_later = publish_later or (lambda make: publish(make()))
         self.clock = PausableClock()
         self._pid = os.getpid()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
@@ -296,10 +300,6 @@ class LocalRuntime:
         self.attempt = attempt
         self.liveness.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
-
-    def is_current(self, attempt: int) -> bool:
-        """Whether no later attempt has begun, and the runtime is open."""
-        return attempt == self.attempt
 
     async def open_master(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
         """Return address and port at which the workers of the current attempt meet.

@@ -9,14 +9,19 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.failures import WorkerRecord, collect_failures, reason_now
+from elastic_aio.agent.failures import (
+    WorkerRecord,
+    collect_failures,
+    is_lost_peer_now,
+    reason_now,
+)
 from elastic_aio.agent.liveness import reported
 from elastic_aio.agent.messages import StopReceived
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.uninterruptible import StuckWatch
-from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.aio import cancel_and_wait, create_task, set_result_if_pending
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
     LeftoversFound,
@@ -29,14 +34,18 @@ from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildExit
 from elastic_aio.process.calls import CallResult
+from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
+from elastic_aio.reasons import compile_patterns
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
 # suspended.  Its imports are not waited for.
 _SPAWN_S = 5.0
+# Seconds after which the launcher prepares for a failure: until then the workers need the CPUs.
+_IDLE_S = 0.1
 # Seconds in which helpers end by themselves after their parents, such as the resource tracker
 # of multiprocessing.
 _SETTLE_S = 0.1
@@ -90,6 +99,7 @@ class WorkerGroup:
         self.calls: dict[int, CallResult] = {}
         self.failures: tuple[Failure, ...] = ()
         self._runtime = runtime
+        self._tree = runtime.tree
         self._ranks = ranks
         self._on_exit = on_exit
         self._watch = StuckWatch(runtime.host, on_stuck, runtime.liveness.dump)
@@ -101,6 +111,7 @@ class WorkerGroup:
         self._began, self._began_at = time.monotonic(), time.time()
         self._oom_before = OomCounts.read()
         self._starting: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
         self._linger_over: asyncio.Future[StopReceived | None] = (
@@ -168,12 +179,23 @@ class WorkerGroup:
             await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
         runtime.program.on_group_started()
         runtime.output.on_group_started()
+        if not self.attempt:
+            self._preparing = create_task(self._prepare_for_failure(), name="prepare for a failure")
+
+    async def _prepare_for_failure(self) -> None:
+        """Do once what would delay the first stop or restart, while the loop is idle."""
+        await asyncio.sleep(_IDLE_S)  # no event reports that the workers have started up
+        compile_patterns()
+        peek_usage(-1)
+        await self._tree.descendants()  # which notes the processes that are older than the job
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
+        record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
+        # Its first callback: others follow the signals that an exit may cause.
+        child.exited.add_done_callback(partial(self._on_exited, record))
         # The tree knows each child before the next one starts: an interruption leaves
         # no child that a stop would not find.
-        self._runtime.tree.add(child)
-        record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
+        self._tree.add(child)
         self.records[ranks.local_rank] = record
         self._runtime.publish(
             WorkerStarted(
@@ -188,41 +210,51 @@ class WorkerGroup:
             )
         )
         self._runtime.liveness.on_started(record)
-        child.exited.add_done_callback(partial(self._on_exited, record))
 
     def _on_exited(self, record: WorkerRecord, exited: asyncio.Future[ChildExit]) -> None:
-        if not self._runtime.is_current(self.attempt):
+        """Pass an exit on, so that the others are signalled at once; it is explained later."""
+        if self._runtime.attempt != self.attempt:
             return  # it could not be killed, and exits after the end of its attempt
         record.exit = exited.result()
         record.exited_at = time.time()
         record.order = next(self._runtime.exit_numbers)
-        record.stop_signals = self._runtime.tree.stop_signals(record.pid)
+        record.stop_signals = self._tree.stop_signals(record.pid)
         record.unkept = self._runtime.output.capture.read_now(record.logs.stderr.path)
-        is_success = record.exit.status.is_success
-        self._runtime.liveness.on_exited(record.ranks.local_rank, is_success=is_success)
-        self._runtime.publish(
-            WorkerExited(
-                attempt=self.attempt,
-                rank=record.ranks.rank,
-                local_rank=record.ranks.local_rank,
-                pid=record.pid,
-                status=record.exit.status,
-                duration=record.duration,
-                is_victim=record.is_victim,
-                usage=record.exit.usage,
-                reason=reason_now(record),
-            )
-        )
+        record.is_lost_peer = is_lost_peer_now(record)
+        self._runtime.publish_later(partial(self._explain, record))
         self._on_exit(record.ranks.local_rank, record.exit)
 
+    def _explain(self, record: WorkerRecord) -> WorkerExited:
+        """Return the event of an exit; the last messages of the worker are read first."""
+        assert record.exit is not None, "it has exited"
+        is_success = record.exit.status.is_success
+        self._runtime.liveness.on_exited(record.ranks.local_rank, is_success=is_success)
+        return WorkerExited(
+            attempt=self.attempt,
+            rank=record.ranks.rank,
+            local_rank=record.ranks.local_rank,
+            pid=record.pid,
+            status=record.exit.status,
+            duration=record.duration,
+            is_victim=record.is_victim,
+            usage=record.exit.usage,
+            reason=reason_now(record),
+        )
+
     # ------------------------------------------------------------------- stop
+
+    def begin_stop(self, plan: StopPlan) -> None:
+        """Send the first signal of a plan to the workers now; `announce_stop` and `stop` follow."""
+        self._stopped_at = self._stopped_at or time.time()
+        self._tree.begin_stop(plan)
 
     def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
         """Note that a stop begins now, and publish why; `stop` follows."""
         self._stopped_at = self._stopped_at or time.time()
         self._runtime.liveness.end_deadlines()
-        self._runtime.publish(
-            StopRequested(attempt=self.attempt, reason=reason, plan=str(plan), signal=signal)
+        attempt = self.attempt
+        self._runtime.publish_later(
+            lambda: StopRequested(attempt=attempt, reason=reason, plan=str(plan), signal=signal)
         )
 
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
@@ -242,7 +274,7 @@ class WorkerGroup:
 
     async def _have_leftovers_ended(self, plan: StopPlan) -> bool:
         """Wait as long as what succeeded workers have left may run; return whether it ended."""
-        tree = self._runtime.tree
+        tree = self._tree
         if await tree.forget_if_empty():
             return True
         if await tree.linger(_SETTLE_S, self._linger_over):
@@ -285,7 +317,7 @@ class WorkerGroup:
         """
         self._is_abandoned = True
         self._runtime.liveness.end_deadlines()
-        await self._watch.aclose()
+        await self._end_watches()
         if self._starting is not None:
             if not self._runtime.program.is_importing:
                 await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
@@ -300,12 +332,17 @@ class WorkerGroup:
 
         Idempotent; safe to call again after cancellation.
         """
-        await self._watch.aclose()
+        await self._end_watches()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
         for record in self.records.values():
             unkept = self._runtime.output.capture.pop_unkept(record.logs.stderr.path)
             record.unkept = unkept or record.unkept
+
+    async def _end_watches(self) -> None:
+        if self._preparing is not None:
+            await cancel_and_wait([self._preparing])
+        await self._watch.aclose()
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""

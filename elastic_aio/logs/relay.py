@@ -138,16 +138,17 @@ class Relay:
 
     def read_now(self) -> None:
         """Take what is in the pipe by now."""
-        if self._reader >= 0 and self._timer is None:
-            self._read_rest(self._reader)
+        if self._reader >= 0 and self._timer is None and self._read_rest(self._reader):
             self.on_data()
 
-    def _read_rest(self, reader: int) -> None:
+    def _read_rest(self, reader: int) -> bool:
+        """Take what is left in the pipe; return whether that is anything."""
+        count = 0
         with suppress(OSError):
-            for _ in range(_LAST_READS):
-                if not (data := os.read(reader, CHUNK)):
-                    break
+            while count < _LAST_READS and (data := os.read(reader, CHUNK)):
                 self._take(data)
+                count += 1
+        return count > 0
 
     def finish(self) -> None:
         """Take what is left in the pipe, and close it: no process writes any more.  Idempotent."""

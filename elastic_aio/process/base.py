@@ -57,7 +57,7 @@ class Child(Protocol):
 
     @property
     def exited(self) -> asyncio.Future[ChildExit]:
-        """Done when the process has ended and was reaped; never cancelled."""
+        """Done when the process has ended and was reaped, or is about to be; never cancelled."""
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, reaped or not."""

@@ -255,6 +255,9 @@ class _AsyncioChild(PidfdChild):
 
     def _on_end(self) -> None:
         self._pidfd = -1  # the watch closes it
+        # asyncio reaps it in this iteration of the loop, and says so three iterations later.
+        if self._look.end is not None and not self._is_copy:
+            self._set_exit(*self._look.end)
 
     def _wait(self) -> None:
         self._wait_task = create_task(self._process.wait(), name=f"exit of {self.pid}")
@@ -274,7 +277,11 @@ class _AsyncioChild(PidfdChild):
         status, usage = self._look.end or (ExitStatus(), None)
         if status.returncode is None and task.result() != 255:
             status = ExitStatus.from_returncode(task.result())
-        self.exited.set_result(ChildExit(status, time.monotonic(), usage))
+        self._set_exit(status, usage)
+
+    def _set_exit(self, status: ExitStatus, usage: ResourceUsage | None) -> None:
+        if not self.exited.done():
+            self.exited.set_result(ChildExit(status, time.monotonic(), usage))
 
 
 async def spawn_with_popen(spec: ChildSpec) -> Child:

@@ -40,6 +40,8 @@ from elastic_aio.errors import HostError
 from elastic_aio.process import proc_scan
 from elastic_aio.signals import ReceivedSignals
 
+# Seconds for which an orphan may remain a zombie.
+_REAP_S = 0.005
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -155,7 +157,7 @@ class Orphans:
     def adopt(self) -> None:
         """Adopt the orphans of this process from now on, and reap them.
 
-        In the main thread they are reaped as soon as they exit, unless the program handles
+        In the main thread they are reaped milliseconds after they exit, unless the program handles
         SIGCHLD; otherwise only by `find` and `aclose`.
 
         Raises:
@@ -185,6 +187,12 @@ class Orphans:
         if self._is_open:
             self._is_open = False
             subreaper.jobs -= 1
+
+    @property
+    def are_found(self) -> bool:
+        """Whether `find` returns every orphan of this job, whatever its environment."""
+        is_certain = subreaper.owns_process and subreaper.jobs == 1 and os.getpid() != 1
+        return self._is_adopting and is_certain and not self._has_strangers
 
     def find(self, since: int) -> dict[int, int]:
         """Return the start times, by pid, of live orphans that belong to this job.
@@ -229,6 +237,8 @@ class Orphans:
             signals.discard([signal.SIGCHLD])
             self._reap()  # what has exited before
             async for _ in signals:
+                # The exit may be that of a worker whose siblings have to be signalled.
+                await asyncio.sleep(_REAP_S)
                 self._reap()
 
     def _reap(self) -> None:

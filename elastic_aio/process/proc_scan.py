@@ -400,13 +400,20 @@ def list_children(pid: int) -> list[int]:
     return [*map(int, (_read(f"/proc/{pid}/task/{pid}/children") or b"").split())]
 
 
-def read_status(pid: int) -> dict[bytes, bytes]:
+def read_status(pid: int, *names: bytes) -> dict[bytes, bytes]:
     """Return the fields of `/proc/<pid>/status` (proc_pid_status(5)); none if it is gone.
+
+    With `names`, which takes a third of the time, only these.
 
     Raises:
         OSError: this process has no descriptors or memory left.
     """
-    lines = (_read(f"/proc/{pid}/status") or b"").splitlines()
+    content = b"\n" + (_read(f"/proc/{pid}/status") or b"")
+    if names:
+        begins = [begin for name in names if (begin := content.find(b"\n%s:" % name) + 1)]
+        lines = [content[begin : content.find(b"\n", begin)] for begin in begins]
+    else:
+        lines = content.splitlines()[1:]
     return {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
 
 

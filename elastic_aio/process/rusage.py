@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 from msgspec.structs import replace
@@ -27,21 +29,8 @@ def peek_usage(descriptor: int) -> ResourceUsage | None:
 
     Reaps nothing.
     """
-    number = _WAITID.get(platform.machine())
-    if number is None:
-        return None
-    import ctypes  # takes milliseconds, and most loops do not need it
-
-    fields = (ctypes.c_long * _LONGS)(-1)
-    result = ctypes.CDLL(None).syscall(
-        ctypes.c_long(number),
-        ctypes.c_int(os.P_PIDFD),
-        ctypes.c_int(descriptor),
-        None,
-        ctypes.c_int(os.WEXITED | os.WNOHANG | os.WNOWAIT),
-        ctypes.byref(fields),
-    )
-    if result != 0 or fields[0] < 0:  # with WNOHANG a child that runs leaves all as it was
+    fields = _call_waitid()(descriptor)
+    if not fields or fields[0] < 0:  # with WNOHANG a child that runs leaves all as it was
         return None
     user, user_us, system, system_us, max_rss, _, _, _, minor, major = fields[:10]
     return ResourceUsage(
@@ -53,6 +42,23 @@ def peek_usage(descriptor: int) -> ResourceUsage | None:
         voluntary_switches=fields[16],
         involuntary_switches=fields[17],
     )
+
+
+@cache
+def _call_waitid() -> Callable[[int], list[int]]:
+    """Return what calls waitid(2) for a pidfd and returns the usage; nothing if it fails."""
+    import ctypes  # takes milliseconds, and most loops do not need it
+
+    number = _WAITID.get(platform.machine())
+    call, usage = ctypes.CDLL(None).syscall, ctypes.c_long * _LONGS
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+    def waitid(descriptor: int) -> list[int]:
+        fields = usage(-1)
+        arguments = number, os.P_PIDFD, descriptor, None, options, ctypes.byref(fields)
+        return [] if number is None or call(*arguments) else fields[:]
+
+    return waitid
 
 
 def read_usage(pid: int) -> tuple[ResourceUsage, int] | None:

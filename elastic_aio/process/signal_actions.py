@@ -58,7 +58,7 @@ def _has(mask: int, number: int) -> bool:
 def _defaults(pid: int) -> int | None:
     """Return the mask of signals with their default action; None for a process that has ended."""
     try:
-        status = read_status(pid)
+        status = read_status(pid, b"State", *_MASKS)
     except OSError:
         return 0  # no descriptor is left to look
     if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):

@@ -194,7 +194,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def _ignored(pid: int) -> int:
-    return int(proc_scan.read_status(pid).get(b"SigIgn", b"0"), 16)
+    return int(proc_scan.read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
 
 
 def _is_shell(pid: int) -> bool:

@@ -7,9 +7,11 @@ their futures.  Their descendants are found by scans of /proc (`proc_scan`).
 SIGKILL with `reap_timeout`.  One step does the following:
 
 1. Record the descendants of the leaders.  A child with a session of its own and an
-   empty environment is known by its parent only, and the signal may end the parent.
+   empty environment is known by its parent only, and the signal may end the parent.  Where
+   such orphans are found as children of this process (see `orphans`), this follows step 2.
 2. Signal the leaders at once, without a scan: they should learn of a peer's failure
-   within a millisecond, and a scan takes several.
+   within a millisecond, and a scan takes several.  `begin_stop` does it in the iteration of
+   the loop that has seen the failure.
 3. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
    step's signal yet, also those that were started after it, perhaps in response to it.  A
    step with the target "all", and the last one, SIGKILL, signal every descendant.
@@ -117,6 +119,7 @@ class ProcessTree:
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
+        self._begun: tuple[StopStep, Watches] | None = None  # see `begin_stop`
         self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -287,6 +290,27 @@ class ProcessTree:
         for process in await self.descendants() or ():
             proc_scan.signal_process(process, number)
 
+    def begin_stop(self, plan: StopPlan) -> None:
+        """Send the first signal of a plan to the leaders now; `stop` has to follow.
+
+        Leaves it to `stop` if SIGKILL is the first, or if recording the descendants takes long.
+        """
+        self._begun = None
+        are_found = self.orphans.are_found
+        if self._must_kill.done() or not plan.steps:
+            return
+        if not (are_found or self._are_recorded_in_time()):
+            return
+        step, watches, leaders = plan.steps[0], Watches(), self._running()
+        for pid, leader in leaders:
+            self._signal_leader(pid, leader, step.signal, watches, not plan.reaches_all(step))
+        if are_found:
+            self._are_recorded_in_time()
+        for pid, leader in leaders:
+            _continue_leader(pid, leader, step.signal)
+        os.sched_yield()  # see `_signal_leaders`
+        self._begun = step, watches
+
     async def stop(self, plan: StopPlan, on_escalation: OnEscalation) -> list[Survivor]:
         """Stop all processes of the job by `plan` (see the module's docstring).
 
@@ -302,6 +326,7 @@ class ProcessTree:
             The processes that could not be killed.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
+        begun, self._begun = self._begun, None
         if self._server is not None:
             self._server.send_signal(signal.SIGCONT)  # a stopped one reaps no worker
         is_empty = False
@@ -316,6 +341,7 @@ class ProcessTree:
                 step.grace,
                 is_last=is_last,
                 is_ordered=not (is_last or plan.reaches_all(step)),
+                watches=begun[1] if begun is not None and begun[0] is step else None,
             )
             if is_empty:
                 break
@@ -367,6 +393,7 @@ class ProcessTree:
         *,
         is_last: bool = False,
         is_ordered: bool = False,
+        watches: Watches | None = None,
         until: asyncio.Future[Any] | None = None,
     ) -> bool:
         """Take one step of a stop; return whether all processes ended within its grace.
@@ -377,20 +404,14 @@ class ProcessTree:
             is_last: the step is not cut short by a kill, and lasts only as long as something
                 can be killed.
             is_ordered: leaders are signalled first.
+            watches: what `begin_stop` has signalled.
             until: ends the step.
         """
         end = self._clock.now() + grace
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         early = (never if is_last else self._must_kill, until or never)
-        await self._record_descendants()
-        yielder = _Yielder()
-        with Watches() as watches:
-            for pid, leader in self._running():
-                self._signal_leader(pid, leader, number, watches, is_ordered)
-                await yielder.maybe_yield()
-            # The signalled processes are queued on this CPU: let them run before the
-            # scan (several ms).
-            os.sched_yield()
+        with watches or Watches() as watches:
+            await self._signal_leaders(number, watches, is_ordered)
             clean_scans, pace = 0, _ScanPace(self._clock)
             while clean_scans < 2:
                 watches.is_blind = False
@@ -420,6 +441,18 @@ class ProcessTree:
                     return False
         await _run_exit_callbacks()
         return True
+
+    async def _signal_leaders(self, number: int, watches: Watches, is_ordered: bool) -> None:
+        yielder = _Yielder()
+        if left := [(pid, one) for pid, one in self._running() if pid not in watches.leaders]:
+            await self._record_descendants()
+        for pid, leader in left:
+            self._signal_leader(pid, leader, number, watches, is_ordered)
+            _continue_leader(pid, leader, number)
+            await yielder.maybe_yield()
+        # The signalled processes are queued on this CPU: let them run before the
+        # scan (several ms).
+        os.sched_yield()
 
     async def _signal_due(
         self,
@@ -454,6 +487,7 @@ class ProcessTree:
                 self._signal_descendant(process, number, watches, is_ordered)
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
+                _continue_leader(process.pid, leader, number)
             await yielder.maybe_yield()
         if watches.is_short:
             self._free_descriptors()  # a signal takes two at a time, and a scan one
@@ -484,19 +518,25 @@ class ProcessTree:
             watches.foreground.update(one.identity for one in _foreground_of(pid))
         self._signals.setdefault(leader.pid, set()).add(number)
         leader.send_signal(number)
-        entry = None if number == signal.SIGKILL else _read_process(pid)
-        if entry is not None and proc_scan.needs_continue(entry, number):
-            leader.send_signal(signal.SIGCONT)
 
     async def _record_descendants(self) -> None:
-        """Record the descendants of the leaders while their parents live."""
         yielder = _Yielder()
+        for _ in self._recorded():
+            await yielder.maybe_yield()
+
+    def _are_recorded_in_time(self) -> bool:
+        """Record the descendants for a time slice; return whether that was long enough."""
+        end = time.perf_counter() + _SLICE_S
+        return all(time.perf_counter() < end for _ in self._recorded())
+
+    def _recorded(self) -> Iterator[proc_scan.ProcEntry]:
+        """Record the descendants of the leaders while their parents live, and yield each."""
         for pid, _ in self._running():
             try:
                 for entry in proc_scan.iter_descendants(pid):
                     self._descendants[entry.pid] = entry.start
                     self._owners[entry.identity] = pid
-                    await yielder.maybe_yield()
+                    yield entry
             except OSError:
                 return  # no descriptor left; the scan waits for one
 
@@ -568,6 +608,13 @@ async def _run_exit_callbacks() -> None:
     answer is about to be forgotten.
     """
     await asyncio.sleep(0)
+
+
+def _continue_leader(pid: int, leader: Child, number: int) -> None:
+    """Let a leader act on a signal that it has got, if it is stopped."""
+    entry = None if number == signal.SIGKILL else _read_process(pid)
+    if entry is not None and proc_scan.needs_continue(entry, number):
+        leader.send_signal(signal.SIGCONT)
 
 
 def _shown_pid(leader: Child) -> int:

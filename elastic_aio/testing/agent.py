@@ -226,6 +226,9 @@ class SimGroup(WorkerGroup):
             ended = WorkerEnded(self.attempt, local_rank, status, is_victim=False)
             self._driver._on_input(ended)
 
+    def begin_stop(self, plan: StopPlan) -> None:
+        pass  # simulated workers notice a stop at once
+
     def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
         self._is_stopping = self._node.is_stopping = True
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,9 @@ from elastic_aio import (
     event_to_json,
     launch,
 )
+from elastic_aio.agent import worker_group
+from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.failures import WorkerRecord
 from tests.support.children import (
     ignoring_signals,
     noted,
@@ -36,6 +42,17 @@ from tests.support.children import (
     shell,
     until,
 )
+
+
+async def started(agent: Agent, count: int) -> AsyncIterator[WorkerStarted]:
+    """Yield the first events of their kind."""
+    async with aclosing(agent.events()) as events:
+        async for event in events:
+            if isinstance(event, WorkerStarted):
+                yield event
+                count -= 1
+            if not count:
+                return
 
 
 async def story(agent: Agent, after: int = -1) -> list[Event]:
@@ -171,6 +188,64 @@ async def test_events_know_run_attempt_node_and_time() -> None:
         (WorkerExited, 1),
         (JobFinished, 1),
     ]
+
+
+async def test_what_takes_time_to_make_keeps_its_place_and_its_time() -> None:
+    """It is made in the next iteration of the loop, or before the next event."""
+    seen: list[Event] = []
+    made_at: list[float] = []
+    log = EventLog("r", "h", keep=10, listeners=[seen.append])
+
+    def make(attempt: int, before: Event | None = None) -> Event:
+        made_at.append(time.time())
+        if before is not None:
+            log.append(before)
+        return StopRequested(attempt=attempt, reason="", plan="")
+
+    log.append_later(lambda: make(1, StopRequested(attempt=0, reason="", plan="")))
+    log.append_later(lambda: make(2))
+    assert not seen
+    asked_at = time.time()
+    await asyncio.sleep(0)
+    assert [event.time for event in seen] == sorted(event.time for event in seen)
+    assert len(seen) == 3
+    assert seen[-1].time <= asked_at <= made_at[0]
+    log.append_later(lambda: make(3))
+    log.append(StopRequested(attempt=4, reason="", plan=""))
+    log.append_later(lambda: make(5))
+    log.close()
+    assert [event.attempt for event in seen] == [event.seq for event in seen] == [*range(6)]
+
+
+async def test_siblings_are_signalled_before_exits_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if several workers exit in one iteration of the loop."""
+    signals: list[list[set[int]]] = []
+
+    def explain(worker: WorkerRecord) -> str:
+        driver = agent._started_driver
+        assert driver.group is not None
+        pids = [record.pid for record in driver.group.records.values()]
+        signals.append([{*driver._runtime.tree.stop_signals(pid)} for pid in pids])
+        return "why"
+
+    monkeypatch.setattr(worker_group, "reason_now", explain)
+    script = "test $RANK -gt 1 && exec sleep 99; until [ -e $NOTES/go ]; do :; done; exit 3"
+    spec = LaunchSpec(shell(script), nproc_per_node=4, env={"NOTES": str(tmp_path)})
+    agent = Agent(spec)
+    async with agent:
+        pids = [event.pid async for event in started(agent, 4)]
+        (tmp_path / "go").touch()
+        for pid in pids[:2]:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the loop stands still
+        events = await story(agent)
+        with pytest.raises(JobFailed):
+            await agent.wait()
+    assert signals[:2] == [[set(), set(), {15}, {15}]] * 2
+    assert [type(event) for event in events[5:8]] == [WorkerExited, StopRequested, WorkerExited]
+    assert [one.reason for one in events if isinstance(one, WorkerExited)] == ["why"] * 4
+    assert [event.time for event in events] == sorted(event.time for event in events)
 
 
 async def test_events_are_frozen() -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_aio.agent.failures import WorkerRecord, collect_failures, mount_point, reason_now
+from elastic_aio.agent import failures
+from elastic_aio.agent.failures import (
+    WorkerRecord,
+    collect_failures,
+    is_lost_peer_now,
+    mount_point,
+    reason_now,
+)
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
@@ -426,10 +435,63 @@ async def test_a_failure_notes_who_had_succeeded_before(
 async def test_a_lost_peer_is_known_at_its_exit(case: Case) -> None:
     case.worker(BAD, stderr=b"ConnectionResetError: [Errno 104] Connection reset by peer\n")
     case.worker(BAD, stderr=b"ValueError: x\n", ended_at=STOPPED_AT - 0.5)
-    for worker, is_lost_peer in zip(case.workers, (True, False), strict=True):
-        reason_now(worker)
-        assert worker.is_lost_peer is is_lost_peer
+    assert [*map(is_lost_peer_now, case.workers)] == [True, False]
     assert [one.rank for one in await case.failures()] == [1, 0]
+
+
+LOST = b"ConnectionResetError: [Errno 104] Connection reset by peer\n"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"status": BAD, "stderr": LOST, "is_victim": True},
+        {"status": ExitStatus(signal=11), "stderr": LOST},
+        {"status": ExitStatus(code=0), "stderr": LOST},
+        {"status": BAD, "stderr": b"ValueError: x\n"},
+        {"status": BAD, "stderr": LOST + b"loss 0.1\n" * 4096},
+        {"status": BAD},
+    ],
+    ids=["victim", "signal", "success", "no sign", "long before", "no output"],
+)
+def test_without_a_sign_of_a_lost_peer_nothing_is_explained(
+    case: Case, end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The siblings of a worker wait for the answer."""
+    monkeypatch.setattr(failures, "_explain_now", None)
+    case.worker(**end)
+    assert not is_lost_peer_now(case.workers[0])
+
+
+@pytest.mark.parametrize(
+    ("end", "unkept"),
+    [
+        ({"stderr": b"loss 0.1\n" * 4096 + LOST}, b""),
+        ({"error": said(LOST.decode(), writer=100), "stderr": b"x\n" * 9}, b""),
+        ({"stderr": b""}, LOST),
+    ],
+    ids=["stderr", "error file", "on a full disk"],
+)
+def test_a_lost_peer_is_known_wherever_it_is_said(case: Case, end: Any, unkept: bytes) -> None:
+    case.worker(BAD, **end)
+    case.workers[0].unkept = unkept
+    assert is_lost_peer_now(case.workers[0])
+
+
+@pytest.mark.parametrize(("size", "threads"), [(9, 0), (100_000, 1)], ids=["small", "large"])
+async def test_small_files_are_read_in_the_loop(
+    case: Case, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+
+    async def run(function: Callable[..., Any], *args: Any, daemon: bool) -> Any:
+        started.append(function)
+        return function(*args)
+
+    monkeypatch.setattr(failures, "run_in_thread", run)
+    case.worker(BAD, stderr=b"x\n" * size)
+    assert (await case.failure()).reason == "x"
+    assert len(started) == threads
 
 
 def test_the_place_of_a_disk(tmp_path: Path) -> None:

@@ -114,6 +114,13 @@ def test_this_process_can_be_read() -> None:
     assert repr(me) == f"<ProcEntry {os.getpid()} of session {os.getsid(0)}, state R>"
 
 
+def test_some_fields_of_a_status_are_read_alone() -> None:
+    """The first one, and others in any order; those that are not there are left out."""
+    names = (b"SigIgn", b"Name", b"Uid", b"Sig")
+    every = proc_scan.read_status(os.getpid())
+    assert {name: every[name] for name in names[:3]} == proc_scan.read_status(os.getpid(), *names)
+
+
 def test_a_reaped_process_is_none() -> None:
     child = subprocess.Popen(["true"])
     child.wait()

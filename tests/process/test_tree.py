@@ -19,10 +19,11 @@ import pytest
 
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc_scan, tree
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian_process import GuardedJob
+from elastic_aio.process.orphans import subreaper
 from elastic_aio.process.session_list import STARTING, read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
@@ -157,6 +158,61 @@ async def test_every_step_of_the_plan_is_taken(bench: Bench) -> None:
     assert [number for number, _ in bench.escalations] == [2]
     assert worker.pid in bench.escalations[0][1]
     assert status(worker) == ExitStatus(code=5)
+
+
+async def test_the_leaders_are_signalled_when_a_stop_begins(bench: Bench) -> None:
+    """The stop goes on from there: it signals only those that were added in between."""
+    code = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [15])\n"
+        "print('ready', flush=True)\n"
+        "signal.sigwait([15])\n"
+        "print('got', flush=True)\n"
+    )
+    workers = [await bench.add(sys.executable, "-I", "-S", "-c", code) for _ in range(2)]
+    assert {bench.line() for _ in workers} == {"ready"}
+    os.kill(workers[0].pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, workers[0].pid, os.WSTOPPED | os.WNOWAIT)
+    bench.tree.begin_stop(LONG)
+    assert [bench.line() for _ in workers] == ["got", "got"]  # the loop stands still
+    late = await bench.add("sleep", "99")
+    assert [{*bench.tree.stop_signals(one.pid)} for one in (*workers, late)] == [{15}, {15}, set()]
+    assert await bench.stop(LONG) == []
+    assert status(late) == ExitStatus(signal=15)
+    assert not bench.rest()
+    assert not bench.escalations
+
+
+@pytest.mark.parametrize("plan", [StopPlan(()), LONG], ids=["plan", "request"])
+async def test_a_kill_does_not_begin_with_a_signal(bench: Bench, plan: StopPlan) -> None:
+    worker = await bench.add("sleep", "99")
+    if plan.steps:
+        bench.tree.escalate_to_kill("now")
+    bench.tree.begin_stop(plan)
+    assert not bench.tree.stop_signals(worker.pid)
+    assert await bench.stop(plan) == []
+    assert status(worker) == ExitStatus(signal=9)
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+async def test_descendants_that_take_long_to_record(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_adopted: bool
+) -> None:
+    """A child with another session and no environment is known before its parent is signalled.
+
+    Where it becomes a child of this process, it is found after that.
+    """
+    monkeypatch.setattr(tree, "_SLICE_S", -1.0)
+    if is_adopted:
+        monkeypatch.setattr(subreaper, "owns_process", True)
+        monkeypatch.setattr(subreaper, "has_strangers", lambda: False)  # other tests have children
+        bench.tree.orphans.adopt()
+    leader = await bench.add("bash", "-c", "env -i setsid sh -c 'echo $$; exec sleep 99' & wait")
+    child = int(bench.line())
+    bench.tree.begin_stop(LONG)
+    assert bench.tree.stop_signals(leader.pid) == ({15} if is_adopted else set())
+    assert await bench.stop(LONG) == []
+    assert not alive(child)
 
 
 async def test_an_empty_plan_kills_at_once(bench: Bench) -> None:

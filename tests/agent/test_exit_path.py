@@ -1,0 +1,56 @@
+"""From a worker's exit to the signals for its siblings, and to the next attempt: what runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import run_program
+
+PROGRAM = Path(__file__).parents[1] / "support" / "exit_path.py"
+WORKER = """
+[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0
+if [ $RANK = 0 ]; then until [ -e $NOTES/idle ]; do sleep 0.01; done; exit 1; fi
+exec sleep 99
+"""
+# Modules of the package that run: those of today, and none more.
+SIGNAL_MODULES_MAX = 21
+START_MODULES_MAX = 62
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], int]]:
+    """What a launcher runs when a worker fails, by stage: modules, iterations of the loop."""
+    directory = tmp_path_factory.mktemp("trace")
+    job = ["run", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c", WORKER]
+    argv = [sys.executable, str(PROGRAM), str(directory), *job]
+    ended = run_program(argv, env={"NOTES": str(directory)})
+    assert ended.code == 0, ended.err
+    notes = json.loads((directory / "trace").read_text())
+    return {stage: (set(modules), count) for stage, (modules, count) in notes.items()}
+
+
+def own(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.startswith("elastic_aio")}
+
+
+def test_siblings_are_signalled_before_anything_explains_the_exit(
+    trace: dict[str, tuple[set[str], int]],
+) -> None:
+    modules, iterations = trace["signal"]
+    assert iterations <= 2
+    assert not modules & {"re", "re._compiler", "threading"}
+    assert not own(modules) & {"elastic_aio.text", "elastic_aio.status", "elastic_aio.report"}
+    assert len(own(modules)) <= SIGNAL_MODULES_MAX, sorted(own(modules))
+
+
+def test_a_restart_starts_no_thread_and_compiles_no_pattern(
+    trace: dict[str, tuple[set[str], int]],
+) -> None:
+    """The files of the usual failure are small, and its patterns were compiled before."""
+    modules, _ = trace["start"]
+    assert not modules & {"re._compiler", "threading"}
+    assert len(own(modules)) <= START_MODULES_MAX, sorted(own(modules))
