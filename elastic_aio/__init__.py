@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from elastic_aio.launcher import run as run
     from elastic_aio.logs.console import ConsoleTarget as ConsoleTarget
     from elastic_aio.logs.console import TextOutput as TextOutput
-    from elastic_aio.logs.reader import LogLine as LogLine
+    from elastic_aio.logs.lines import LogLine as LogLine
     from elastic_aio.logs.reader import LogReader as LogReader
     from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
     from elastic_aio.node_events import MembershipChanged as MembershipChanged
@@ -166,7 +166,8 @@ else:
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
             "elastic_aio.logs.console": "ConsoleTarget TextOutput",
-            "elastic_aio.logs.reader": "LogLine LogReader",
+            "elastic_aio.logs.lines": "LogLine",
+            "elastic_aio.logs.reader": "LogReader",
             "elastic_aio.node_events": """
                 CoordinatorChanged MembershipChanged MembershipPending NodeJoined NodeLeft NodeLost
                 NodeRefused NodeStandby RendezvousStoreAwaited RendezvousStoreLost

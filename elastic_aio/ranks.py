@@ -1,15 +1,16 @@
-"""Ranks of nodes and workers, computed from the sizes of the nodes of a round."""
+"""Ranks of nodes and workers, computed from the sizes of the nodes of a round; their text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSize:
+class NodeSize(Struct, frozen=True):
     """The role and the number of workers of one node of a round."""
 
     role: str
@@ -103,3 +104,14 @@ def assign_node_ranks(nodes: Sequence[NodeSize]) -> tuple[NodeRanks, ...]:
         first += node.nproc
         first_of_role[node.role] += node.nproc
     return tuple(ranks)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as in `0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)

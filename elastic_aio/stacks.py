@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from elastic_aio.ranks import format_ranks
 from elastic_aio.text import one_line, truncate
 
 _THREADS_MAX: Final = 200
@@ -185,17 +186,6 @@ def _with_ranks(activity: str, ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]} {activity}"
     plural = activity.replace("waits in", "wait in", 1).replace("is ", "are ", 1)
     return f"ranks {format_ranks(ranks)} {plural}"
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as in `0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _activity(worker: WorkerStacks) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_aio.errors import SpecError
-from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
+from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks, format_ranks
 
 
 def worker_ranks(nodes: list[NodeSize], group_rank: int) -> tuple[WorkerRanks, ...]:
@@ -61,3 +61,7 @@ def test_every_rank_is_assigned_exactly_once(sizes: list[tuple[str, int]]) -> No
 def test_a_node_without_workers_is_refused() -> None:
     with pytest.raises(SpecError, match=r"nproc: must be at least 1 \(got 0\)"):
         assign_node_ranks([NodeSize("a", 1), NodeSize("a", 0)])
+
+
+def test_ranks_are_short() -> None:
+    assert format_ranks([3, 0, 1, 2, 9]) == "0-3, 9"

@@ -15,7 +15,6 @@ from elastic_aio.stacks import (
     StackFrame,
     ThreadStack,
     WorkerStacks,
-    format_ranks,
     parse_faulthandler,
     parse_py_spy,
     summarize,
@@ -100,10 +99,6 @@ def test_equal_workers_are_named_together() -> None:
 def test_without_python_the_kernel_tells(fields: dict[str, Any], text: str) -> None:
     assert summarize([worker(0, **fields)]) == f"rank 0 is {text}"
     assert summarize([worker(0, **fields), worker(1, **fields)]) == f"ranks 0-1 are {text}"
-
-
-def test_ranks_are_short() -> None:
-    assert format_ranks([3, 0, 1, 2, 9]) == "0-3, 9"
 
 
 def test_a_text_of_this_interpreter() -> None:

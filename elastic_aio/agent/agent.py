@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import random
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -31,7 +30,6 @@ from elastic_aio.channel import EventReader
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
-from elastic_aio.logs.reader import LogReader
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.command import command_spawner
@@ -52,6 +50,7 @@ from elastic_aio.status import JobStatus
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
     from elastic_aio.control.server import ControlServer
+    from elastic_aio.logs.reader import LogReader
     from elastic_aio.stacks import StackDump
 
 
@@ -179,7 +178,7 @@ class Agent:
         )
         if self.spec.nnodes.maximum == 1:
             waits = self._overrides is not None and self._overrides.waits_for_stop
-            machine = SingleNodeMachine(self.spec, nproc, random.random, waits_for_stop=waits)
+            machine = SingleNodeMachine(self.spec, nproc, _random, waits_for_stop=waits)
             return Driver(runtime, machine, self._event_log)
         # Imported here: a job of one node pays for no rendezvous.
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
@@ -445,3 +444,9 @@ def _failed_message(spec: LaunchSpec, result: LaunchResult) -> str:
     if root.pid is None:
         return root.message
     return f"{spec.name} failed, {root.summary}; {result.reason}"
+
+
+def _random() -> float:
+    from random import random  # for the jitter of restarts
+
+    return random()

@@ -21,7 +21,6 @@ from collections.abc import Callable, Coroutine
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any
 
-from elastic_aio.agent.decision import decide_in_time
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.machine import AgentMachine
 from elastic_aio.agent.messages import (
@@ -447,6 +446,8 @@ class Driver:
     async def _decide(self, effect: CallDecide) -> Input:
         decide = self._runtime.spec.restart.decide
         assert decide is not None, "the state machine asks only if there is a callback"
+        from elastic_aio.agent.decision import decide_in_time  # most jobs have no callback
+
         decision = await decide_in_time(decide, effect.failure, self._runtime.clock)
         if isinstance(decision, RestartAction):
             return DecisionMade(effect.attempt, decision)

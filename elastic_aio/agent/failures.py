@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from msgspec import Struct
 
@@ -23,7 +23,6 @@ from elastic_aio.outcome import (
     root_cause_first,
 )
 from elastic_aio.process.base import ChildExit
-from elastic_aio.process.calls import CallResult
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import (
     LOST_PEER,
@@ -36,6 +35,9 @@ from elastic_aio.reasons import (
 )
 from elastic_aio.text import counted, format_duration, one_line
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
+
+if TYPE_CHECKING:
+    from elastic_aio.process.calls import CallResult
 
 _TAIL_BYTES = 64 * 1024
 # Bytes in which the loss of a peer is looked for before anything else.
@@ -52,7 +54,6 @@ _SAME = 200
 # Lines in which a known cause is looked for.
 _CAUSE_LINES = 10
 _MARGIN_S = 0.001
-_NO_RESULT = CallResult(0)
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
 _RECORDED = ExitStatus(code=1)
 
@@ -182,11 +183,11 @@ async def collect_failures(
     oom_kills = oom_before.kills_until(OomCounts.read())
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
-        result = results.get(worker.ranks.local_rank, _NO_RESULT)
+        of_call, problem = _end_of(results.get(worker.ranks.local_rank))
         has_failed = worker.exit is not None and not worker.exit.status.is_success
-        if not (has_failed or worker.hang or (worker.exit is not None and result.problem)):
+        if not (has_failed or worker.hang or (worker.exit is not None and problem)):
             continue
-        error, noted = await _error_of(worker, result.error, stopped_at)
+        error, noted = await _error_of(worker, of_call, stopped_at)
         is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
         if worker.hang and not is_own:
             error = None  # of its stop
@@ -205,7 +206,7 @@ async def collect_failures(
             order=worker.order,
             is_victim=is_victim,
             error=error,
-            message=worker.hang or worker.expired_timer or result.problem,
+            message=worker.hang or worker.expired_timer or problem,
             stderr_path=worker.logs.stderr.path,
             stderr_tail=_last_lines(lines),
             notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
@@ -216,6 +217,10 @@ async def collect_failures(
         if failure.order in culprits:
             culprits[failure.order].stderr_tail = ""
     return ordered
+
+
+def _end_of(call: CallResult | None) -> tuple[WorkerError | None, str]:
+    return (None, "") if call is None else (call.error, call.problem)
 
 
 def _status_of(worker: WorkerRecord, *, has_error: bool) -> ExitStatus:

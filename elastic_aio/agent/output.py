@@ -21,7 +21,6 @@ from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.console import ConsoleStreams, ConsoleTarget, LineFeeder
 from elastic_aio.logs.files import RunDirectory
-from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
 from elastic_aio.logs.paths import (
     NOT_CAPTURED,
@@ -32,7 +31,6 @@ from elastic_aio.logs.paths import (
     filtered_logs,
     plan_logs,
 )
-from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import STYLES, Sink
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
@@ -44,6 +42,8 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
+    from elastic_aio.logs.line_filter import LineFilter
+    from elastic_aio.logs.reader import LogReader
     from elastic_aio.logs.trimmer import LogTrimmer
 
 # Seconds without any progress after which a blocked console is given up, once the
@@ -129,6 +129,8 @@ class JobOutput:
         if self._may_capture and self.directory.path is not None:
             self.capture.open(inherited, self._console)
         if self._console.callback is not None:
+            from elastic_aio.logs.reader import LogReader
+
             reader = LogReader(self.logged, lambda stream: stream.is_shown, follow=True)
             self._feeder = LineFeeder(reader, self._console.callback, self._on_callback_lost)
 
@@ -202,6 +204,7 @@ class JobOutput:
         if all(getattr(plan, name).path is None for plan in plans for name in chosen):
             problem = "is in no file, so that it cannot be read; use redirects or tee"
             raise SpecError("logs", chosen, problem)
+        from elastic_aio.logs.reader import LogReader  # few jobs are read in their own program
 
         return LogReader(
             self.logged, lambda one: one.is_one_of(ranks, names), follow=follow, since=since
@@ -414,6 +417,7 @@ class JobOutput:
         path = self._filtered_logs(fields.attempt).get(fields.stream)
         if path is None:
             return None
+        from elastic_aio.logs.line_filter import LineFilter
 
         def on_error(error: OSError) -> None:
             reason = error_reason(error)

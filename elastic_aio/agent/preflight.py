@@ -20,14 +20,13 @@ from elastic_aio.spec.job import (
     Module,
     Script,
 )
-from elastic_aio.worker import bootstrap
 from elastic_aio.worker.context import without_channels
-from elastic_aio.worker.scripts import run_script
 
 if TYPE_CHECKING:
     from elastic_aio.hardware.accelerators import Accelerator
 
-_STARTUP: Final = os.path.join(os.path.dirname(os.path.abspath(bootstrap.__file__)), "startup")
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STARTUP: Final = os.path.join(_PACKAGE, "worker", "startup")
 """Directory of the module that the interpreter of a script imports first."""
 ACCELERATORS: Final = "elastic_aio.accelerators"
 """Entry point group of functions that return a number of devices, for `nproc_per_node`."""
@@ -178,7 +177,12 @@ def check_main_guard() -> None:
     Raises:
         HostError: the script's main part is not guarded.
     """
-    if bootstrap.is_importing_main():
+    # One of them is loaded where a main script is imported again.
+    if not {"elastic_aio.worker.bootstrap", "multiprocessing.process"} & sys.modules.keys():
+        return
+    from elastic_aio.worker.bootstrap import is_importing_main
+
+    if is_importing_main():
         raise HostError(
             "a worker imports this script to find its functions, and the script starts a job"
             " again; put that part under: if __name__ == '__main__':"
@@ -221,7 +225,11 @@ def check_runnable(spec: LaunchSpec) -> None:
     match spec.entrypoint:
         case Script(path):
             pass
-        case Function(call) if call is run_script:
+        case Function(call):
+            from elastic_aio.worker.scripts import run_script
+
+            if call is not run_script:
+                return
             path = spec.args[0]
         case _:
             return

@@ -14,11 +14,10 @@ from msgspec import Struct
 
 from elastic_aio.agent.preflight import check_preload, worker_argv
 from elastic_aio.process.base import Child, Spawner
-from elastic_aio.process.calls import CallResult, close_results, read_call_result
 from elastic_aio.spec.job import Command, Function, LaunchSpec
 
 if TYPE_CHECKING:
-    from elastic_aio.process.calls import Payload
+    from elastic_aio.process.calls import CallResult, Payload
     from elastic_aio.process.forkserver import ForkServer
 
 
@@ -209,6 +208,10 @@ class Program:
 
         Idempotent.  Empty for commands.
         """
+        if not self._results:
+            return {}
+        from elastic_aio.process.calls import read_call_result
+
         return {rank: await read_call_result(result) for rank, result in self._results.items()}
 
     async def forget_results(self) -> None:
@@ -217,7 +220,10 @@ class Program:
         Idempotent; safe to call again after cancellation.
         """
         results, self._results = [*self._results.values()], {}
-        await close_results(results)
+        if results:
+            from elastic_aio.process.calls import close_results
+
+            await close_results(results)
 
     def on_group_started(self) -> None:
         """Close the calls if no further attempt can follow.

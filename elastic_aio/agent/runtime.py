@@ -46,7 +46,6 @@ from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
-from elastic_aio.agent.retention import remove_old_attempts, remove_old_runs
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import PausableClock, run_shielded
 from elastic_aio.errors import HostError, SpawnError
@@ -251,7 +250,10 @@ class LocalRuntime:
             limit.release(self._reserved)
             self._reserved = 0
         has_logs = self.output.remove_empty()
-        await remove_old_runs(self.spec, self.output.directory, self.publish)
+        if self.spec.logs.keep_runs is not None:
+            from elastic_aio.agent.retention import remove_old_runs
+
+            await remove_old_runs(self.spec, self.output.directory, self.publish)
         self.output.directory.close()
         self.attempt = -1
         return has_logs
@@ -329,7 +331,10 @@ class LocalRuntime:
             SpawnError: the directory cannot be made.
         """
         await self.program.forget_results()
-        await remove_old_attempts(self.spec, self.output.directory, attempt)
+        if self.spec.logs.keep_attempts is not None:
+            from elastic_aio.agent.retention import remove_old_attempts
+
+            await remove_old_attempts(self.spec, self.output.directory, attempt)
         self.output.begin_attempt(attempt, group_rank)
 
     def _stacks_directory(self, attempt: int) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -33,13 +34,15 @@ from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
 from elastic_aio.process import proc_scan
 from elastic_aio.process.base import Child, ChildExit
-from elastic_aio.process.calls import CallResult
 from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import compile_patterns
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
+
+if TYPE_CHECKING:
+    from elastic_aio.process.calls import CallResult
 
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
 # suspended.  Its imports are not waited for.

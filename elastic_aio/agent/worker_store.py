@@ -21,7 +21,7 @@ from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.store.sockets import BACKLOG, bind_listeners, port_owner
+from elastic_aio.store.sockets import BACKLOG, bind_listeners, port_owner, without_idna
 
 if TYPE_CHECKING:
     from elastic_aio.store.limits import Dropped
@@ -340,7 +340,7 @@ def _bindable(address: str) -> str | None:
     """
     try:
         family, kind, _, _, sockaddr = socket.getaddrinfo(
-            address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+            without_idna(address), 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
         )[0]
         with socket.socket(family, kind) as probe:
             probe.bind(sockaddr)

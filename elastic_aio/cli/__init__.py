@@ -167,6 +167,8 @@ def _run(
     is_launch: bool = False,
 ) -> int:
     """Run `aio-elastic run`; the guardian starts while the launcher is being imported."""
+    if owns_process:
+        gc.disable()  # the modules that are imported are no garbage
     from elastic_aio.cli.options import UsageError, print_error
     from elastic_aio.cli.torchrun import parse_run
     from elastic_aio.process.guardian_process import spawned_early
@@ -182,6 +184,9 @@ def _run(
     with spawned_early(request.spec.stop, request.spec.python):
         from elastic_aio.cli.run import main_run
 
+        if owns_process:
+            gc.freeze()
+            gc.enable()
         return main_run(request, owns_process=owns_process)
 
 

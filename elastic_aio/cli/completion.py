@@ -18,7 +18,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.cli.options import OptionParser, UsageError, invalid_value, print_error
+from elastic_aio.cli.options import UsageError, invalid_value, print_error
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.text import did_you_mean
 
 _SHELLS: Final = ("bash", "zsh", "fish")

@@ -22,14 +22,8 @@ from elastic_aio.cli.local_jobs import (
     job_parser,
     run_command,
 )
-from elastic_aio.cli.options import (
-    OptionParser,
-    UsageError,
-    invalid_value,
-    parse_int,
-    parse_seconds,
-    print_error,
-)
+from elastic_aio.cli.options import UsageError, invalid_value, parse_int, parse_seconds, print_error
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
     MEASURED_S,
@@ -56,8 +50,8 @@ from elastic_aio.control.protocol import (
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobState, signal_name
 from elastic_aio.process.rusage import with_usage
+from elastic_aio.ranks import format_ranks
 from elastic_aio.spec.checks import signal_number
-from elastic_aio.stacks import format_ranks
 from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, jsonable, one_line
 

@@ -18,14 +18,8 @@ import sys
 from collections.abc import Sequence
 
 from elastic_aio.cli.local_events import main_local_events, print_event
-from elastic_aio.cli.options import (
-    OptionParser,
-    UsageError,
-    add_timeout_option,
-    invalid_value,
-    parse_int,
-    print_error,
-)
+from elastic_aio.cli.options import UsageError, invalid_value, parse_int, print_error
+from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from elastic_aio.cli.options import OptionParser, UsageError, print_error
+from elastic_aio.cli.options import UsageError, print_error
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.text import error_reason
 
 _VARIABLE = "PYTHONPATH"

@@ -20,13 +20,8 @@ from typing import Any, Final
 
 import msgspec
 
-from elastic_aio.cli.options import (
-    OptionParser,
-    UsageError,
-    add_timeout_option,
-    parse_seconds,
-    print_error,
-)
+from elastic_aio.cli.options import UsageError, parse_seconds, print_error
+from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error

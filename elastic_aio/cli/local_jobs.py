@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from elastic_aio.cli.options import OptionParser, UsageError, invalid_value, print_error
+from elastic_aio.cli.options import UsageError, invalid_value, print_error
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.control.client import RunningJob, ask, find_jobs
 from elastic_aio.control.protocol import ControlError, ControlRequest, ErrorReply, Reply
 from elastic_aio.process.base import reason_of

@@ -50,7 +50,7 @@ RETENTION_OPTIONS: Final = (
 )
 
 _PREFIX_VARIABLE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_SIZE: Final = re.compile(r"(\d{1,15})([KMGT]?)", re.IGNORECASE | re.ASCII)
+_SIZE: Final = r"(?ai)(\d{1,15})([KMGT]?)"
 _UNITS: Final = ("", "K", "M", "G", "T")
 
 
@@ -125,7 +125,7 @@ def _ranks(value: str) -> frozenset[int]:
 
 def _size(option: str, text: str) -> int:
     """Return a number of bytes, with a unit of 1024 (`K`, `M`, `G`, `T`) or without."""
-    if (found := _SIZE.fullmatch(text)) is None:
+    if (found := re.fullmatch(_SIZE, text)) is None:
         raise invalid_value(option, "must be a size such as '100M' or '65536'", text)
     return int(found[1]) << (10 * _UNITS.index(found[2].upper()))
 

@@ -8,13 +8,11 @@ which also finds the script.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -31,7 +29,7 @@ LOOPS: Final = ("auto", "asyncio", "uvloop")
 _UVLOOP_DESCRIPTORS: Final = 32
 """Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
 
-_OPTION_LIKE: Final = re.compile(r"-(?!\d+$|\d*\.\d+$)[^ ]+$")
+_OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 
 
 class UsageError(Exception):
@@ -63,30 +61,6 @@ class Option(Struct, frozen=True):
     @property
     def variable(self) -> str:
         return variable_of(self.name)
-
-
-class OptionParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError` where argparse prints usage and exits."""
-
-    captured: ClassVar[list[OptionParser] | None] = None
-    """Where shell completion gets the parsers whose help would be printed; None prints it."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message and unknown.startswith("-"):
-            message += did_you_mean(unknown.split()[0].partition("=")[0], self.option_names())
-        raise UsageError(message.removeprefix("argument "))
-
-    def option_names(self) -> list[str]:
-        """Return the options in their long spelling."""
-        return [name for name in self._option_string_actions if name.startswith("--")]
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help, or leave the parser itself in `captured`."""
-        if self.captured is None:
-            super().print_help(file)
-        else:
-            self.captured.append(self)
 
 
 def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
@@ -129,7 +103,7 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
             # Joined, so that argparse accepts a value that begins with a dash.
             joined = words[-1] + ("=" if words[-1].startswith("--") else "") + rest[0]
             # Where argparse refuses it, so do we: with `--log-dir $UNSET --tee 3`, for example.
-            if _OPTION_LIKE.match(rest[0]):
+            if re.match(_OPTION_LIKE, rest[0]):
                 problem = f"needs a value; if it is one, write {joined}"
                 raise invalid_value(words[-1], problem, rest[0])
             words[-1] = joined
@@ -157,27 +131,23 @@ def _unknown_option(word: str, known: Iterable[str]) -> UsageError:
     return UsageError(f"{word}: is not an option{meant} (aio-elastic run --help lists the options)")
 
 
-def option_parser(options: Sequence[Option], epilog: str, prog: str) -> OptionParser:
-    """Return the parser of the words that `split_options` returns."""
-    parser = OptionParser(
-        prog=prog,
-        usage=f"{prog} [options] script [arguments of the script]",
-        description="Run a script as a group of worker processes; restart the group when a"
-        " worker fails.",
-        epilog=epilog,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-    )
-    for option in options:
-        names = [option.short] if option.short else []
-        names.append(f"--{option.name}")
-        if option.is_flag:
-            parser.add_argument(
-                *names, dest=option.dest, help=option.help, action="store_const", const="1"
-            )
-        else:
-            parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
-    return parser
+def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, str | None] | None:
+    """Return the value of each option, by its `dest`, in the words of `split_options`.
+
+    A request for help and words of other forms are for `option_parser`: then it is None.
+    """
+    known = {f"--{option.name}": option for option in options}
+    known |= {option.short: option for option in options if option.short}
+    values: dict[str, str | None] = {option.dest: None for option in options}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            name, value = word[:2], word[2:]
+        option = known.get(name)
+        if option is None or value.startswith("=") or option.is_flag == bool(equals or value):
+            return None
+        values[option.dest] = "1" if option.is_flag else value
+    return values
 
 
 def variable_of(name: str) -> str:
@@ -243,28 +213,6 @@ def parse_seconds(
             bound = f"below {limit:.0f}"
         raise invalid_value(option, f"must be a number of seconds {bound}", text)
     return seconds
-
-
-def add_timeout_option(parser: OptionParser, default: int, purpose: str) -> None:
-    """Add `--timeout SECONDS` to a sub-command that connects to a store."""
-    parser.add_argument(
-        "--timeout",
-        type=lambda text: parse_seconds("--timeout", text, is_positive=True, limit=1e9),
-        default=float(default),
-        metavar="SECONDS",
-        help=f"{purpose} (default {default})",
-    )
-
-
-def add_token_option(parser: OptionParser, purpose: str) -> None:
-    """Add `--token-file FILE`; its value is `token`, the text of the file."""
-    parser.add_argument(
-        "--token-file",
-        type=partial(read_token, "--token-file"),
-        dest="token",
-        metavar="FILE",
-        help=f"{purpose} (default: no token)",
-    )
 
 
 def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:

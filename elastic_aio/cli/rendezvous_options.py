@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
@@ -15,7 +15,6 @@ from elastic_aio.cli.options import (
     parse_seconds,
     read_token,
 )
-from elastic_aio.cli.rdzv_conf import Conf, parse_conf
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import NodeRange
@@ -29,7 +28,9 @@ from elastic_aio.spec.rendezvous import (
     engine_port,
 )
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
+
+if TYPE_CHECKING:
+    from elastic_aio.cli.rdzv_conf import Conf
 
 Values = Mapping[str, str | None]
 
@@ -125,15 +126,14 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     backend = values["rdzv_backend"] or ("static" if is_many else "c10d")
     if values["rdzv_backend"]:
         check_backend(backend)
-    conf = parse_conf(values["rdzv_conf"] or "", backend)
+    conf = _conf(values, backend, is_many=is_many)
     port = None
     if (text := values["master_port"]) is not None:
         port = parse_number("--master-port", text, least=1, most=65535, unit="a port")
     rank = _node_rank(values, env if is_many else {})
     endpoint = _endpoint(values, port, backend if is_many else "")
-    is_torchrun = bool(values["torchrun_defaults"])
-    settings = {**(TORCHRUN_DEFAULTS["rendezvous"] if is_torchrun else {}), **conf.settings}
-    if is_many:
+    settings = {**_defaults(values), **({} if conf is None else conf.settings)}
+    if conf is not None and is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
         settings |= read_secrets(conf)
         if backend == "static":
@@ -157,7 +157,7 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
         endpoint=endpoint,
         node_rank=None if rank is None else rank[1],
         local_addr=values["local_addr"] or None,
-        conf=conf.pairs,
+        conf={} if conf is None else conf.pairs,
         **settings,
     )
     is_taken = any(endpoint.endswith(f":{port}") for endpoint in spec.endpoints)
@@ -165,6 +165,24 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     address = None if is_many or port is None else values["master_addr"]
     port = None if is_many and is_taken else port
     return RendezvousOptions(nodes, spec, address or None, port, tuple(warnings))
+
+
+def _conf(values: Values, backend: str, *, is_many: bool) -> Conf | None:
+    """Return the parsed `--rdzv-conf`; None for one node without any."""
+    text = values["rdzv_conf"] or ""
+    if not text and not is_many and backend != "static":
+        return None
+    from elastic_aio.cli.rdzv_conf import parse_conf
+
+    return parse_conf(text, backend)
+
+
+def _defaults(values: Values) -> Mapping[str, Any]:
+    if not values["torchrun_defaults"]:
+        return {}
+    from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
+
+    return TORCHRUN_DEFAULTS["rendezvous"]
 
 
 def read_secrets(conf: Conf) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from elastic_aio.cli.options import (
     Option,
@@ -15,7 +15,6 @@ from elastic_aio.cli.options import (
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
-from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
 RESTART_OPTIONS: Final = (
     Option(
@@ -89,7 +88,11 @@ def parse_restart_options(values: Mapping[str, str | None], max_restarts: int) -
         if values[name] is not None and not max_restarts:
             problem = "has no effect unless --max-restarts is at least 1"
             raise invalid_value(_option(name), problem, values[name])
-    settings = dict(TORCHRUN_DEFAULTS["restart"]) if values["torchrun_defaults"] else {}
+    settings: dict[str, Any] = {}
+    if values["torchrun_defaults"]:
+        from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
+
+        settings |= TORCHRUN_DEFAULTS["restart"]
     if (text := values["healthy_after"]) is not None:
         seconds = parse_seconds("--healthy-after", text, is_positive=True, limit=_LIMIT)
         settings["healthy_after"] = seconds

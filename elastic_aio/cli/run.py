@@ -13,7 +13,6 @@ from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, pars
 from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
-from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.launcher import (
     receive_signals,
@@ -30,7 +29,6 @@ from elastic_aio.signals import ReceivedSignals
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
-from elastic_aio.worker.recorder import worker_error
 
 if TYPE_CHECKING:
     from elastic_aio.cli.sd_notify import ServiceNotifier
@@ -122,6 +120,8 @@ async def _run(
     def on_event(event: Event) -> None:
         printer.on_event(event)
         if recorder is not None:
+            from elastic_aio.event_json import event_to_json  # most jobs write no events
+
             recorder.put(event_to_json(event) + b"\n")
 
     try:
@@ -226,6 +226,8 @@ def _write_error_file(error: Exception) -> None:
     warning = None
     try:
         if root is None:
+            from elastic_aio.worker.recorder import worker_error
+
             write_error_file(worker_error(error, target))
         elif root.error is not None and root.error.path:
             warning = pass_on_error_file(root, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_aio.cli.options import OptionParser, add_token_option
+from elastic_aio.cli.parser import OptionParser, add_token_option
 from elastic_aio.cli.rdzv_conf import parse_conf
 from elastic_aio.cli.rendezvous_options import check_backend, read_secrets
 from elastic_aio.cli.tls_options import add_client_tls_options, tls_of

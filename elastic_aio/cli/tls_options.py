@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from elastic_aio.cli.options import OptionParser, UsageError, invalid_value
+from elastic_aio.cli.options import UsageError, invalid_value
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.tls import TlsSpec
 

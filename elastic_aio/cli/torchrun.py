@@ -19,20 +19,18 @@ from elastic_aio.cli.options import (
     Option,
     UsageError,
     invalid_value,
-    option_parser,
     parse_int,
     parse_seconds,
+    plain_values,
     split_options,
     value_from_env,
 )
-from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES, TLS
 from elastic_aio.cli.rendezvous_options import (
     Values,
     parse_rendezvous_options,
 )
 from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
 from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
-from elastic_aio.cli.suggestions import argument_warnings, variable_warnings
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
@@ -41,7 +39,6 @@ from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
 from elastic_aio.worker.context import RUN_ID, TIMER_FILE, is_in_worker
-from elastic_aio.worker.scripts import run_script
 
 _DEADLINES = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
 """Options that are deadlines of the workers, by their `dest`."""
@@ -113,7 +110,11 @@ def parse_run(
     accepted = (*RUN_OPTIONS, USE_ENV) if is_launch else RUN_OPTIONS
     options, program = split_options(argv, accepted)
     env, notes = outside_worker(env)
-    values = vars(option_parser(accepted, RUN_EPILOG, prog).parse_args(options))
+    values = plain_values(options, accepted)
+    if values is None:
+        from elastic_aio.cli.parser import option_parser
+
+        values = vars(option_parser(accepted, RUN_EPILOG, prog).parse_args(options))
     if not program:
         raise UsageError(f"a script is required: {prog} [options] script [arguments]")
     variables: dict[str, str] = {}
@@ -157,10 +158,18 @@ def _misplaced(
     argv: Sequence[str], program: list[str], accepted: Sequence[Option], env: Mapping[str, str]
 ) -> list[str]:
     """Return a line for what has no effect where it stands: variables, and the script's words."""
+    args = program[1:]
+    # The module is imported only where one of them may have no effect.
+    if not any(name.startswith("PET_") for name in env) and not any(
+        word.startswith("--") for word in args
+    ):
+        return []
+    from elastic_aio.cli.suggestions import argument_warnings, variable_warnings
+
     warnings = variable_warnings(env, accepted)
     # `--` before the script says that all words after it are the script's.
     if list(argv[-len(program) - 1 : -len(program)]) != ["--"]:
-        warnings += argument_warnings(program[0], program[1:], accepted)
+        warnings += argument_warnings(program[0], args, accepted)
     return warnings
 
 
@@ -286,6 +295,8 @@ def _program(
     """Return what the workers run, and its arguments; --run-path wins, as in torchrun."""
     script, *args = program
     if values["run_path"]:
+        from elastic_aio.worker.scripts import run_script
+
         return Function(run_script, script), program
     if values["module"] and values["no_python"]:
         raise UsageError("-m/--module: excludes --no-python")
@@ -377,9 +388,7 @@ _OPTION_OF_FIELD = {
     "rendezvous.endpoint": "--rdzv-endpoint",
     "endpoint": "--rdzv-endpoint",
     "address": "--http",
-    **{f"rendezvous.{key}": f"--rdzv-conf: {key}" for key in (*TIMES, *SWITCHES)},
     "rendezvous.token": "--rdzv-conf: token_file",
-    **{key.replace("_", ".", 1): f"--rdzv-conf: {key}" for key in TLS},
     "rendezvous.conf": "--rdzv-conf",
     "run_id": "--rdzv-id",
     "restart.window": "--restart-window",
@@ -406,6 +415,13 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
 
 def _option_of(field: str) -> str:
     """Return the option that sets a field of the spec; the field if there is none."""
-    name = field.rpartition(".")[2]
+    if option := _OPTION_OF_FIELD.get(field):
+        return option
+    from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES, TLS
+
+    part, _, name = field.rpartition(".")
+    for key in (name if part == "rendezvous" else "", field.replace(".", "_")):
+        if key in (*TIMES, *SWITCHES, *TLS):
+            return f"--rdzv-conf: {key}"
     same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
-    return _OPTION_OF_FIELD.get(field) or next(same_name, field)
+    return next(same_name, field)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
-from elastic_aio.stacks import format_ranks
+from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
 from elastic_aio.text import jsonable
 

@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_aio.aio import create_task
-from elastic_aio.logs.reader import LogLine, LogReader
+from elastic_aio.logs.lines import LogLine
 from elastic_aio.logs.sink import Sink, SinkLost, open_sink
+
+if TYPE_CHECKING:
+    from elastic_aio.logs.reader import LogReader
 
 _LINES_AT_ONCE = 100
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -85,7 +83,7 @@ class RunDirectory:
             try:
                 parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
-                directory = cls(tempfile.mkdtemp("", run_prefix(run_id, host), parent))
+                directory = cls(_make_unique(run_prefix(run_id, host), parent))
                 if spec.keep_runs is not None:
                     directory.lock()
                 return directory
@@ -95,7 +93,7 @@ class RunDirectory:
                 raise SpecError("logs.log_dir", spec.log_dir, problem) from error
         has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)
         try:
-            path = tempfile.mkdtemp("", f"elastic_aio_{run_prefix(run_id, host)}")
+            path = _make_unique(f"elastic_aio_{run_prefix(run_id, host)}")
         except OSError as error:
             if not has_logs:
                 return cls(None)
@@ -224,7 +222,7 @@ class RunDirectory:
         """Remove the directories of the attempts up to `last`; blocks."""
         for attempt, directory in _numbered(self.path or "", "attempt_"):
             if attempt <= last:
-                shutil.rmtree(directory, ignore_errors=True)
+                _remove(directory)
 
     def remove_old_runs(self, keep: int) -> None:
         """Remove the directories of older runs beside this one that have ended; blocks.
@@ -251,7 +249,7 @@ class RunDirectory:
             for _, path in found:
                 # The lock file last: a removal that does not come to its end is continued later.
                 RunDirectory(path).remove_attempts(sys.maxsize)
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def close(self) -> None:
         """Note that the run has ended.  Idempotent."""
@@ -344,3 +342,27 @@ def _open_relay(path: str) -> Relay:
     except OSError:
         os.close(file)
         raise
+
+
+def _make_unique(prefix: str, parent: str | None = None) -> str:
+    """Do what `tempfile.mkdtemp` does, whose import takes as long as that of ten modules here.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+    if "tempfile" not in sys.modules:  # else the program may have set `tempfile.tempdir`
+        variables = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
+        beside = parent or next(filter(None, variables), "/tmp")
+        path = os.path.abspath(f"{beside}/{prefix}{os.urandom(4).hex()}")
+        with suppress(OSError):
+            os.mkdir(path, 0o700)
+            return path
+    import tempfile
+
+    return tempfile.mkdtemp("", prefix, parent)
+
+
+def _remove(directory: str) -> None:
+    import shutil  # few jobs remove logs
+
+    shutil.rmtree(directory, ignore_errors=True)

@@ -18,44 +18,15 @@ from io import BytesIO
 from itertools import count
 from types import TracebackType
 
-import msgspec
-
 from elastic_aio.aio import create_task, read_cached, run_in_thread
 from elastic_aio.logs.file_end import open_log
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.lines import LogLine
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 
 # Bytes of one read, and of the longest line.
 _CHUNK = 128 * 1024
 _LINE_MAX = 64 * 1024
-
-
-class LogLine(msgspec.Struct, frozen=True, gc=False):
-    """A line that a worker has written.
-
-    A line of more than 64 KiB may come in pieces, of which the last ends the line.
-    """
-
-    rank: int
-    """Global rank of the worker."""
-    stream: str
-    """`stdout`, `stderr`, or `output` if both are captured in one file."""
-    attempt: int
-    """The attempt, from 0."""
-    time: float
-    """Unix seconds when it was seen, at the latest: a file without a tee or capture is not
-    watched before a reader comes, so its lines have the time of its last change by then."""
-    raw: bytes
-    """The bytes, with the newline if there is one."""
-    missed: int | None = 0
-    """Bytes of the stream before this line that are not in its file any more; None if their
-    number is unknown.  If nothing follows them, `raw` is empty."""
-
-    @property
-    def text(self) -> str:
-        """The line as a terminal shows it: without its end, the last state of a progress bar."""
-        line = self.raw.decode("utf-8", "replace").rstrip("\r\n")
-        return line.rpartition("\r")[2] if "\r" in line else line
 
 
 class LogReader:

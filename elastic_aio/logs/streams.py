@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from elastic_aio.errors import SpecError
 from elastic_aio.logs.line_times import LineTimes
-from elastic_aio.stacks import format_ranks
+from elastic_aio.ranks import format_ranks
 
 # Attempts of which the files are known, as in a job's result.
 _ATTEMPTS_MAX = 100
 
 
-@dataclass(eq=False, slots=True)
-class LoggedStream:
+class LoggedStream(Struct, eq=False):
     """A stream of a worker that is in a file."""
 
     rank: int

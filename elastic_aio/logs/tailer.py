@@ -7,10 +7,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import (
     Frame,
@@ -24,6 +24,9 @@ from elastic_aio.logs.lines import (
 )
 from elastic_aio.logs.log_file import CHUNK, LogFile
 from elastic_aio.logs.sink import Sink, styled
+
+if TYPE_CHECKING:
+    from elastic_aio.logs.line_filter import LineFilter
 
 # Seconds between unfinished lines (progress bars) of one file that a pipe gets.
 _FRAME_INTERVAL_S = 1.0

@@ -13,16 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.inotify import IN_MODIFY, IN_OPEN, InotifyWatcher
-from elastic_aio.logs.line_filter import LineFilter
 from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
 from elastic_aio.logs.tailer import LogTailer
 from elastic_aio.text import counted, error_reason
+
+if TYPE_CHECKING:
+    from elastic_aio.logs.line_filter import LineFilter
 
 # Seconds until a file that could not be read is read again, if it does not grow earlier.
 _RETRY_S = 0.5

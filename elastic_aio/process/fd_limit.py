@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 
 from msgspec.structs import replace
 
@@ -122,6 +121,8 @@ def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
         return replace(spec, call=limited)
     check_program(spec)
     wrapper: tuple[str, ...]
+    import shutil  # few programs raise the limit
+
     if prlimit := shutil.which("prlimit"):
         wrapper = (prlimit, f"--nofile={soft}:", "--")
     else:

@@ -24,7 +24,7 @@ TOKEN_MIN: Final = 16
 """Characters of a token.  Its proofs can be compared with guesses, so it must not be guessed."""
 
 _LABEL: Final = re.compile(r"(?=[_-]*[^\W_])[\w-]{1,63}")
-_IPV6: Final = re.compile(r"[0-9a-fA-F:.]+(?:%[\w.-]+)?")
+_IPV6: Final = r"[0-9a-fA-F:.]+(?:%[\w.-]+)?"
 
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
 
@@ -236,6 +236,6 @@ def is_host_name(host: str) -> bool:
     underscores, as names of containers do, and letters of other scripts.
     """
     if ":" in host:
-        return _IPV6.fullmatch(host) is not None
+        return re.fullmatch(_IPV6, host) is not None
     labels = host.removesuffix(".").split(".")
     return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)

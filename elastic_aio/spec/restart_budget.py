@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.restart import SETTLED_S, UNLIMITED, RestartAction, RestartPolicy
 from elastic_aio.text import counted
 
 
-@dataclass(frozen=True, slots=True)
-class RestartDecision:
+class RestartDecision(Struct, frozen=True):
     """Whether another attempt follows."""
 
     restart: bool
@@ -29,8 +28,7 @@ HistoryCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 51)]
 """A number in messages of nodes; what follows it can be sent too."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartHistory:
+class RestartHistory(Struct, frozen=True):
     """What a budget has counted, for the budget of another node; ages in seconds."""
 
     restarts: HistoryCount = 0

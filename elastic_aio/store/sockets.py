@@ -86,6 +86,13 @@ def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
+def without_idna(host: str | None) -> str | bytes | None:
+    """Return a host as `getaddrinfo` wants it: for a text, it loads the tables of IDNA."""
+    if host is not None and host.isascii() and host.replace(".", "").isdecimal():
+        return host.encode()
+    return host
+
+
 def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:
     """Return bound sockets for each address of `host`; None means all interfaces.
 
@@ -97,7 +104,10 @@ def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[soc
     """
     try:
         infos = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+            without_idna(host),
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG,
         )
     except (OSError, UnicodeError) as error:
         raise HostError(f"no address for host {host!r}: {error}") from None

@@ -6,27 +6,36 @@ address.  `expires` sets a deadline for a block.  `ready`, `heartbeat`, `progres
 report to the launcher.  `pending_change` returns what the worker is about to be restarted for,
 and `agree_to_change` agrees to that.
 Nothing here imports asyncio, or anything outside the standard library.
+
+The names load on first use: a launcher needs those of `context` only.
 """
 
-from elastic_aio.lazy import document_classes
-from elastic_aio.worker.context import WorkerContext
-from elastic_aio.worker.membership import PendingChange, agree_to_change, pending_change
-from elastic_aio.worker.notify import heartbeat, phase, progress, ready
-from elastic_aio.worker.recorder import record
-from elastic_aio.worker.timers import Timer, expires
+from __future__ import annotations
 
-__all__ = [
-    "PendingChange",
-    "Timer",
-    "WorkerContext",
-    "agree_to_change",
-    "expires",
-    "heartbeat",
-    "pending_change",
-    "phase",
-    "progress",
-    "ready",
-    "record",
-]
+from typing import TYPE_CHECKING
 
-document_classes(globals())
+from elastic_aio.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from elastic_aio.worker.context import WorkerContext as WorkerContext
+    from elastic_aio.worker.membership import PendingChange as PendingChange
+    from elastic_aio.worker.membership import agree_to_change as agree_to_change
+    from elastic_aio.worker.membership import pending_change as pending_change
+    from elastic_aio.worker.notify import heartbeat as heartbeat
+    from elastic_aio.worker.notify import phase as phase
+    from elastic_aio.worker.notify import progress as progress
+    from elastic_aio.worker.notify import ready as ready
+    from elastic_aio.worker.recorder import record as record
+    from elastic_aio.worker.timers import Timer as Timer
+    from elastic_aio.worker.timers import expires as expires
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "elastic_aio.worker.context": "WorkerContext",
+            "elastic_aio.worker.membership": "PendingChange agree_to_change pending_change",
+            "elastic_aio.worker.notify": "heartbeat phase progress ready",
+            "elastic_aio.worker.recorder": "record",
+            "elastic_aio.worker.timers": "Timer expires",
+        },
+    )

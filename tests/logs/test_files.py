@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_a_missing_temporary_directory_is_an_error_only_for_logs(
     assert RunDirectory.make(LogSpec(), "r").path is None
     with pytest.raises(HostError, match=r"set log_dir$"):
         RunDirectory.make(ALL, "r")
+
+
+def test_a_temporary_directory_is_that_of_tempfile_without_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the variable names none that can be used."""
+    monkeypatch.delitem(sys.modules, "tempfile")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    path = Path(RunDirectory.make(ALL, "r").path or "")
+    assert (path.parent, stat.S_IMODE(path.stat().st_mode)) == (tmp_path, 0o700)
+    assert path.name.startswith("elastic_aio_r_")
+    assert "tempfile" not in sys.modules
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    monkeypatch.setenv("TEMP", str(tmp_path))
+    assert Path(RunDirectory.make(ALL, "r").path or "").parent == tmp_path
 
 
 def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, devnull: int) -> None:

@@ -1,0 +1,93 @@
+"""What the start of a job loads and compiles: numbers that the load of a host does not change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.cli import run_program
+
+# The guardian is spawned first, then the workers.
+PROGRAM = """
+import gc, json, sys
+before, spawned, compiled = {*sys.modules}, [], 0
+def count(event, args):
+    global compiled
+    if event == "subprocess.Popen":
+        modules = [name for name in sys.modules if name not in before]
+        found = {"modules": modules, "compiled": compiled, "collects": gc.isenabled()}
+        spawned.append(found)
+    elif event == "exec" and sys._getframe(1).f_globals["__name__"] == "dataclasses":
+        compiled += 1
+sys.addaudithook(count)
+from elastic_aio.cli import entry
+sys.argv[1:] = ["run", "--nproc-per-node=2", "--no-python", "/bin/true"]
+code = entry()
+print(json.dumps(spawned))
+sys.exit(code)
+"""
+
+MODULES_MAX = 97
+"""Modules of this package when the first worker is spawned; each takes half a millisecond."""
+COMPILED_MAX = 191
+"""Texts that `dataclass` writes and compiles by then: with Python 3.11 one for each method."""
+
+FOR_OTHER_JOBS = """
+agent.decision agent.forensics agent.multi_node_driver agent.retention agent.timers
+cli.event_handlers cli.parser cli.rdzv_conf cli.schedulers cli.sd_notify cli.suggestions
+cli.tls_options discovery event_json hardware http logs.line_filter logs.reader logs.trimmer
+multiprocessing process.calls process.fork process.forkserver rendezvous spec.torchrun stacks
+store.client store.server store.tls worker.bootstrap worker.membership worker.notify
+worker.plain_value worker.recorder worker.scripts worker.timers
+"""
+
+STANDARD = """
+argparse bz2 concurrent.futures.thread email encodings.idna gettext hashlib http
+importlib.metadata lzma multiprocessing pickle random shutil tempfile unicodedata urllib zlib
+"""
+"""Modules of the standard library that such a start does without."""
+
+
+@pytest.fixture(scope="module")
+def spawned() -> list[Any]:
+    """What is loaded and compiled when the guardian is spawned, and when the workers are."""
+    ended = run_program([sys.executable, "-c", PROGRAM])
+    assert ended.code == 0, ended.err
+    found: list[Any] = json.loads(ended.out)
+    assert len(found) == 3
+    return found
+
+
+def loaded(modules: list[str], unwanted: str, package: str = "") -> set[str]:
+    """Return the unwanted modules, and those of unwanted packages, that are loaded."""
+    names = {f"{package}{name}" for name in unwanted.split()}
+    return {name for name in modules if name in names or name.rpartition(".")[0] in names}
+
+
+def test_the_guardian_starts_before_the_event_loop_is_imported(spawned: list[Any]) -> None:
+    """Its interpreter starts meanwhile, and no worker may start before."""
+    assert not loaded(spawned[0]["modules"], "asyncio ssl socket logging concurrent.futures")
+
+
+def test_a_start_loads_few_modules(spawned: list[Any]) -> None:
+    ours = [name for name in spawned[1]["modules"] if name.partition(".")[0] == "elastic_aio"]
+    assert len(ours) <= MODULES_MAX, ours
+
+
+def test_a_start_loads_no_module_of_another_job(spawned: list[Any]) -> None:
+    """Those of several nodes, functions, watchdogs and the like are loaded where they are used."""
+    modules = spawned[1]["modules"]
+    assert not loaded(modules, FOR_OTHER_JOBS, "elastic_aio.")
+    assert not loaded(modules, STANDARD)
+
+
+def test_a_start_compiles_few_methods(spawned: list[Any]) -> None:
+    assert spawned[1]["compiled"] <= COMPILED_MAX
+
+
+def test_garbage_is_collected_when_all_modules_are_imported(spawned: list[Any]) -> None:
+    """Not before: they are no garbage, and take a fortieth of the start to look through."""
+    assert [each["collects"] for each in spawned] == [False, True, True]
