@@ -41,7 +41,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
-from elastic_aio.aio import create_task
+from elastic_aio.aio import create_task, set_result_if_pending
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process.base import (
     Child,
@@ -246,7 +246,7 @@ class _AsyncioChild(PidfdChild):
         """Watch a child that has just been started; takes the watch of `look`."""
         if look.watch is None:
             look.open(process.pid)
-        super().__init__(process.pid, look.descriptor)
+        super().__init__(process.pid, look.descriptor, asyncio.get_running_loop().create_future())
         self._process = process
         self._look = look
         look.on_end = self._on_end
@@ -278,6 +278,7 @@ class _AsyncioChild(PidfdChild):
         if status.returncode is None and task.result() != 255:
             status = ExitStatus.from_returncode(task.result())
         self._set_exit(status, usage)
+        set_result_if_pending(self.reaped, self.exited.result())
 
     def _set_exit(self, status: ExitStatus, usage: ResourceUsage | None) -> None:
         if not self.exited.done():

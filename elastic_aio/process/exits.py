@@ -142,13 +142,17 @@ class PidfdChild:
     _is_reaped_here = True
     """Whether its pid cannot be another process's before this loop has noticed its end."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
+    def __init__(
+        self, pid: int, pidfd: int, reaped: asyncio.Future[ChildExit] | None = None
+    ) -> None:
+        """Begin; `reaped` is done when it is reaped, if that follows its exit."""
         self.pid = pid
         self._parent = os.getpid()
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
+        self.reaped = reaped or self.exited
         self._pidfd = pidfd
         subreaper.own.add(pid)
-        self.exited.add_done_callback(lambda _: subreaper.own.discard(pid))
+        self.reaped.add_done_callback(lambda _: subreaper.own.discard(pid))
 
     def __repr__(self) -> str:
         state = str(self.exited.result().status) if self.exited.done() else "running"

@@ -57,7 +57,7 @@ from msgspec import Struct
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc_scan, stop_order
 from elastic_aio.process.base import Child
-from elastic_aio.process.exits import Watches
+from elastic_aio.process.exits import PidfdChild, Watches
 from elastic_aio.process.orphans import Orphans
 from elastic_aio.process.session_list import SessionList, WorkerSession
 from elastic_aio.process.signal_actions import is_ended_by, receivers_of
@@ -69,6 +69,8 @@ _SLICE_S = 0.002
 _RESERVE = 2
 # Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
+# Seconds for which a stop waits, at most, until what has ended is reaped.
+_REAPED_S = 1.0
 _BLIND_S = 0.25
 # While leaders end one after the other: seconds of scans at once, then their part of the time.
 _SCANS_AT_ONCE_S = 0.05
@@ -252,7 +254,7 @@ class ProcessTree:
         """Forget the leaders if two scans find no process; return whether that is so."""
         if await self.descendants() != [] or await self.descendants() != []:
             return False
-        await _run_exit_callbacks()
+        await self._wait_reaped()
         self._forget_ended()
         return True
 
@@ -368,7 +370,7 @@ class ProcessTree:
         """Wait until the leaders are reaped that others have killed; return the rest."""
         running = when_all_done(leader.exited for _, leader in self._running())
         await self._clock.wait_for(running, seconds=seconds)
-        await _run_exit_callbacks()
+        await self._wait_reaped()
         self._forget_ended()
         return [Survivor(leader.pid, "not reaped yet") for _, leader in self._running()]
 
@@ -439,7 +441,7 @@ class ProcessTree:
                     await self._clock.wait_for(*early, seconds=min(left, _RETRY_S))
                 if self._clock.now() >= end or any(event.done() for event in early):
                     return False
-        await _run_exit_callbacks()
+        await self._wait_reaped()
         return True
 
     async def _signal_leaders(self, number: int, watches: Watches, is_ordered: bool) -> None:
@@ -544,6 +546,20 @@ class ProcessTree:
         leaders = self._leaders.items()
         return [(pid, leader) for pid, leader in leaders if not leader.exited.done()]
 
+    async def _wait_reaped(self) -> None:
+        """Wait until what has ended is reaped: asyncio does it in the next iterations.
+
+        The callbacks of the exits run meanwhile.  They call `stop_signals`, whose answer is about
+        to be forgotten.
+        """
+        await asyncio.sleep(0)
+        ended = [
+            leader.reaped
+            for leader in self._leaders.values()
+            if isinstance(leader, PidfdChild) and leader.exited.done()
+        ]
+        await self._clock.wait_for(when_all_done(ended), seconds=_REAPED_S)
+
     def _forget_ended(self) -> None:
         ended = {pid: leader for pid, leader in self._leaders.items() if leader.exited.done()}
         for pid, leader in ended.items():
@@ -599,15 +615,6 @@ class _Yielder:
         if time.perf_counter() > self._end:
             await asyncio.sleep(0)
             self._end = time.perf_counter() + _SLICE_S
-
-
-async def _run_exit_callbacks() -> None:
-    """Let the callbacks of exits run that this iteration of the loop has seen.
-
-    They run one iteration after their future is done, and call `stop_signals`, whose
-    answer is about to be forgotten.
-    """
-    await asyncio.sleep(0)
 
 
 def _continue_leader(pid: int, leader: Child, number: int) -> None:

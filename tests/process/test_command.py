@@ -26,6 +26,7 @@ from elastic_aio.launcher import use_pidfd_child_watcher
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
 from elastic_aio.process.command import command_spawner, spawn_with_asyncio, spawn_with_popen
+from elastic_aio.process.exits import PidfdChild
 
 pytestmark = pytest.mark.both_loops
 
@@ -96,7 +97,9 @@ def spec_of(*argv: str, to: int, **changes: Any) -> ChildSpec:
 
 async def end_of(child: Child) -> ChildExit:
     async with asyncio.timeout(GUARD):
-        return await asyncio.shield(child.exited)
+        await asyncio.shield(child.exited)
+        assert isinstance(child, PidfdChild)
+        return await asyncio.shield(child.reaped)
 
 
 def line_from(descriptor: int) -> str:
