@@ -61,6 +61,9 @@ class CalmRules:
         self._sim.run_until(self._is_together, self._limit_s)
         if not self._nodes or len(self._nodes) < len(self._sim.live_nodes):
             return  # some have succeeded, wait aside, or are on standby
+        rounds = self._sim.checker.rounds.rounds
+        if any(rounds[one.running.round_id].succeeded for one in self._nodes if one.running):
+            return  # a node has succeeded, and is gone
         rules = [self._check_drain, self._check_pause]
         settings, nnodes = self._sim.spec.rendezvous, self._sim.spec.nnodes
         if settings.backend != "static" and len(self._nodes) < nnodes.maximum:
