@@ -115,6 +115,8 @@ class StopRequested(Event, frozen=True, kw_only=True):
     """The signals and graces in order, such as `SIGTERM 25 s, SIGKILL`."""
     signal: int | None = None
     """The signal that the launcher received, or was asked for, if that is the reason."""
+    is_ordered: bool = False
+    """Whether the rendezvous is: another node leaves, fails or joins, or no store answers."""
 
 
 class LeftoversFound(Event, frozen=True, kw_only=True):

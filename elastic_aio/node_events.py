@@ -152,13 +152,10 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
 
 
 class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
-    """This node has found no rendezvous store that it can use, and goes on searching.
-
-    It also says so when its workers are stopped because its store has been silent for too long.
-    """
+    """This node has found no rendezvous store that it can use, and goes on searching."""
 
     why: str
-    """Each endpoint, and why its store cannot be used; or for how long the store was silent."""
+    """Each endpoint, and why its store cannot be used."""
     time_left: float | None
     """Seconds until the search ends; None for a search without a limit."""
 

@@ -42,10 +42,10 @@ def _describe(event: Event) -> tuple[int, str]:
         case events.AttemptFailed():
             return Level.WARNING, _attempt_failed(event)
         case events.Restarting():
-            after = f" in {event.delay:.3g} s" if event.delay else ""
-            return Level.WARNING, f"restarting as attempt {event.attempt}{after}: {event.why}"
+            return Level.WARNING, _restarting(event)
         case events.StopRequested():
-            level = Level.INFO if event.signal is None else Level.WARNING
+            is_known = event.signal is None and not event.is_ordered
+            level = Level.INFO if is_known else Level.WARNING
             return level, f"stopping the workers ({event.plan}): {event.reason}"
         case events.LeftoversFound():
             return Level.WARNING, _leftovers_found(event)
@@ -170,6 +170,12 @@ def _describe_rendezvous(event: Event) -> tuple[int, str]:
             server = ", served by this node" if event.is_host else ""
             return Level.WARNING, f"rendezvous store recovered at {event.endpoint}{server}"
     return Level.DEBUG, repr(event)
+
+
+def _restarting(event: events.Restarting) -> str:
+    after = f" in {event.delay:.3g} s" if event.delay else ""
+    returned = f", {counted(event.returned, 'former restart')} returned" if event.returned else ""
+    return f"restarting as attempt {event.attempt}{after}: {event.why}{returned}"
 
 
 def _signal_forwarded(event: events.SignalForwarded) -> tuple[int, str]:

@@ -311,9 +311,19 @@ EVENTS: list[tuple[Event, int, str]] = [
         "restarting as attempt 1: restart 1 of 2 (max restarts)",
     ),
     (
+        Restarting(attempt=3, why="restart 1 of 2 (max restarts)", delay=0, restarts=3, returned=2),
+        Level.WARNING,
+        "restarting as attempt 3: restart 1 of 2 (max restarts), 2 former restarts returned",
+    ),
+    (
         StopRequested(reason="SIGTERM was received", plan="SIGTERM 25 s, SIGKILL", signal=15),
         Level.WARNING,
         "stopping the workers (SIGTERM 25 s, SIGKILL): SIGTERM was received",
+    ),
+    (
+        StopRequested(reason="b is leaving", plan="SIGTERM 25 s, SIGKILL", is_ordered=True),
+        Level.WARNING,
+        "stopping the workers (SIGTERM 25 s, SIGKILL): b is leaving",
     ),
     (
         StopRequested(reason="local rank 1 failed", plan="SIGTERM 25 s, SIGKILL"),

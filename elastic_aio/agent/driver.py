@@ -321,7 +321,9 @@ class Driver:
                 self._run(effect, self._start_group(effect))
             case StopGroup():
                 if not effect.leftovers_only:
-                    self._current_group.announce_stop(effect.plan, effect.reason, effect.signal)
+                    self._current_group.announce_stop(
+                        effect.plan, effect.reason, effect.signal, is_ordered=effect.is_ordered
+                    )
                 if self._stopping is not None:
                     self._abandon(self._stopping)  # by a longer plan
                 self._stopping = self._run(effect, self._stop_group(effect))

@@ -213,6 +213,7 @@ class AgentMachine(ABC):
         *,
         plan: StopPlan | None = None,
         leftovers_only: bool = False,
+        is_ordered: bool = False,
     ) -> list[Effect]:
         self.phase = AgentPhase.STOPPING
         plan = plan or self._spec.stop
@@ -220,7 +221,8 @@ class AgentMachine(ABC):
             plan = plan.starting_with(signal)
         waiting: list[Effect] = [CancelBackOff()] if self._awaiting else []
         self._awaiting = ""
-        return [*waiting, StopGroup(self.attempt, plan, reason, signal, leftovers_only)]
+        stop = StopGroup(self.attempt, plan, reason, signal, leftovers_only, is_ordered)
+        return [*waiting, stop]
 
     @property
     def _have_all_ended(self) -> bool:

@@ -187,7 +187,8 @@ class StopGroup(Struct, frozen=True):
     """Stop every process of the attempt by `plan`; the result is `GroupStopped`.
 
     A worker that is being spawned is waited for first.  With `leftovers_only` all
-    workers have exited, and only processes that they left behind are stopped.
+    workers have exited, and only processes that they left behind are stopped.  `is_ordered`: the
+    rendezvous wants it.
     """
 
     attempt: int
@@ -195,6 +196,7 @@ class StopGroup(Struct, frozen=True):
     reason: str
     signal: int | None = None
     leftovers_only: bool = False
+    is_ordered: bool = False
 
 
 class CallDecide(Struct, frozen=True):

@@ -169,6 +169,7 @@ class MultiNodeMachine(AgentMachine):
         self._restarts = 0
         self._group_size = 1
         self._next: StartRound | None = None
+        self._peers: PeersFinished | None = None
         self._finish: Finish | None = None
         self._is_member = self._is_leaving = False
         self._published_failure = -1
@@ -222,6 +223,7 @@ class MultiNodeMachine(AgentMachine):
                 is_current = self.phase in LIVE and round == self.round
                 return [event, ShowChange(instruction)] if is_current else [event]
             case PeersFinished(round):
+                self._peers = instruction
                 is_current = self.phase in LIVE and round == self.round
                 return [NotePeers(instruction)] if is_current else []
             case EndJob(outcome):
@@ -287,7 +289,7 @@ class MultiNodeMachine(AgentMachine):
     def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[Effect]:
         """Stop the group if it runs, then follow the newest instruction."""
         if self.phase in LIVE:
-            return self._stop_group(why, plan=plan)
+            return self._stop_group(why, plan=plan, is_ordered=True)
         if self.phase is AgentPhase.STOPPING:
             return []
         return [*self._cancel_barrier(), *self._continue()]
@@ -298,7 +300,8 @@ class MultiNodeMachine(AgentMachine):
             if self._stop is None or not self._is_member or self._is_leaving:
                 return self._done()
             # Without its failures: none of them ends the round.
-            return [SendReport(RoundStopped(self.round)), *self._done(stays=True)]
+            report = RoundStopped(self.round, may_be_leaving=self._may_be_leaving)
+            return [SendReport(report), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
             succeeded = RoundSucceeded(self.round, stopped.first_success)
             return [SendReport(succeeded), *self._after_success()]
@@ -361,7 +364,11 @@ class MultiNodeMachine(AgentMachine):
         self._next = None
         self.round, self._restarts = placement.round, placement.restarts
         self._group_size = placement.span.group_world_size
-        return self._start_group(StartGroup(placement.attempt, placement.restarts, placement))
+        start = StartGroup(placement.attempt, placement.restarts, placement)
+        # With `overlap`, workers of other nodes may have finished before these begin.
+        peers = self._peers
+        is_late = peers is not None and peers.round == placement.round
+        return [*self._start_group(start), *([NotePeers(peers)] if peers and is_late else [])]
 
     # ------------------------------------------------------------------ the end
 

@@ -41,6 +41,7 @@ from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import cancel_and_wait, create_task, wait_forever
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import Event
+from elastic_aio.node_events import RoundWaiting
 from elastic_aio.outcome import Failure, JobState
 from elastic_aio.rendezvous.base import AgentPort, Instruction, NodeInfo, Rendezvous, StartRound
 from elastic_aio.spec.job import LaunchSpec
@@ -49,6 +50,10 @@ from elastic_aio.worker.membership import PendingChange, write_pending_change
 
 RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
 """Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
+
+
+_NOTICE_S = 60.0
+"""Seconds after which a node that has succeeded says that it waits for others."""
 
 
 class MultiNodeDriver(Driver):
@@ -191,10 +196,16 @@ class MultiNodeDriver(Driver):
         return None
 
     async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
-        if effect.timeout is None:
-            await (self._rendezvous.abandoned() or wait_forever())
-        else:
-            await self._runtime.clock.sleep(effect.timeout)
+        what = "the workers of this node have finished, those of others have not"
+        notice = RoundWaiting(phase="barrier", what=what, waited=_NOTICE_S)
+        timer = asyncio.get_running_loop().call_later(_NOTICE_S, self.on_event, notice)
+        try:
+            if effect.timeout is None:
+                await (self._rendezvous.abandoned() or wait_forever())
+            else:
+                await self._runtime.clock.sleep(effect.timeout)
+        finally:
+            timer.cancel()
         await self._rendezvous.wait_unneeded()
         return BarrierTimedOut(effect.attempt)
 

@@ -251,13 +251,21 @@ class WorkerGroup:
         self._stopped_at = self._stopped_at or time.time()
         self._tree.begin_stop(plan)
 
-    def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
+    def announce_stop(
+        self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False
+    ) -> None:
         """Note that a stop begins now, and publish why; `stop` follows."""
         self._stopped_at = self._stopped_at or time.time()
         self._runtime.liveness.end_deadlines()
         attempt = self.attempt
         self._runtime.publish_later(
-            lambda: StopRequested(attempt=attempt, reason=reason, plan=str(plan), signal=signal)
+            lambda: StopRequested(
+                attempt=attempt,
+                reason=reason,
+                plan=str(plan),
+                signal=signal,
+                is_ordered=is_ordered,
+            )
         )
 
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:

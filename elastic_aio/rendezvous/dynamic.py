@@ -70,6 +70,9 @@ if TYPE_CHECKING:
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""
 
+_DRAIN_NOTICE_S = 1.0
+"""Seconds after which a node reports that it stays for others after the end of the job."""
+
 _STAY_ANSWER_S = 2.0
 """Seconds in which a store answers, if the node is to stay for others that use it."""
 
@@ -440,7 +443,8 @@ class DynamicRendezvous(Rendezvous):
 
         A node that was refused, or has failed alone, leaves a job that goes on.
         """
-        is_over = self._member.status.outcome is not None
+        outcome = self._member.status.outcome
+        is_over = outcome is not None
         if not is_over:
             self._member.leave()
             self._changed.notify_all()
@@ -450,14 +454,21 @@ class DynamicRendezvous(Rendezvous):
                 await session.confirm_end()
                 if not is_over:
                     await session.resign()
-        if not is_over:
+        if outcome is None:
             return
+        limit = self._settings.close_timeout
+        what = f"other nodes have not learned yet of the end: {outcome.why}"
+        left = limit - _DRAIN_NOTICE_S
+        notice = RoundWaiting(phase="ending", what=what, waited=_DRAIN_NOTICE_S, time_left=left)
+        call_later = asyncio.get_running_loop().call_later
+        timer = call_later(_DRAIN_NOTICE_S, self._agent.on_event, notice)
         # Nodes that are still there after the timeout notice the end of the connection.
         with contextlib.suppress(TimeoutError, StoreError):
-            async with asyncio.timeout(self._settings.close_timeout) as self._draining:
+            async with asyncio.timeout(limit) as self._draining:
                 try:
                     await session.drain()
                 finally:
+                    timer.cancel()
                     self._draining = None
 
 

@@ -460,7 +460,7 @@ def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> R
 
 def _give_up(state: CoordinatorState) -> None:
     forming = _round_forming(state, state.eligible())
-    has_run = state.round.number >= 0 or state.former is not None or bool(state.set_aside)
+    has_run = state.round.number >= 0 or bool(state.round.change_reasons or state.set_aside)
     came = "are left" if has_run else "came together"
     text = f"only {forming.joined} of {state.settings.nnodes} nodes {came}"
     if forming.present:

@@ -11,12 +11,7 @@ import dataclasses
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
-from elastic_aio.node_events import (
-    CoordinatorChanged,
-    NodeStandby,
-    RendezvousStoreAwaited,
-    StandbyPromoted,
-)
+from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
     ChangeAgreed,
@@ -222,12 +217,8 @@ class Member:
         """Stop the workers: this node is about to be replaced, or is now (`is_cut_off`)."""
         if not self.status.is_busy:
             return []
-        stop = StopRound(self.status.round, why, is_cut_off)
-        if self._stopping >= stop.round:
-            return [stop]
-        self._stopping = stop.round
-        awaited = f"{why}; the workers are stopped"
-        return [RendezvousStoreAwaited(why=awaited, time_left=None), stop]
+        self._stopping = max(self.status.round, self._stopping)
+        return [StopRound(self.status.round, why, is_cut_off)]
 
     def leave(self) -> None:
         """Take part no more; no worker of this node is left, or rounds may overlap."""

@@ -257,7 +257,7 @@ class CoordinatorState:
                 # A member that has seen the order to stop was alive after the failure.
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
                 is_clear = is_lost or bool(record.status.drain_reason)
-                if not (is_clear and saw_failure):
+                if not (is_clear and saw_failure) or self.has_left_by_signal(record):
                     self.round.is_excused = True
         elif self.phase is CoordinatorPhase.RECOVERING and not is_lost:
             self.round.gone[member] = record  # it may be done: the round is not known yet
@@ -379,6 +379,11 @@ class CoordinatorState:
         if status.phase is MemberPhase.STOPPED:
             return bool(status.failures) or status.is_permanent
         return status.phase is MemberPhase.FAILING
+
+    def has_left_by_signal(self, record: MemberRecord) -> bool:
+        """Whether a member leaves by a signal that may have ended its workers before."""
+        status = record.status
+        return bool(status.drain_reason) and status.may_be_leaving and self.has_placement(record)
 
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""

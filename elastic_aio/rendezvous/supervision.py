@@ -32,8 +32,12 @@ _DELAYS_MAX = 10
 """For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
+_SIGTERM_CODE = 143
+"""The shell's exit code of a process that SIGTERM ended: 128 + 15."""
 _FINISHED_S = 1.0
 """Seconds from the first success of a member until the others learn of it: most end together."""
+_MORE_FINISHED_S = 50.0
+"""Seconds until they learn of further ones: shortly before they report it."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -87,8 +91,9 @@ def supervise(state: CoordinatorState) -> None:
 def _finished(state: CoordinatorState, running: list[MemberRecord]) -> tuple[int, float]:
     """Return how many workers have finished elsewhere, as the members that run learn it.
 
-    With the seconds since the first success.  Each order waits for twice as long as the one
-    before, so that they are few, however many members succeed one after the other.
+    With the seconds since the first success.  From `_MORE_FINISHED_S` on, each order waits for
+    twice as long as the one before, so that they are few, however many members succeed one after
+    the other.
     """
     current = state.round
     if not running:
@@ -99,7 +104,9 @@ def _finished(state: CoordinatorState, running: list[MemberRecord]) -> tuple[int
         return current.finished
     if current.succeeded_at is None:
         current.succeeded_at = state.now
-    if not state.arm(current.succeeded_at + max(_FINISHED_S, 2 * current.finished[1])):
+    former, ago = current.finished
+    after = max(_MORE_FINISHED_S, 2 * ago) if former else _FINISHED_S
+    if not state.arm(current.succeeded_at + after):
         current.finished = workers, round(state.now - current.succeeded_at, 3)
     return current.finished
 
@@ -288,6 +295,10 @@ def decide_restart(state: CoordinatorState) -> None:
         return
     current = state.round
     members = [one for one in active if state.has_placement(one)]
+    for record in members:
+        if state.has_left_by_signal(record):
+            state.add_change_reason(f"{record.name} {leaving(record)}")
+            current.is_excused = True
     if _may_be_leaving(state, members):
         return
     failures = current.failures = _root_cause_first(state, members)
@@ -368,8 +379,10 @@ def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> boo
     current = state.round
     if current.stopped_at is None:
         current.stopped_at = state.now
-    is_ended = any(one.status.may_be_leaving for one in members) and not current.is_excused
-    return is_ended and state.arm(current.stopped_at + LEAVING_S)
+    codes = {failure.status.shell_code for one in members for failure in one.status.failures}
+    # Members of an earlier version state the code only.
+    is_ended = _SIGTERM_CODE in codes or any(one.status.may_be_leaving for one in members)
+    return is_ended and not current.is_excused and state.arm(current.stopped_at + LEAVING_S)
 
 
 def apply_decision(state: CoordinatorState) -> None:

@@ -229,7 +229,9 @@ class SimGroup(WorkerGroup):
     def begin_stop(self, plan: StopPlan) -> None:
         pass  # simulated workers notice a stop at once
 
-    def announce_stop(self, plan: StopPlan, reason: str, signal: int | None = None) -> None:
+    def announce_stop(
+        self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False
+    ) -> None:
         self._is_stopping = self._node.is_stopping = True
 
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:

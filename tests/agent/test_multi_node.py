@@ -184,14 +184,16 @@ def start(number: int, restarts: int = 0) -> StartGroup:
     return StartGroup(number, restarts, placement(number, restarts))
 
 
-def stop_group(reason: str, signal: int | None = None, *, leftovers: bool = False) -> StopGroup:
+def stop_group(
+    reason: str, signal: int | None = None, *, leftovers: bool = False, ordered: bool = False
+) -> StopGroup:
     plan = PLAN if signal is None else PLAN.starting_with(signal)
-    return StopGroup(7, plan, reason, signal, leftovers)
+    return StopGroup(7, plan, reason, signal, leftovers, ordered)
 
 
-def cut_short(*, leftovers_only: bool = False) -> StopGroup:
+def cut_short(*, ordered: bool = False) -> StopGroup:
     plan = StopPlan((StopStep(2, CUT_OFF_GRACE),))
-    return StopGroup(7, plan, "no store", leftovers_only=leftovers_only)
+    return StopGroup(7, plan, "no store", is_ordered=ordered)
 
 
 def killed(*, leftovers_only: bool = False) -> StopGroup:
@@ -435,7 +437,7 @@ ROWS: list[Row] = [
         "running: the cause of a lost peer is on another node",
         [*RUNNING, lost_peer(1)],
         stop_round(7),
-        [CancelBackOff(), stop_group(FAILED_ELSEWHERE)],
+        [CancelBackOff(), stop_group(FAILED_ELSEWHERE, ordered=True)],
         AgentPhase.STOPPING,
     ),
     (
@@ -470,14 +472,14 @@ ROWS: list[Row] = [
         "starting: start round",
         STARTING,
         start_round(8, CHANGE),
-        [changed(), formed(8), stop_group("b joined")],
+        [changed(), formed(8), stop_group("b joined", ordered=True)],
         AgentPhase.STOPPING,
     ),
     (
         "starting: stop round",
         STARTING,
         stop_round(7),
-        [stop_group(FAILED_ELSEWHERE)],
+        [stop_group(FAILED_ELSEWHERE, ordered=True)],
         AgentPhase.STOPPING,
     ),
     (
@@ -515,14 +517,14 @@ ROWS: list[Row] = [
         "running: start round",
         RUNNING,
         start_round(8, CHANGE),
-        [changed(), formed(8), stop_group("b joined")],
+        [changed(), formed(8), stop_group("b joined", ordered=True)],
         AgentPhase.STOPPING,
     ),
     (
         "running: start round without a cause",
         RUNNING,
         start_round(8),
-        [formed(8), stop_group("the nodes form another round")],
+        [formed(8), stop_group("the nodes form another round", ordered=True)],
         AgentPhase.STOPPING,
     ),
     ("running: the same start round again", RUNNING, start_round(7), [], AgentPhase.RUNNING),
@@ -531,14 +533,14 @@ ROWS: list[Row] = [
         "running: stop round",
         RUNNING,
         stop_round(7),
-        [stop_group(FAILED_ELSEWHERE)],
+        [stop_group(FAILED_ELSEWHERE, ordered=True)],
         AgentPhase.STOPPING,
     ),
     (
         "running: stop round of a later round",
         RUNNING,
         stop_round(9),
-        [stop_group(FAILED_ELSEWHERE)],
+        [stop_group(FAILED_ELSEWHERE, ordered=True)],
         AgentPhase.STOPPING,
     ),
     ("running: stop round of an older round", RUNNING, stop_round(6), [], AgentPhase.RUNNING),
@@ -563,7 +565,7 @@ ROWS: list[Row] = [
         [stop_group("SIGQUIT was received", 3), SendReport(NodeDraining("SIGQUIT was received"))],
         AgentPhase.STOPPING,
     ),
-    ("running: cut off", RUNNING, CUT_OFF, [cut_short()], AgentPhase.STOPPING),
+    ("running: cut off", RUNNING, CUT_OFF, [cut_short(ordered=True)], AgentPhase.STOPPING),
     # --------------------------------------------------------------- stopping
     ("stopping: another failure", FAILING, ended(0, BAD), [], AgentPhase.STOPPING),
     ("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], AgentPhase.STOPPING),
@@ -1235,3 +1237,10 @@ def test_a_node_that_is_alone_awaits_no_cause_from_others() -> None:
     alone = replace(placement(7), span=NodeRanks(0, 1, 0, 2, 0, 2))
     one = machine(Start(), InstructionReceived(StartRound(alone)), STARTED, lost_peer(0))
     assert one.handle(lost_peer(1))[-1] == stop_group("local rank 0 failed (exit code 7)")
+
+
+def test_successes_elsewhere_count_from_the_start_of_the_round() -> None:
+    """With `overlap` they may be known while the workers of the former round are being stopped."""
+    one = machine(*RUNNING, start_round(8))
+    assert one.handle(InstructionReceived(PeersFinished(8, 2, 1.0))) == []
+    assert one.handle(group_stopped())[-2:] == [start(8), NotePeers(PeersFinished(8, 2, 1.0))]

@@ -23,6 +23,7 @@ from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     EndJob,
+    NodeDraining,
     NodeInfo,
     RestartRequested,
     RoundStopped,
@@ -158,6 +159,21 @@ def test_too_few_nodes_that_replace_a_whole_round_fail_as_after_a_loss() -> None
     assert outcome is not None
     assert (outcome.cause, outcome.exit_code) == (EndCause.NODES_NOT_REPLACED, 69)
     assert outcome.why.startswith("only 1 of 2 nodes are left (d)")
+
+
+def test_too_few_nodes_after_a_stop_of_all_have_not_come_together() -> None:
+    harness = CoordinatorHarness(RoundSettings(2, 2, join_timeout=600), "a", "b")
+    for name in "ab":
+        harness.members[name].report(NodeDraining("SIGTERM was received"))
+        harness.members[name].report(RoundStopped(0))
+    harness.settle()
+    harness.lose("a", "b", is_lost=False)
+    harness.lose_all("d")
+    harness.join("d")
+    harness.settle(1)
+    harness.settle(harness.now + 600)
+    assert harness.coordinator.outcome is not None
+    assert harness.coordinator.outcome.exit_code == RENDEZVOUS_FAILED
 
 
 def test_too_few_nodes_after_a_loss_fail_with_a_code_of_their_own() -> None:

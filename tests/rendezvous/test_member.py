@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.node_events import (
-    CoordinatorChanged,
-    NodeStandby,
-    RendezvousStoreAwaited,
-    RoundForming,
-    StandbyPromoted,
-)
+from elastic_aio.node_events import CoordinatorChanged, NodeStandby, RoundForming, StandbyPromoted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
@@ -281,10 +275,7 @@ def test_an_isolated_member_stops_its_workers() -> None:
     ordered = OrderedMember()
     assert ordered.member.isolate("no store") == []
     ordered.order(StartRound(place(0)))
-    assert ordered.member.isolate("no store") == [
-        RendezvousStoreAwaited(why="no store; the workers are stopped", time_left=None),
-        StopRound(0, "no store"),
-    ]
+    assert ordered.member.isolate("no store") == [StopRound(0, "no store")]
     cut_off = ordered.member.isolate("no store", is_cut_off=True)
     assert cut_off == [StopRound(0, "no store", is_cut_off=True)]
     ordered.member.report(RoundStopped(0))

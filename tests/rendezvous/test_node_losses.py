@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from signal import SIGTERM
+
 import pytest
 
 from elastic_aio.node_events import MembershipChanged, NodeRefused, RoundFormed
-from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import NodeDraining, RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.state import CoordinatorPhase
@@ -279,6 +281,29 @@ def test_a_worker_ended_by_sigterm_may_be_the_first_sign_of_a_leaving_node(leave
     else:
         harness.settle(2 * LEAVING_S)
         assert outcome_of(harness).state is JobState.FAILED
+
+
+def test_a_node_of_an_earlier_version_states_the_code_of_sigterm_only() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.members["a"].report(RoundFailing(0, "failed"))
+    harness.fail("b", failure(0, status=ExitStatus(signal=SIGTERM)))
+    harness.members["a"].report(RoundStopped(0, (failure(1),)))
+    harness.settle(LEAVING_S / 2)
+    assert harness.is_in(CoordinatorPhase.STOPPING)
+
+
+def test_what_a_drain_may_have_ended_before_costs_no_restart() -> None:
+    """The worker of b, which SIGTERM has ended, fails before b drains; that of a follows."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.members["b"].report(RoundFailing(0, "failed"))
+    harness.settle()
+    harness.members["b"].report(NodeDraining("SIGTERM was received"))
+    harness.fail("a", failure(1))
+    harness.members["b"].report(RoundStopped(0, may_be_leaving=True))
+    harness.settle()
+    harness.lose("b", is_lost=False)
+    harness.settle(1)
+    assert harness.ranks == {"a": 0}
 
 
 # ------------------------------------------------------------ joiners that flap
