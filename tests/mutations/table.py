@@ -260,8 +260,8 @@ MUTATIONS: Final = (
     Mutation(
         "success-sent-at-once",
         "rendezvous/supervision.py",
-        "max(_FINISHED_S, 2 * current.finished[1])",
-        "0.0",
+        "if former else _FINISHED_S",
+        "if former else 0.0",
         "members that succeed together get no order",
         _RENDEZVOUS
         + "test_peers_finished.py::test_members_that_run_learn_of_a_success_a_second_later",
