@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.event_log import EventListener, EventLog
+from elastic_aio.agent.messages import StopReceived
 from elastic_aio.agent.preflight import (
     check_file_size,
     check_main_guard,
@@ -360,9 +361,24 @@ class Agent:
             if worker.state == "running"
         }
 
-    def kill(self) -> None:
-        """End the job at once: every stop is shortened to SIGKILL."""
-        self._started_driver.kill()
+    def kill(
+        self,
+        *,
+        signal: int | str | None = None,
+        reason: str = "an immediate stop was requested",
+    ) -> None:
+        """End the job at once: every stop is shortened to SIGKILL.
+
+        Args:
+            signal: number or name, for the exit code; None for SIGTERM.  It is not sent.
+            reason: for the events and the result, unless a stop has begun before.
+
+        Raises:
+            SpecError: there is no such signal.
+        """
+        number = None if signal is None else signal_number("signal", signal)
+        stop = StopReceived(checked_part("reason", reason, kind=str), number)
+        self._started_driver.kill(stop=stop)
 
     def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]:
         """Send a signal to the leader of each live worker; return their pids.

@@ -204,10 +204,12 @@ class Driver:
         """Replace the present attempt by another one."""
         self._on_input(RestartReceived(reason))
 
-    def kill(self, reason: str = "") -> None:
-        """Shorten every stop to SIGKILL, and end the job."""
-        self._runtime.tree.escalate_to_kill(reason or "an immediate stop was requested")
-        self.request_stop("an immediate stop was requested")
+    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+        """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
+        why = "an immediate stop was requested"
+        # First: a stop that begins sends its first signal at once.
+        self._runtime.tree.escalate_to_kill(reason or why)
+        self._on_input(stop or StopReceived(why))
 
     def forward(self, signal: int, *, is_for_all: bool) -> None:
         """Send a signal that this process has received to the workers that handle it, or to all."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from elastic_aio.process.calls import CallResult
 
 _TAIL_BYTES = 64 * 1024
-# Bytes in which the loss of a peer is looked for before anything else.
-_SIGN_BYTES = 8 * 1024
 # Bytes in which the beginnings of long lines are looked for.
 _LONG_BYTES = 4 << 20
 # Lines of a failure, which events and messages to other nodes hold, and their characters.
@@ -284,7 +282,7 @@ def is_lost_peer_now(worker: WorkerRecord) -> bool:
         return False
     if not may_be_lost_peer(status.code, status.signal):
         return False
-    ends = _end_of_file(worker.logs.stderr.path, _SIGN_BYTES) + worker.unkept
+    ends = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES) + worker.unkept
     error = _end_of_file(worker.logs.error_file, ERROR_FILE_MAX)
     if not (has_sign_of_lost_peer(ends) or has_sign_of_lost_peer(error)):
         return False

@@ -143,9 +143,9 @@ class MultiNodeDriver(Driver):
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
         super()._on_input(received)
 
-    def kill(self, reason: str = "") -> None:
+    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
-        super().kill(reason)
+        super().kill(reason, stop)
         if self._staying is not None:
             self._staying.cancel()
         if self._leaving is not None and not self._leaving.done():

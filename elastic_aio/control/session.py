@@ -50,7 +50,12 @@ class ControlledJob(Protocol):
     def status(self, *, usage: bool = True) -> JobStatus: ...
     def events(self, after: int = -1) -> EventReader[Event]: ...
     def pids(self) -> dict[int, int]: ...
-    def kill(self) -> None: ...
+    def kill(
+        self,
+        *,
+        signal: int | str | None = None,
+        reason: str = "an immediate stop was requested",
+    ) -> None: ...
     def stop(
         self, *, signal: int | str | None = None, reason: str = "a stop was requested"
     ) -> Awaitable[None]: ...
@@ -148,9 +153,9 @@ class _Session:
                 return DoneReply(is_done=await job.restart(self._reason(reason)))
             case StopJob():
                 reason = self._reason(request.reason)
-                stopping = job.stop(signal=request.signal, reason=reason)
                 if request.kill:
-                    job.kill()
+                    job.kill(signal=request.signal, reason=reason)
+                stopping = job.stop(signal=request.signal, reason=reason)
                 if not request.wait:
                     return DoneReply()
                 await stopping

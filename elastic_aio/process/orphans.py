@@ -188,12 +188,6 @@ class Orphans:
             self._is_open = False
             subreaper.jobs -= 1
 
-    @property
-    def are_found(self) -> bool:
-        """Whether `find` returns every orphan of this job, whatever its environment."""
-        is_certain = subreaper.owns_process and subreaper.jobs == 1 and os.getpid() != 1
-        return self._is_adopting and is_certain and not self._has_strangers
-
     def find(self, since: int) -> dict[int, int]:
         """Return the start times, by pid, of live orphans that belong to this job.
 

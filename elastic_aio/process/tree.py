@@ -7,8 +7,8 @@ their futures.  Their descendants are found by scans of /proc (`proc_scan`).
 SIGKILL with `reap_timeout`.  One step does the following:
 
 1. Record the descendants of the leaders.  A child with a session of its own and an
-   empty environment is known by its parent only, and the signal may end the parent.  Where
-   such orphans are found as children of this process (see `orphans`), this follows step 2.
+   empty environment is known by its parent only, and the signal may end the parent.  So is
+   whose turn a child is: it gets its signal when its own leader has ended.
 2. Signal the leaders at once, without a scan: they should learn of a peer's failure
    within a millisecond, and a scan takes several.  `begin_stop` does it in the iteration of
    the loop that has seen the failure.
@@ -298,16 +298,11 @@ class ProcessTree:
         Leaves it to `stop` if SIGKILL is the first, or if recording the descendants takes long.
         """
         self._begun = None
-        are_found = self.orphans.are_found
-        if self._must_kill.done() or not plan.steps:
-            return
-        if not (are_found or self._are_recorded_in_time()):
+        if self._must_kill.done() or not plan.steps or not self._are_recorded_in_time():
             return
         step, watches, leaders = plan.steps[0], Watches(), self._running()
         for pid, leader in leaders:
             self._signal_leader(pid, leader, step.signal, watches, not plan.reaches_all(step))
-        if are_found:
-            self._are_recorded_in_time()
         for pid, leader in leaders:
             _continue_leader(pid, leader, step.signal)
         os.sched_yield()  # see `_signal_leaders`
@@ -343,7 +338,8 @@ class ProcessTree:
                 step.grace,
                 is_last=is_last,
                 is_ordered=not (is_last or plan.reaches_all(step)),
-                watches=begun[1] if begun is not None and begun[0] is step else None,
+                # A plan may have one step several times.
+                watches=begun[1] if begun and begun[0] is step and not position else None,
             )
             if is_empty:
                 break

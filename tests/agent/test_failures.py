@@ -449,7 +449,7 @@ LOST = b"ConnectionResetError: [Errno 104] Connection reset by peer\n"
         {"status": ExitStatus(signal=11), "stderr": LOST},
         {"status": ExitStatus(code=0), "stderr": LOST},
         {"status": BAD, "stderr": b"ValueError: x\n"},
-        {"status": BAD, "stderr": LOST + b"loss 0.1\n" * 4096},
+        {"status": BAD, "stderr": LOST + b"loss 0.1\n" * 8192},
         {"status": BAD},
     ],
     ids=["victim", "signal", "success", "no sign", "long before", "no output"],

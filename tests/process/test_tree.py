@@ -23,7 +23,6 @@ from elastic_aio.process import proc_scan, tree
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.command import command_spawner
 from elastic_aio.process.guardian_process import GuardedJob
-from elastic_aio.process.orphans import subreaper
 from elastic_aio.process.session_list import STARTING, read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
@@ -194,25 +193,32 @@ async def test_a_kill_does_not_begin_with_a_signal(bench: Bench, plan: StopPlan)
     assert status(worker) == ExitStatus(signal=9)
 
 
-@pytest.mark.parametrize("is_adopted", [False, True])
 async def test_descendants_that_take_long_to_record(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_adopted: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child with another session and no environment is known before its parent is signalled.
-
-    Where it becomes a child of this process, it is found after that.
-    """
+    """A child with another session and no environment is known before its parent is signalled."""
     monkeypatch.setattr(tree, "_SLICE_S", -1.0)
-    if is_adopted:
-        monkeypatch.setattr(subreaper, "owns_process", True)
-        monkeypatch.setattr(subreaper, "has_strangers", lambda: False)  # other tests have children
-        bench.tree.orphans.adopt()
     leader = await bench.add("bash", "-c", "env -i setsid sh -c 'echo $$; exec sleep 99' & wait")
     child = int(bench.line())
     bench.tree.begin_stop(LONG)
-    assert bench.tree.stop_signals(leader.pid) == ({15} if is_adopted else set())
+    assert not bench.tree.stop_signals(leader.pid)
     assert await bench.stop(LONG) == []
     assert not alive(child)
+
+
+async def test_a_plan_that_has_one_step_twice_sends_its_signal_twice(bench: Bench) -> None:
+    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
+    bench.line()
+    step = StopStep(15, 0.05)
+    plan = StopPlan((step, step))
+    bench.tree.begin_stop(plan)
+    sent: list[int] = []
+    leader = next(iter(bench.tree._leaders.values()))
+    real = leader.send_signal
+    leader.send_signal = lambda number: sent.append(number) or real(number)  # type: ignore[method-assign, func-returns-value]
+    assert await bench.stop(plan) == []
+    assert sent == [15, 9]
+    assert status(ignoring) == ExitStatus(signal=9)
 
 
 async def test_an_empty_plan_kills_at_once(bench: Bench) -> None:
