@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+from msgspec import field
 
 from elastic_aio.reasons import LOST_PEER, reason_of
+from elastic_aio.value import Value
 
 # Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
 # x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
@@ -35,8 +37,7 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-@dataclass(frozen=True, slots=True)
-class ExitStatus:
+class ExitStatus(Value, frozen=True):
     """How a process ended.
 
     At most one of `code` and `signal` is set; neither if the status was lost, because
@@ -76,8 +77,7 @@ class ExitStatus:
         return "exit status lost" if self.code is None else f"exit code {self.code}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceUsage:
+class ResourceUsage(Value, frozen=True):
     """What a process used, from its start to its exit (`getrusage(2)`).
 
     `minor_faults` are page faults without I/O and `major_faults` those with;
@@ -96,8 +96,7 @@ class ResourceUsage:
     involuntary_switches: int
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(Value, frozen=True):
     """How a job has spent its time on a node, in seconds.
 
     What is missing from the duration is the end: the last stop of the workers.
@@ -111,8 +110,7 @@ class Goodput:
     """For other nodes, and for the first start of all workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerError:
+class WorkerError(Value, frozen=True):
     """The `message` and `traceback` that a worker recorded before it exited (`error.json`)."""
 
     message: str
@@ -125,8 +123,7 @@ class WorkerError:
     """The process that wrote the file; None if the file does not say, as torch's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Value, frozen=True):
     """A worker that did not succeed: its ranks, its process and its error."""
 
     rank: int
@@ -189,8 +186,7 @@ def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerResult:
+class WorkerResult(Value, frozen=True):
     """How one worker of one attempt ended.
 
     `rank` is the global rank, `local_rank` the one on this host; `status` is how the process
@@ -208,16 +204,17 @@ class WorkerResult:
     """None for a process that other code of the program reaped."""
     stdout_path: str | None = None
     stderr_path: str | None = None
-    stderr_tail: str = field(default="", repr=False)
+    stderr_tail: str = ""
     """The end of its stderr, 64 KiB at most, if it failed and its stderr is captured; of the
     first 16 failures of an attempt."""
-    # Not in the repr: it may have 100 MB, and asyncio formats what its tasks return.
-    return_value: Any = field(default=None, repr=False)
+    return_value: Any = None
     """What the worker's function returned; None for commands."""
 
+    # A value may have 100 MB, and asyncio formats what its tasks return.
+    _hidden: ClassVar[tuple[str, ...]] = ("stderr_tail", "return_value")
 
-@dataclass(frozen=True, slots=True)
-class AttemptResult:
+
+class AttemptResult(Value, frozen=True):
     """One attempt: a start of the worker group and what became of it."""
 
     number: int
@@ -257,8 +254,7 @@ class EndCause(StrEnum):
     """Another job with the same run id had begun when the node came back from being cut off."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobOutcome:
+class JobOutcome(Value, frozen=True):
     """How the whole job ended, the same for every node.
 
     `state` is the result, `why` the rule that led to it, `exit_code` what the launcher exits
@@ -276,8 +272,7 @@ class JobOutcome:
     cause: EndCause | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchResult:
+class LaunchResult(Value, frozen=True):
     """How a job ended, with every attempt and what the functions returned."""
 
     run_id: str
@@ -294,7 +289,7 @@ class LaunchResult:
     """Restarts after failures; membership changes are not counted."""
     attempts: tuple[AttemptResult, ...] = ()
     """The attempts on this host, in order: the latest 100."""
-    return_values: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    return_values: Mapping[int, Any] = field(default_factory=dict)
     """What the function of each worker of this host returned, by global rank."""
     log_dir: str | None = None
     """Directory of this run's logs; None if there is none, or it was removed."""
@@ -302,6 +297,8 @@ class LaunchResult:
     """What ended the job beside its workers, if something did."""
     goodput: Goodput = field(default_factory=Goodput)
     """How the time was spent on this node."""
+
+    _hidden: ClassVar[tuple[str, ...]] = ("return_values",)
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
+from elastic_aio.value import Value
 
 
 class NodeSize(Struct, frozen=True):
@@ -17,8 +17,7 @@ class NodeSize(Struct, frozen=True):
     nproc: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRanks:
+class WorkerRanks(Value, frozen=True):
     """The ranks of one worker, and the sizes of the worlds they count in, as in torchrun.
 
     `rank` counts in the job (`world_size`), `local_rank` on the node (`local_world_size`),
@@ -36,8 +35,7 @@ class WorkerRanks:
     group_world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRanks:
+class NodeRanks(Value, frozen=True):
     """The ranks of one node and the first ranks of its workers.
 
     `group_rank` is the node's among `group_world_size` nodes; `first_rank` its first worker's

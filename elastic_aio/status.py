@@ -6,7 +6,6 @@ events, and of the caller.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 from msgspec import Struct
@@ -333,4 +332,4 @@ class StatusTracker:
             kind = "waiting"
         else:
             kind = "restarting"
-        return dataclasses.replace(self._goodput, **{kind: getattr(self._goodput, kind) + seconds})
+        return replace(self._goodput, **{kind: getattr(self._goodput, kind) + seconds})

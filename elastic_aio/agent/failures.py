@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts

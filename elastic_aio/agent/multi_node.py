@@ -95,7 +95,8 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elastic_aio.agent.machine import LIVE, AgentMachine, AgentPhase, why_stopped
 from elastic_aio.agent.messages import (

@@ -8,11 +8,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point

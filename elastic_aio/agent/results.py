@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elastic_aio.outcome import AttemptResult, Goodput, JobOutcome, JobState, LaunchResult
 

@@ -38,9 +38,10 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
 
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.output import JobOutput

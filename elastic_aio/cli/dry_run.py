@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Final
+
+from msgspec.structs import asdict
 
 from elastic_aio.agent.preflight import (
     check_runnable,

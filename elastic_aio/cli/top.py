@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import shutil
 import sys
 import time
@@ -179,7 +178,7 @@ class _Workers:
         if not status.is_ready:
             return status
         productive = status.goodput.productive + max(0.0, now - self._asked_at)
-        goodput = dataclasses.replace(status.goodput, productive=productive)
+        goodput = replace(status.goodput, productive=productive)
         return replace(status, goodput=goodput)
 
 

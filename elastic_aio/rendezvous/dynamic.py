@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import random
 from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from elastic_aio.aio import Notifier, create_task, random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
@@ -109,7 +110,7 @@ class DynamicRendezvous(Rendezvous):
         settings = spec.rendezvous
         if settings.backend == "static":
             rank = settings.node_rank or 0
-            settings = dataclasses.replace(settings, node_rank=rank, is_host=rank == 0)
+            settings = replace(settings, node_rank=rank, is_host=rank == 0)
         self._settings = settings
         self._node = node
         self._agent = agent

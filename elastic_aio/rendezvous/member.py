@@ -6,8 +6,6 @@ one is dropped, and the present status says everything.
 
 from __future__ import annotations
 
-import dataclasses
-
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
@@ -139,7 +137,7 @@ class Member:
             return self._end(EndJob(outcome))
         self.has_ended = True
         why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
-        return [EndJob(dataclasses.replace(outcome, why=why, cause=cause, failures=()))]
+        return [EndJob(replace(outcome, why=why, cause=cause, failures=()))]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
         """Take the name of the coordinator; a term that is not newer changes nothing."""
@@ -207,7 +205,7 @@ class Member:
         self.has_ended = True
         # The next coordinator learns the outcome from this status.
         root = tuple(truncate_failure(one) for one in end.outcome.failures[:1])
-        self._update(outcome=dataclasses.replace(end.outcome, failures=root))
+        self._update(outcome=replace(end.outcome, failures=root))
         return [end]
 
     def _refuse(self, why: str) -> list[MemberEffect]:

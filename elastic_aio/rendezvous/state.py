@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import Enum
+
+from msgspec.structs import replace
 
 from elastic_aio.events import JobFinished
 from elastic_aio.node_events import NodeLeft, NodeLost, NodeRefused, RoundForming, RoundWaiting

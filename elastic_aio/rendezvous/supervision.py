@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import Failure, JobOutcome, JobState

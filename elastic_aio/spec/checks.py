@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeGuard, TypeVar
 
+from msgspec.structs import force_setattr
+
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGNAL_NUMBERS, signal_name
+from elastic_aio.value import Value
 
 Part = TypeVar("Part")
 
@@ -30,9 +33,10 @@ _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.D
 
 
 def set_fields(value: object, **fields: object) -> None:
-    """Set the fields of a frozen dataclass in its `__init__`."""
+    """Set the fields of a frozen value in its `__init__` or `__post_init__`."""
+    set_field: Any = force_setattr if isinstance(value, Value) else object.__setattr__
     for name, content in fields.items():
-        object.__setattr__(value, name, content)
+        set_field(value, name, content)
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import check_number, checked_text
+from elastic_aio.value import Value
 
 _RETENTION_MIN: Final = 60.0
 """Seconds; a job must outlive a short failure of the engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
+class EngineSpec(Value, frozen=True, kw_only=True):
     """The user and the keys of a job on an engine.
 
     Raises:
@@ -22,8 +21,7 @@ class EngineSpec:
 
     user: str | None = None
     """User of the engine; None for none."""
-    # Not in the repr: a spec may be logged.
-    password: str | None = field(default=None, repr=False)
+    password: str | None = None
     """The user's password."""
     sentinel: str | None = None
     """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""
@@ -31,6 +29,9 @@ class EngineSpec:
     """Precedes the keys of all jobs: two clusters that share an engine need different ones."""
     retention: float = 86400.0
     """Seconds after which the keys of a job are removed that has ended, or lost all nodes."""
+
+    # A spec may be logged.
+    _hidden: ClassVar[tuple[str, ...]] = ("password",)
 
     def __post_init__(self) -> None:
         for name in ("user", "password", "sentinel"):

@@ -33,6 +33,7 @@ from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import UNLIMITED, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.value import Value
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 NumaMode = Literal["node", "socket", "exclusive", "core-complex", "cpu"]
@@ -42,29 +43,25 @@ _NPROC_MAX: Final = 65_536
 NPROC_ACCEPTED: Final = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu', 'xpu' or 'auto'"
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(Value, frozen=True):
     """The Python script `path`, run as `python -u path args...`."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(Value, frozen=True):
     """The Python module `name`, run as `python -u -m name args...`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(Value, frozen=True):
     """The program `argv[0]` with its first arguments (`argv`), executed without a shell."""
 
     argv: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Value, frozen=True):
     """The Python function `call`, called with the job's `args`; its value is returned."""
 
     call: Callable[..., Any]
@@ -72,8 +69,7 @@ class Function:
     """Name of the function in messages; empty takes its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRange:
+class NodeRange(Value, frozen=True):
     """How many nodes a job runs on: from `minimum` to `maximum`, both included."""
 
     minimum: int = 1

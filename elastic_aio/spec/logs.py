@@ -31,6 +31,7 @@ from elastic_aio.spec.checks import (
     is_integer,
     set_fields,
 )
+from elastic_aio.value import Value
 
 ENTRY_POINTS: Final = "elastic_aio.logs_specs"
 """The entry point group of `LogLayout` plug-ins."""
@@ -50,8 +51,7 @@ _MAX_BYTES_MIN, _MAX_BYTES_MAX = 1 << 16, 1 << 50
 _ACCEPTED = "must be a mask 0-3 or a list such as '0:3,1:1' or '0-3:3,10:1'"
 
 
-@dataclass(frozen=True, slots=True)
-class StdMap:
+class StdMap(Value, frozen=True):
     """The streams selected for each local rank."""
 
     everyone: Std = Std.NONE
@@ -292,8 +292,7 @@ class LogSpec:
                 raise SpecError(name, rank, f"local ranks must be from 0 to {nproc - 1}")
 
 
-@dataclass(frozen=True, slots=True)
-class LogLayoutContext:
+class LogLayoutContext(Value, frozen=True):
     """The worker whose streams a `LogLayout` plans."""
 
     local_rank: int
@@ -304,8 +303,7 @@ class LogLayoutContext:
     """The worker's own directory, which exists when it starts; None if nothing is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogDestinations:
+class LogDestinations(Value, frozen=True):
     """Where the streams of one worker go."""
 
     stdout: str | None = None

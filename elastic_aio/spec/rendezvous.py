@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
+
+from msgspec import field
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
@@ -22,6 +23,7 @@ from elastic_aio.spec.checks import (
 )
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.tls import TlsSpec, checked_tls
+from elastic_aio.value import Value
 
 DEFAULT_PORT: Final = 29400
 """Port of an endpoint that names none; torchrun's for c10d."""
@@ -60,8 +62,7 @@ _HEARTBEAT_MIN: Final = 2.0
 _WILDCARDS: Final = ("0.0.0.0", "::", "::0", "0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousSpec:
+class RendezvousSpec(Value, frozen=True, kw_only=True):
     """How the nodes of a job find each other; without effect for a job of one node.
 
     Raises:
@@ -164,8 +165,7 @@ class RendezvousSpec:
     ended on every node, and a node that is stopped leaves when its workers have ended.
     True saves these waits where two generations of workers can bear to run at once.
     """
-    # Not in the repr: a spec may be logged.
-    token: str | None = field(default=None, repr=False)
+    token: str | None = None
     """Secret that the store requires, of at least 16 characters; None for none."""
     tls: TlsSpec | None = None
     """Certificates with which the store is served, and reached, over TLS only; None for none.
@@ -176,6 +176,9 @@ class RendezvousSpec:
     """User and keys, with the backends "etcd" and "redis"."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of plug-ins, as given."""
+
+    # A spec may be logged.
+    _hidden: ClassVar[tuple[str, ...]] = ("token",)
 
     def __post_init__(self) -> None:
         if not checked_text("rendezvous.backend", self.backend).strip():
@@ -216,11 +219,12 @@ class RendezvousSpec:
     def changed_settings(self) -> dict[str, str]:
         """The settings that nodes must have alike and are not the defaults, as text."""
         found = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in _ALIKE and value != one.default:
+        defaults = RendezvousSpec()
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name in _ALIKE and value != getattr(defaults, name):
                 text = str(value) if isinstance(value, bool | str) else f"{value:g}"
-                found[f"rendezvous.{one.name}"] = text
+                found[f"rendezvous.{name}"] = text
         return found
 
     def check_with(self, maximum: int) -> None:

@@ -19,10 +19,10 @@ from elastic_aio.spec.checks import (
     set_fields,
 )
 from elastic_aio.text import counted
+from elastic_aio.value import Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
+class Backoff(Value, frozen=True, kw_only=True):
     """Exponential delays between restarts.
 
     The n-th consecutive restart after the first `at_once`, from 0, is delayed by
@@ -83,8 +83,7 @@ def restarts_text(number: int) -> str:
     return "unlimited restarts" if number == UNLIMITED else counted(number, "restart")
 
 
-@dataclass(frozen=True, slots=True)
-class RestartWindow:
+class RestartWindow(Value, frozen=True):
     """At most `count` restarts within any `seconds`; a further one ends the job."""
 
     count: int
@@ -101,8 +100,7 @@ class RestartWindow:
         return f"{self.count} within {self.seconds:g} s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLosses:
+class NodeLosses(Value, frozen=True, kw_only=True):
     """How many rounds of a job of several nodes may lose a node.
 
     A node is lost when its agent ends without leaving: a crash of the host, SIGKILL, a

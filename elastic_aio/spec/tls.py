@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from os import PathLike
+
+from msgspec.structs import replace
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import checked_path, checked_text, set_fields
+from elastic_aio.value import Value
 
 
 def checked_tls(value: object, name: str = "tls") -> TlsSpec | None:
@@ -16,8 +18,7 @@ def checked_tls(value: object, name: str = "tls") -> TlsSpec | None:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsSpec:
+class TlsSpec(Value, frozen=True, kw_only=True):
     """The files with which a store and its clients prove who they are, all in PEM format.
 
     A server needs `cert` and `key`, a client `ca`, and a node that may be either all three.

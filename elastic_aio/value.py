@@ -1,0 +1,48 @@
+"""The base of frozen public values: a struct that the functions of `dataclasses` accept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class _Fields:
+    """Makes the fields that `dataclasses` looks for when they are asked for."""
+
+    def __get__(self, value: object, owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
+        return _fields_of(owner)
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A frozen value with `replace()`, `fields()` and `asdict()` of `dataclasses`.
+
+    A start makes dozens of such classes.  `dataclass` writes and compiles six methods for each:
+    3.7 million instructions, with Python 3.11.
+    """
+
+    __dataclass_fields__: ClassVar[Any] = _Fields()
+    _hidden: ClassVar[tuple[str, ...]] = ()
+    """Fields that `repr()` leaves out: secrets, and what is long."""
+
+    def __repr__(self) -> str:
+        shown = [name for name in self.__struct_fields__ if name not in self._hidden]
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"{type(self).__qualname__}({fields})"
+
+
+@functools.cache
+def _fields_of(owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
+    settings: list[tuple[str, Any, Any]] = []
+    for each in msgspec.structs.fields(owner):
+        options: dict[str, Any] = {"repr": each.name not in owner._hidden}
+        if each.default is not msgspec.NODEFAULT:
+            options["default"] = each.default
+        elif each.default_factory is not msgspec.NODEFAULT:
+            options["default_factory"] = each.default_factory
+        settings.append((each.name, each.type, dataclasses.field(**options)))
+    made: Any = dataclasses.make_dataclass(owner.__name__, settings, kw_only=True)
+    fields: dict[str, dataclasses.Field[Any]] = made.__dataclass_fields__
+    return fields

@@ -1,0 +1,85 @@
+"""Public values are structs; `dataclasses`, `copy` and `pickle` treat them as they did before."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_aio import ExitStatus, LaunchResult, NodeRange, RendezvousSpec, SpecError
+from elastic_aio.outcome import Goodput, JobState, WorkerResult
+from elastic_aio.spec.engine import EngineSpec
+from elastic_aio.spec.restart import Backoff
+from elastic_aio.value import Value
+
+WORKER = WorkerResult(1, 0, 7, ExitStatus(code=3), 0.5, stderr_tail="tail", return_value=[4])
+VALUES = [NodeRange(1, 3), Backoff(initial=2.0), EngineSpec(user="u", password="secret"), WORKER]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("copied", [copy.copy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_is_equal(value: Value, copied: Callable[[Value], Value]) -> None:
+    assert copied(value) == value
+    assert type(copied(value)) is type(value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_dataclasses_accepts_a_value(value: Any) -> None:
+    assert dataclasses.is_dataclass(type(value))
+    assert dataclasses.replace(value) == value
+    names = [each.name for each in dataclasses.fields(value)]
+    assert names == list(dataclasses.asdict(value))
+
+
+def test_values_are_matched_by_position() -> None:
+    match NodeRange(1, 3):
+        case NodeRange(1, maximum):
+            assert maximum == 3
+        case _:
+            pytest.fail("not matched")
+
+
+def test_replace_checks_again() -> None:
+    changed = dataclasses.replace(EngineSpec(user="u"), password="p")
+    assert (changed.user, changed.password) == ("u", "p")
+    with pytest.raises(SpecError, match=r"engine\.user"):
+        dataclasses.replace(changed, user=None)
+    with pytest.raises(TypeError):
+        dataclasses.replace(changed, colour="red")  # type: ignore[call-arg]  # that is the point
+
+
+def test_fields_have_their_defaults() -> None:
+    fields = {each.name: each for each in dataclasses.fields(LaunchResult)}
+    assert fields["run_id"].default is fields["run_id"].default_factory is dataclasses.MISSING
+    assert fields["restarts"].default == 0
+    assert fields["goodput"].default_factory is Goodput
+    assert not fields["return_values"].repr
+
+
+def test_values_are_equal_by_type_and_fields() -> None:
+    assert NodeRange(1, 2) == NodeRange(1, 2) != NodeRange(1, 3)
+    assert hash(NodeRange(1, 2)) == hash(NodeRange(1, 2))
+    other: object = (1, 2)
+    assert NodeRange(1, 2) != other
+
+
+def test_a_value_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        NodeRange().minimum = 2  # type: ignore[misc]  # that is the point
+    with pytest.raises(AttributeError):
+        del NodeRange().minimum
+
+
+def test_secrets_and_what_is_long_are_not_in_the_repr() -> None:
+    assert repr(Goodput(1.0)) == "Goodput(productive=1.0, restarting=0.0, waiting=0.0)"
+    assert "user='u'" in repr(EngineSpec(user="u", password="secret"))
+    result = LaunchResult("r", JobState.SUCCEEDED, "", 0, 1.0, return_values={0: "long"})
+    for value in (EngineSpec(user="u", password="secret"), RendezvousSpec(token="secret" * 3)):
+        assert "secret" not in repr(value)
+    assert "tail" not in repr(WORKER)
+    assert "[4]" not in repr(WORKER)
+    assert "long" not in repr(result)
