@@ -10,6 +10,7 @@ from msgspec import field
 
 from elastic_aio.reasons import LOST_PEER, reason_of
 from elastic_aio.value import Value
+from elastic_aio.worker_error import WorkerError as WorkerError
 
 # Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
 # x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
@@ -108,19 +109,6 @@ class Goodput(Value, frozen=True):
     """Stops of attempts that others followed, back-offs, and starts after the first one."""
     waiting: float = 0.0
     """For other nodes, and for the first start of all workers."""
-
-
-class WorkerError(Value, frozen=True):
-    """The `message` and `traceback` that a worker recorded before it exited (`error.json`)."""
-
-    message: str
-    traceback: str | None
-    timestamp: float
-    """Unix seconds."""
-    path: str
-    """The error file; empty for a function, whose error comes back with its result."""
-    pid: int | None = None
-    """The process that wrote the file; None if the file does not say, as torch's."""
 
 
 class Failure(Value, frozen=True):

@@ -30,6 +30,8 @@ LAYERS: list[set[str]] = [
         "stacks",
         "text",
         "status",
+        "value",
+        "worker_error",
     },
     {"aio", "hardware", "worker"},
     {"channel", "signals"},
@@ -55,6 +57,8 @@ PURE = {
     "lazy",
     "stacks",
     "text",
+    "value",
+    "worker_error",
     "spec",
     "spec.checks",
     "spec.engine",
@@ -287,10 +291,18 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_record_leaves_asyncio_out() -> None:
-    """A worker that imports `record` loads nothing else."""
+    """A worker that imports `record` loads no other code."""
     loaded = loaded_by("from elastic_aio.worker import record")
     assert "elastic_aio.worker.errorfile" in loaded
-    assert not loaded & {"asyncio", "anyio", "uvloop", "aiofiles", "torch", "ssl"}
+    assert not loaded & {"asyncio", "anyio", "uvloop", "aiofiles", "torch", "ssl", "msgspec"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if package_of(name) == "worker"])
+def test_worker_code_needs_no_package(name: str) -> None:
+    """A worker may run where no package but this one is installed."""
+    if name in ("worker.bootstrap_main", "worker.startup.sitecustomize"):
+        pytest.skip("a program, not a module")
+    assert "msgspec" not in loaded_by(f"import elastic_aio.{name}")
 
 
 def test_the_package_itself_loads_nothing() -> None:

@@ -9,12 +9,12 @@ Failures carry texts of any length (tracebacks, output); they are truncated here
 
 from __future__ import annotations
 
+from dataclasses import replace as with_fields
 from enum import StrEnum
 from typing import Self, TypeVar
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import replace as with_fields
 
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome

@@ -333,8 +333,8 @@ def _write_error_file(message: str, stack: str, timestamp: float) -> None:
     if not path:
         return
     try:
-        from elastic_aio.outcome import WorkerError
         from elastic_aio.worker.errorfile import write_error_file
+        from elastic_aio.worker_error import WorkerError
 
         write_error_file(WorkerError(message, stack, timestamp, path))
     except (ImportError, OSError):

@@ -19,10 +19,14 @@ import os
 import re
 import stat
 import time
+from typing import TYPE_CHECKING
 
-from elastic_aio.outcome import Failure, WorkerError
 from elastic_aio.text import abridge
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX
+from elastic_aio.worker_error import WorkerError
+
+if TYPE_CHECKING:  # a worker may run where nothing is installed
+    from elastic_aio.outcome import Failure
 
 ERROR_FILE_MAX = 1024 * 1024
 """Bytes; a larger one would block the loop, and ours have a tenth of that."""

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from elastic_aio.errors import JobFailed
-from elastic_aio.outcome import WorkerError
 from elastic_aio.text import abridge
 from elastic_aio.worker.bootstrap import describe_error, enable_faulthandler, format_error
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX, offer_stacks
+from elastic_aio.worker_error import WorkerError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
