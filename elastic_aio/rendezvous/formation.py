@@ -109,8 +109,7 @@ def recover_round(state: CoordinatorState) -> None:
         mine = {member: one for member, one in held.items() if one.round_id == newest}
         statuses = [state.members[member].status for member in mine]
         outcome = next((one.outcome for one in statuses if one.outcome is not None), None)
-        # Both counts may contain the same members.
-        members_done = max(_done_since(state, newest), *(one.members_done for one in statuses))
+        members_done = _members_done(state, newest, statuses)
         size = mine[min(mine)].span.group_world_size
         # No member of a newer round that was recorded here is present.
         is_last = former is None or former.round <= newest[0]
@@ -156,15 +155,22 @@ def _continue_round(
         state.add_change_reason("the nodes meet at another store")
 
 
-def _done_since(state: CoordinatorState, round_id: tuple[int, str]) -> int:
-    """Return how many members of a round have succeeded and left since the recovery began."""
+def _members_done(
+    state: CoordinatorState, round_id: tuple[int, str], present: Sequence[MemberStatus]
+) -> int:
+    """Return how many members of a round have succeeded and left, apart from the `present` ones."""
     gone = [record.status for record in state.round.gone.values()]
-    return sum(
+    since_recovery = sum(
         one.phase is MemberPhase.SUCCEEDED
         and one.placement is not None
         and one.placement.round_id == round_id
         for one in gone
     )
+    # The coordinator of another store took those whose lease had ended there for gone.
+    moved = [one for one in present if one.moves and not one.was_leased]
+    returned = sum(one.phase is MemberPhase.SUCCEEDED for one in moved)
+    before = max(one.members_done for one in present) - returned
+    return max(since_recovery, before)  # both may contain the same members
 
 
 def _missing(held: Sequence[Placement], members_done: int) -> str:

@@ -88,6 +88,24 @@ def test_a_success_that_may_have_ended_the_job_is_not_repeated(
     assert not harness.end_orders()
 
 
+def test_a_member_that_comes_back_after_its_success_stands_for_no_other_one() -> None:
+    """The former coordinator had taken it for gone; the node of the store is missing."""
+    settings = RoundSettings(1, 4, last_call_timeout=0, may_move=True)
+    harness = CoordinatorHarness(settings, "a", "b", "c", "d")
+    harness.succeed("c")
+    suspended = harness.members["c"]
+    harness.lose("c")
+    harness.settle()
+    assert harness.members["b"].status.members_done == 1
+    del harness.members["a"]
+    harness.members["c"] = suspended
+    harness.elect("b", store=b"another", was_leased=False)
+    for now in range(60):
+        harness.settle(now)
+    assert harness.ranks.keys() == {"b", "c", "d"}
+    assert all(one.status.round == 1 for one in harness.members.values())
+
+
 def test_a_member_that_was_lost_may_still_hold_its_lease() -> None:
     """By its own clock, after its connection was reset; it goes to another store meanwhile."""
     settings = RoundSettings(2, 2, heartbeat_timeout=5.0, may_move=True)
