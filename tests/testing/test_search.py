@@ -19,7 +19,7 @@ from elastic_aio.testing.search import Tape, play_recipe, search_scenarios
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SEARCH", "40"))
 SEED = int(os.environ.get("ELASTIC_AIO_SEARCH_SEED", "0"))
-CHUNKS = max(2, COUNT // 2500)
+CHUNKS = max(2, COUNT // 1000)  # each within the time of a test, on a busy host too
 
 TWO = LaunchSpec(
     "x",
