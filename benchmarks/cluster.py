@@ -85,7 +85,8 @@ class LauncherCluster(Cluster):
         conf: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
-        ours: dict[str, Any] = {"log_dir": None, "redirects": None, "events": None}
+        names = ("log_dir", "redirects", "events", "restart_delay")
+        ours: dict[str, Any] = dict.fromkeys(names)  # torchrun lacks them, or has other values
         super().__init__(
             directory,
             nnodes,
@@ -93,7 +94,7 @@ class LauncherCluster(Cluster):
             conf={**dict.fromkeys(CONF), **(conf or {})},
             can_split=True,
             parse_note=NodeNote.parse,
-            env=environment_changes(),
+            env=environment_changes(launcher.root),
             **{**ours, "rdzv_id": secrets.token_hex(4), **options},
         )
         self._command = launcher.command

@@ -3,64 +3,69 @@
 from __future__ import annotations
 
 import statistics
-import time
 from functools import partial
+from typing import Any
 
-from benchmarks.compare import compare, median_of_all
 from benchmarks.launchers import Launcher, Notes, new_notes, spawn_baseline, worker
 from benchmarks.table import Goal, Line
+from benchmarks.turns import compare, median_of_all
 
 __all__ = ["peer", "restart", "tail"]
 
 # Failures in one job: starting torchrun takes longer than all of them.
 _FAILURES = 5
+# What follows the measure's name, workers, and megabytes of standard error before the failure.
+_FAILING = (
+    ("", 2, 0),
+    (", 4 MB of standard error", 2, 4),
+    (", 64 MB of standard error", 2, 64),
+    (", 64 workers", 64, 0),
+)
 
 
-def peer(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
-    """From one rank's exit with 1 to the SIGTERM of its peer."""
-
-    def measure(launcher: Launcher) -> list[float]:
-        with new_notes() as notes:
-            command = worker(notes, "fail", "receive", site=False)
-            with launcher.job(2, command, f"--max-restarts={_FAILURES}") as job:
-                job.succeed()
-            fails = {note.attempt: note.at for note in notes.read("fails")}
-            return [(note.at - fails[note.attempt]) / 1e6 for note in notes.read("receives")]
-
-    us, them = compare(max(rounds // 2, 1), measure, ours, theirs)
-    return [
-        Line(
-            "a rank exits 1 → its peer receives SIGTERM",
-            "ms",
-            median_of_all(us),
-            median_of_all(them) if them else None,
-            Goal(0.05),
-            bound=3,
-        )
-    ]
+def peer(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
+    """From one rank's exit with 1 to the SIGTERM of its first peer, in several kinds of jobs."""
+    what = "a rank exits 1 → its peer receives SIGTERM"
+    lines: list[Line] = []
+    for name, workers, megabytes in _FAILING:
+        measure = partial(_received, workers, megabytes)
+        results = compare(max(rounds // 2, 1), measure, ours, theirs, old=old)
+        goals: dict[str, Any] = {"goal": Goal(0.02), "bound": 1.5}
+        if lines:
+            goals |= {"limit_name": "plain", "limit": lines[0].ours, "limit_goal": Goal(1.2)}
+        lines.append(results.line(what + name, "ms", median_of_all, **goals))
+    return lines
 
 
-def restart(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def _received(workers: int, megabytes: int, launcher: Launcher) -> list[float]:
+    with new_notes() as notes:
+        command = worker(notes, "fail", "receive", str(megabytes), site=False)
+        with launcher.job(workers, command, f"--max-restarts={_FAILURES}") as job:
+            job.succeed()
+        received: dict[int, int] = {}
+        for note in notes.read("receives"):
+            received[note.attempt] = min(note.at, received.get(note.attempt, note.at))
+        return [(received[note.attempt] - note.at) / 1e6 for note in notes.read("fails")]
+
+
+def restart(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """From one rank's exit with 1 to the first instruction of the last restarted rank."""
     lines = []
     for ranks in (2, 4):
-        us, them, limit = compare(
-            max(rounds // 2, 1),
-            partial(_restarts, ranks),
-            ours,
-            theirs,
-            partial(_baseline, ranks),
-        )
+        measure, loop = partial(_restarts, ranks), partial(_restarts_by_hand, ranks)
+        results = compare(max(rounds // 2, 1), measure, ours, theirs, loop, old=old)
         lines.append(
-            Line(
+            results.line(
                 f"a rank exits 1 → first instruction of {ranks} restarted ranks",
                 "ms",
-                median_of_all(us),
-                median_of_all(them) if them else None,
-                Goal(0.35),
-                "spawned without a supervisor",
-                median_of_all(limit),
-                Goal(1.5),
+                median_of_all,
+                goal=Goal(0.35),
+                limit_name="a loop written by hand",
+                limit_goal=Goal(1.3),
             )
         )
     return lines
@@ -71,25 +76,30 @@ def _restarts(ranks: int, launcher: Launcher) -> list[float]:
         command = worker(notes, "fail", "end")
         with launcher.job(ranks, command, f"--max-restarts={_FAILURES}") as job:
             job.succeed()
-        return [
-            (_last_started(notes, note.attempt + 1) - note.at) / 1e6 for note in notes.read("fails")
-        ]
+        return _restart_times(notes)
 
 
-def _baseline(ranks: int) -> list[float]:
-    return [_started_baseline(ranks) for _ in range(_FAILURES)]
-
-
-def _started_baseline(ranks: int) -> float:
+def _restarts_by_hand(ranks: int) -> list[float]:
+    """Do the same without a launcher: wait for the failure, end the others, start all again."""
     with new_notes() as notes:
-        started_at = time.monotonic_ns()
-        for process in spawn_baseline(worker(notes, "fail", "end"), ranks):
-            process.wait()
-        return (_last_started(notes, 0) - started_at) / 1e6
+        command = worker(notes, "fail", "end")
+        for attempt in range(_FAILURES + 1):
+            failing, *others = spawn_baseline(
+                command, ranks, attempt=attempt, last_attempt=_FAILURES
+            )
+            failing.wait()
+            for process in others if failing.returncode else ():
+                process.terminate()
+            for process in others:
+                process.wait()
+        return _restart_times(notes)
 
 
-def _last_started(notes: Notes, attempt: int) -> int:
-    return max(note.at for note in notes.read("started") if note.attempt == attempt)
+def _restart_times(notes: Notes) -> list[float]:
+    started: dict[int, int] = {}
+    for note in notes.read("started"):
+        started[note.attempt] = max(note.at, started.get(note.attempt, 0))
+    return [(started[note.attempt + 1] - note.at) / 1e6 for note in notes.read("fails")]
 
 
 def tail(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.compare import compare, median_of_all
 from benchmarks.launchers import Job, Launcher, new_notes
 from benchmarks.table import Goal, Line
+from benchmarks.turns import compare, median_of_all
 
 __all__ = ["preload", "spawn", "value"]
 

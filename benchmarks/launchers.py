@@ -46,6 +46,7 @@ __all__ = [
     "worker",
 ]
 
+_OURS = "elastic_aio"
 _WORKERS = Path(__file__).parent / "workers"
 _LIMIT_S = 120.0
 
@@ -91,10 +92,19 @@ def describe_host(torch: Torch | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A launcher: `command` runs it, followed by torchrun's options and a program."""
+    """A launcher: `command` runs it, followed by torchrun's options and a program.
+
+    `root` is the directory with the packages elastic_aio and benchmarks that its processes import.
+    """
 
     name: str
     command: Callable[[], list[str]]
+    root: Path = REPOSITORY
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a version of elastic_aio."""
+        return self.name == _OURS
 
     def job(
         self,
@@ -102,17 +112,25 @@ class Launcher:
         program: Sequence[str],
         *options: str,
         out: int | IO[bytes] = subprocess.DEVNULL,
+        before: Sequence[str] = (),
     ) -> Job:
-        """Start a job of `workers` times the program."""
+        """Start a job of `workers` times the program, `before` it a command that executes it."""
         words = [*self.command(), f"--nproc-per-node={workers}", *options, "--no-python"]
-        return Job([*words, *program], out=out)
+        return Job([*before, *words, *program], out=out, root=self.root)
 
 
-def elastic_aio() -> Launcher:
-    """Return our launcher, run from this checkout by this interpreter."""
-    return Launcher(
-        "elastic_aio", lambda: [sys.executable, "-m", "elastic_aio", "run", "--torchrun-defaults"]
-    )
+def elastic_aio(root: Path = REPOSITORY) -> Launcher:
+    """Return our launcher, run by this interpreter, from this checkout or another version.
+
+    An early version has no `--torchrun-defaults`: all its defaults are torchrun's.
+    """
+    # With -P the directory that it runs in is not searched for the package.
+    command = [sys.executable, "-P", "-m", "elastic_aio", "run"]
+    with Job([*command, "--help"], out=subprocess.PIPE, root=root) as job:
+        if b"--torchrun-defaults" in job.read():
+            command.append("--torchrun-defaults")
+        job.succeed()
+    return Launcher(_OURS, lambda: command, root)
 
 
 def torchrun(torch: Torch) -> Launcher:
@@ -130,7 +148,12 @@ def worker(notes: Notes, *behaviour: str, site: bool = True) -> list[str]:
 
 
 def spawn_baseline(
-    command: Sequence[str], ranks: int, directory: Path | None = None
+    command: Sequence[str],
+    ranks: int,
+    directory: Path | None = None,
+    *,
+    attempt: int = 0,
+    last_attempt: int = 0,
 ) -> list[subprocess.Popen[bytes]]:
     """Start workers at once in the simplest way, without a supervisor.
 
@@ -138,8 +161,13 @@ def spawn_baseline(
         command: of each worker.
         ranks: how many.
         directory: for a file with the output of each worker.
+        attempt: number that the workers see.
+        last_attempt: and that of the last one.
     """
-    counts = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    counts = {
+        "TORCHELASTIC_RESTART_COUNT": f"{attempt}",
+        "TORCHELASTIC_MAX_RESTARTS": f"{last_attempt}",
+    }
     return [
         subprocess.Popen(
             command,
@@ -165,9 +193,13 @@ class Job:
     """A running process; a context manager that leaves nothing behind."""
 
     def __init__(
-        self, command: Sequence[str], *, out: int | IO[bytes] = subprocess.DEVNULL
+        self,
+        command: Sequence[str],
+        *,
+        out: int | IO[bytes] = subprocess.DEVNULL,
+        root: Path = REPOSITORY,
     ) -> None:
-        """Start `command` with its standard output in `out`."""
+        """Start `command` with its standard output in `out`; it imports elastic_aio from `root`."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
         self._command = command
         self._finished: Finished | None = None
@@ -178,7 +210,7 @@ class Job:
             stdout=out,
             stderr=self._errors,
             cwd=REPOSITORY,
-            env=environment(environment_changes()),
+            env=environment(environment_changes(root)),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -213,6 +245,10 @@ class Job:
         if self._finished is not None:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def read(self) -> bytes:
+        """Return all its output, if that is a pipe."""
+        return b"".join(iter(lambda: os.read(self.stdout, 1 << 16), b""))
 
     def send_signal(self, number: int) -> None:
         """Send it a signal."""
@@ -335,8 +371,10 @@ _FOREIGN = ("PET_", "TORCH", "ELASTIC_AIO", "PYTHON", "LOGLEVEL", "OMP_NUM_THREA
 _NEEDED = ("PYTHONPATH", "PYTHONHOME")
 
 
-def environment_changes() -> dict[str, str | None]:
+def environment_changes(root: Path = REPOSITORY) -> dict[str, str | None]:
     """Return changes that remove settings of a launcher from our environment.
+
+    Python finds elastic_aio in `root`.
 
     PYTHONUNBUFFERED and PYTHONDONTWRITEBYTECODE, which containers often set, are two of them:
     they change when a launcher prints and how long it takes to start.
@@ -346,4 +384,5 @@ def environment_changes() -> dict[str, str | None]:
         for name in os.environ
         if name.startswith(_FOREIGN) and name not in (*_NEEDED, SESSION_VARIABLE)
     }
-    return {**removed, "OMP_NUM_THREADS": "1"}  # torchrun would print a warning
+    # torchrun would print a warning without OMP_NUM_THREADS.
+    return {**removed, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

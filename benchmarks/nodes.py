@@ -7,12 +7,14 @@ reaches says so, with the seconds that it was watched.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.cluster import (
     LauncherCluster,
@@ -21,9 +23,9 @@ from benchmarks.cluster import (
     baseline_stop,
     isolated,
 )
-from benchmarks.compare import compare, median_of_all, medians
 from benchmarks.launchers import Launcher
 from benchmarks.table import Goal, Line
+from benchmarks.turns import compare, median_of, median_of_all, medians
 from tests.support.netns import Network, why_impossible
 from tests.support.sockets import can_count_traffic, free_port, traffic_of
 
@@ -48,48 +50,54 @@ _IDLE_S = 20.0
 _SETTLE_S = 3.0
 
 
-def form(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def form(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Start the agents of a full group together, until the last worker runs.
 
     The same number of jobs of one node is subtracted: the start of as many launchers and
-    workers on this host.
+    workers on this host.  Two agents have to be as fast as one, which is measured too.
     """
     lines = []
     for count in _CLUSTERS:
 
-        async def measure(launcher: Launcher, directory: Path, count: int = count) -> _Pair:
+        async def measure(launcher: Launcher, directory: Path, count: int = count) -> _Formed:
             async with LauncherCluster(launcher, directory / "group", f"{count}") as cluster:
                 for _ in range(count):
                     cluster.start_agent()
                 whole = await _since_start(cluster, count, size=count)
-            return whole, await _singles(launcher, directory, count)
+            alone = await _singles(launcher, directory / "singles", count)
+            one = await _singles(launcher, directory / "one", 1) if count == 2 else 0.0
+            return _Formed(whole, alone, one)
 
-        us, them = compare(max(rounds // 5, 1), isolated(measure), ours, theirs)
-        whole, alone = medians(us)
-        their_whole, their_alone = medians(them) if them else (None, None)
+        results = compare(max(rounds // 5, 1), isolated(measure), ours, theirs, old=old)
+        alone = statistics.median(one.alone for one in results.ours)
+        limit: dict[str, Any] = {"limit_name": f"{count} jobs of one node", "limit": alone}
+        if count == 2:
+            single = statistics.median(one.single for one in results.ours)
+            limit = {"limit_name": "a job of one node", "limit": single, "limit_goal": Goal(1.15)}
         what = f"{count} agents started together → last worker's first instruction"
+        less = f"{what}: less that of {count} jobs of one node"
         lines += [
-            Line(
-                f"{what}: less that of {count} jobs of one node",
-                "ms",
-                max(whole - alone, 0),
-                None if their_whole is None or their_alone is None else their_whole - their_alone,
-                Goal(0.1),
-            ),
-            Line(
-                f"{what}: all of it",
-                "ms",
-                whole,
-                their_whole,
-                limit_name=f"{count} jobs of one node",
-                limit=alone,
-            ),
+            results.line(less, "ms", _added, goal=Goal(0.1)),
+            results.line(f"{what}: all of it", "ms", median_of(lambda one: one.whole), **limit),
         ]
     return lines
 
 
+class _Formed(NamedTuple):
+    whole: float  # milliseconds
+    alone: float  # of as many jobs of one node
+    single: float  # of one of them
+
+
+def _added(results: list[_Formed]) -> float:
+    whole, alone, _ = medians(results)
+    return max(whole - alone, 0)
+
+
 async def _singles(launcher: Launcher, directory: Path, count: int) -> float:
-    async with LauncherCluster(launcher, directory / "singles", "1") as cluster:
+    async with LauncherCluster(launcher, directory, "1") as cluster:
         for _ in range(count):
             cluster.start_single()
         return await _since_start(cluster, count)
@@ -101,24 +109,25 @@ async def _since_start(cluster: LauncherCluster, count: int, size: int = 0) -> f
     return (notes[-1].at - min(node.started_ns for node in cluster.nodes)) / 1e6
 
 
-def loss(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def loss(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Kill an agent that does not serve the store, until the other's worker runs alone."""
 
     async def measure(launcher: Launcher, directory: Path) -> float:
         async with LauncherCluster(launcher, directory, "1:2") as cluster:
             await cluster.start_together(2)
-            return await cluster.since(cluster.kill(1), 1, _watch_s(launcher, ours))
+            return await cluster.since(cluster.kill(1), 1, _watch_s(launcher))
 
-    us, _, limit = compare(max(rounds // 3, 1), isolated(measure), ours, None, baseline_start)
-    return [
-        Line(
-            f"kill -9 of an agent → the survivor's worker runs alone (watched {_WATCH_S} s)",
-            "ms",
-            statistics.median(us),
-            isolated(measure)(theirs) if theirs else None,
-            bound=round(500 + statistics.median(limit)),
-        )
-    ]
+    results = compare(max(rounds // 3, 1), isolated(measure), ours, None, old=old)
+    line = results.line(
+        f"kill -9 of an agent → the survivor's worker runs alone (watched {_WATCH_S} s)",
+        "ms",
+        statistics.median,
+        bound=250,
+    )
+    # torchrun never gets there: once is enough.
+    return [dataclasses.replace(line, theirs=isolated(measure)(theirs) if theirs else None)]
 
 
 def scale(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
@@ -138,8 +147,8 @@ def scale(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
             return await cluster.since(second.started_ns, 2, _WATCH_SCALE_S)
 
     async def measure(launcher: Launcher, directory: Path) -> _Pair:
-        whole = await scaled(launcher, directory / "group", {} if launcher is ours else _UNSHARED)
-        return whole, await _singles(launcher, directory, 1)
+        whole = await scaled(launcher, directory / "group", {} if launcher.is_ours else _UNSHARED)
+        return whole, await _singles(launcher, directory / "single", 1)
 
     us, them, stop = compare(
         max(rounds // 3, 1), isolated(measure), ours, theirs, lambda: (baseline_stop(), 0.0)
@@ -210,10 +219,10 @@ def host(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """
 
     async def measure(launcher: Launcher, directory: Path) -> float:
-        endpoints = 2 if launcher is ours else 1
+        endpoints = 2 if launcher.is_ours else 1
         async with LauncherCluster(launcher, directory, "2:3", endpoints=endpoints) as cluster:
             await cluster.start_together(3)
-            return await cluster.since(cluster.kill(0), 2, _watch_s(launcher, ours))
+            return await cluster.since(cluster.kill(0), 2, _watch_s(launcher))
 
     us, _ = compare(max(rounds // 3, 1), isolated(measure), ours, None)
     return [
@@ -234,7 +243,7 @@ def partition(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line
         return []
 
     async def measure(launcher: Launcher, directory: Path) -> float:
-        conf = {"heartbeat_timeout": _HEARTBEAT_S} if launcher is ours else _QUICKEST
+        conf = {"heartbeat_timeout": _HEARTBEAT_S} if launcher.is_ours else _QUICKEST
         with Network(directory / "network", "here", "there") as network:
             names = "".join(f"{host.address} {host.name}\n" for host in network.hosts.values())
             for host in network.hosts.values():
@@ -248,7 +257,7 @@ def partition(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line
                         host=host,
                         local_addr=host.address,
                         # torchrun cannot tell by an address in a namespace.
-                        conf=None if launcher is ours else {"is_host": int(host.name == "here")},
+                        conf=None if launcher.is_ours else {"is_host": int(host.name == "here")},
                     )
                 await cluster.all_noted("ready", 2, size=2)
                 at = time.monotonic_ns()
@@ -297,5 +306,5 @@ def idle_group(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Lin
     ]
 
 
-def _watch_s(launcher: Launcher, ours: Launcher) -> float:
-    return 60 if launcher is ours else _WATCH_S
+def _watch_s(launcher: Launcher) -> float:
+    return 60 if launcher.is_ours else _WATCH_S

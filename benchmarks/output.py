@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import re
 import statistics
 import subprocess
+import sys
 import time
 from functools import partial
-from typing import IO, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.compare import compare, median_of_all
 from benchmarks.launchers import (
     Job,
     Launcher,
-    Notes,
     new_notes,
     spawn_baseline,
     wait_until,
     worker,
 )
 from benchmarks.table import TIMES, Goal, Line
-from elastic_aio import Agent, LaunchSpec, LogSpec
+from benchmarks.turns import compare, median_of, median_of_all
 
 __all__ = ["latency", "read", "tee"]
 
 _WORKERS = 4
 _LINES = 100_000
+_WRITES = {"100 a write": 100, "one a write": 1}
+_READ_LINES = Path(__file__).parent / "workers" / "read_lines.py"
 _NUMBERED = re.compile(rb"\[default(\d)\]:rank \1 line \d+ of a job with much output")
 _TIMED = re.compile(rb"\[default\d\]:at (\d+)")
 # A launcher that runs for longer than this after the last line has a defect.
@@ -41,7 +42,9 @@ class _Teed(NamedTuple):
     lost: int  # lines that did not arrive, or not whole
 
 
-def tee(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def tee(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Show many lines of four workers in a pipe that is read at once.
 
     The time runs from the first line that a worker prints to the last one that is
@@ -49,40 +52,33 @@ def tee(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     without a reader, which slows them down.
     """
     lines = []
-    for name, at_once in (("100 a write", 100), ("one a write", 1)):
-        us, them, written, copied = compare(
-            max(rounds // 2, 1),
-            partial(_tee, at_once),
-            ours,
-            theirs,
-            partial(_write_only, at_once),
-            _cat,
+    for name, at_once in _WRITES.items():
+        written = partial(_write_only, at_once)
+        results = compare(
+            max(rounds // 2, 1), partial(_tee, at_once), ours, theirs, written, _cat, old=old
         )
+        _, copied = results.limits
         title = f"tee {_WORKERS} {TIMES} {_LINES:,} lines, {name}"
         lines += [
-            Line(
+            results.line(
                 f"{title}: lines shown",
                 "/s",
-                statistics.median(one.rate for one in us),
-                statistics.median(one.rate for one in them) if them else None,
-                Goal(1.5, at_least=True),
-                "written, not shown",
-                statistics.median(one.rate for one in written),
+                median_of(lambda one: one.rate),
+                goal=Goal(2, at_least=True),
+                limit_name="written, not shown",
             ),
-            Line(
+            results.line(
                 f"{title}: CPU of the launcher",
                 "ms",
-                statistics.median(one.cpu for one in us),
-                statistics.median(one.cpu for one in them) if them else None,
-                Goal(0.7),
-                "cat",
-                statistics.median(one.cpu for one in copied),
+                median_of(lambda one: one.cpu),
+                goal=Goal(0.4),
+                limit_name="cat",
+                limit=statistics.median(one.cpu for one in copied),
             ),
-            Line(
+            results.line(
                 f"{title}: lines lost or torn",
                 "",
-                max(one.lost for one in us),
-                max(one.lost for one in them) if them else None,
+                lambda results: max(one.lost for one in results),
                 bound=0,
             ),
         ]
@@ -144,68 +140,57 @@ def _read_all(job: Job) -> tuple[list[bytes], int, int]:
     return chunks, at, cpu
 
 
-def read(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def read(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Read many lines of four workers in a program, one by one and by the batch."""
     lines = []
-    for name, at_once in (("100 a write", 100), ("one a write", 1)):
-        teed, _, single, batches = compare(
-            max(rounds // 2, 1),
-            partial(_tee, at_once),
-            ours,
-            None,
-            partial(_read, at_once, False),
-            partial(_read, at_once, True),
-        )
-        limit = statistics.median(one.rate for one in teed)
-        lines += [
-            Line(
-                f"{call}, {_WORKERS} {TIMES} {_LINES:,} lines, {name}: lines read",
-                "/s",
-                statistics.median(one.rate for one in found),
-                limit_name="shown by the tee",
-                limit=limit,
-                limit_goal=Goal(0.5, at_least=True),
+    for name, at_once in _WRITES.items():
+        for how, call, goal in (
+            ("single", "agent.logs()", 0.5),
+            ("batch", "agent.logs().batch()", 0.8),
+        ):
+            results = compare(
+                max(rounds // 2, 1),
+                partial(_read, at_once, how),
+                ours,
+                None,
+                partial(_shown, at_once, ours),
+                old=old,
             )
-            for call, found in (("agent.logs()", single), ("agent.logs().batch()", batches))
-        ]
+            lines.append(
+                results.line(
+                    f"{call}, {_WORKERS} {TIMES} {_LINES:,} lines, {name}: lines read",
+                    "/s",
+                    statistics.median,
+                    limit_name="shown by the tee",
+                    limit_goal=Goal(goal, at_least=True),
+                )
+            )
     return lines
 
 
-def _read(at_once: int, by_batch: bool) -> _Teed:
+def _shown(at_once: int, launcher: Launcher) -> float:
+    return _tee(at_once, launcher).rate
+
+
+def _read(at_once: int, how: str, launcher: Launcher) -> float | None:
+    """Return the lines a second; None where the launcher's version cannot read them."""
     with new_notes() as notes, open(notes.path, "rb") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         command = worker(notes, "print", str(_LINES), str(at_once), site=False)
-        logs = LogSpec(log_dir=notes.path.parent, redirects=1)
-        spec = LaunchSpec(command, nproc_per_node=_WORKERS, logs=logs)
-        count, ended, cpu = asyncio.run(_count_lines(spec, notes, gate, by_batch))
-        began = min(note.at for note in notes.read("prints"))
-    total = _WORKERS * _LINES
-    return _Teed(total / ((ended - began) / 1e9), cpu * 1e3, total - count)
-
-
-async def _count_lines(
-    spec: LaunchSpec, notes: Notes, gate: IO[bytes], by_batch: bool
-) -> tuple[int, int, float]:
-    """Return the number of lines, the time of the last one, and the CPU time in seconds."""
-    count = 0
-    async with Agent(spec) as agent:
-        await asyncio.to_thread(
-            wait_until, lambda: len(notes.read("ready")) == _WORKERS, "the workers"
-        )
-        cpu = time.process_time()
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        async with agent.logs() as lines:
-            if by_batch:
-                while count < _WORKERS * _LINES:
-                    count += len(await lines.batch())
-            else:
-                async for _ in lines:
-                    count += 1
-                    if count == _WORKERS * _LINES:
-                        break
-        ended, cpu = time.monotonic_ns(), time.process_time() - cpu
-        await agent.wait()
-    return count, ended, cpu
+        total = _WORKERS * _LINES
+        words = [_READ_LINES, how, total, _WORKERS, notes.path.parent, *command]
+        argv = [sys.executable, "-P", *map(str, words)]
+        with Job(argv, out=subprocess.PIPE, root=launcher.root) as job:
+            wait_until(
+                lambda: not job.is_running or len(notes.read("ready")) == _WORKERS, "the workers"
+            )
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            ended = int(job.read())
+            job.succeed()
+        began = min((note.at for note in notes.read("prints")), default=0)
+    return total / ((ended - began) / 1e9) if ended else None
 
 
 def latency(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -104,6 +103,6 @@ def _run(python: str, module: str, way: str, *numbers: int) -> Any:
     """Run one of the programs in `workers`; return the JSON that it prints."""
     command = [python, "-m", f"{_PACKAGE}.{module}", way, *map(str, numbers)]
     with Job(command, out=subprocess.PIPE) as job:
-        output = os.read(job.stdout, 10_000)
+        output = job.read()
         job.succeed()
     return json.loads(output)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -13,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.compare import compare
 from benchmarks.launchers import (
     Finished,
     Job,
@@ -23,43 +25,65 @@ from benchmarks.launchers import (
     wait_until,
 )
 from benchmarks.table import Goal, Line
+from benchmarks.turns import compare, median_of
 
 __all__ = ["idle", "many", "memory", "start"]
 
 _SPAWN_LOOP = str(Path(__file__).parent / "workers" / "spawn_loop.py")
 _MANY = 256
+_START = "CLI start, two workers of `/bin/true`"
 
 
-def start(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def start(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Start two workers that end at once: wall and CPU time, children included."""
 
     def measure(launcher: Launcher) -> Finished:
         with launcher.job(2, ["/bin/true"]) as job:
             return job.succeed()
 
-    us, them, limit = compare(
-        rounds,
-        measure,
-        ours,
-        theirs,
-        lambda: run([sys.executable, "-c", "import asyncio"]),
-    )
-    return [
-        Line(
-            f"CLI start, two workers of `/bin/true`: {name}",
+    limit = [sys.executable, "-c", "import asyncio"]
+    results = compare(rounds, measure, ours, theirs, lambda: run(limit), old=old)
+    figures: dict[str, Callable[[Finished], float]] = {
+        "wall": lambda one: one.wall / 1e6,
+        "CPU": lambda one: one.cpu / 1e6,
+    }
+    lines = [
+        results.line(
+            f"{_START}: {name}",
             "ms",
-            _median_ms(us, figure),
-            _median_ms(them, figure) if them else None,
-            Goal(0.12),
-            'python -c "import asyncio"',
-            _median_ms(limit, figure),
-            Goal(4),
+            median_of(figure),
+            goal=Goal(0.085),
+            old_goal=Goal(1),
+            limit_name='python -c "import asyncio"',
+            limit_goal=Goal(4),
         )
-        for name, figure in (
-            ("wall", lambda one: one.wall),
-            ("CPU", lambda one: one.cpu),
-        )
+        for name, figure in figures.items()
     ]
+    if shutil.which("valgrind") is None:
+        print("start: the instructions are left out: needs `valgrind`", file=sys.stderr)
+        return lines
+    # Once: the count is the same each time, but for the addresses that objects get.
+    count, title = _instructions(ours)
+    before = _instructions(old)[0] if old else None
+    return [*lines, Line(f"{_START}: {title}", "M", count, old=before, old_goal=Goal(1))]
+
+
+def _instructions(launcher: Launcher) -> tuple[float, str]:
+    """Return the millions of instructions of a launcher as valgrind counts them, and their name."""
+    tool = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    with launcher.job(2, ["/bin/true"], before=["env", "PYTHONHASHSEED=0", *tool]) as job:
+        finished, text = job.wait(), job.error_text()
+    title = "instructions of the launcher"
+    if finished.returncode:
+        # valgrind 3.19 has no pidfd_open, with which a launcher begins to start processes.
+        if "unhandled" not in text:
+            raise RuntimeError(f"a launcher ended with {finished.returncode}: {text}")
+        title += " until its first pidfd_open"
+    match = re.search(r"I +refs: +([\d,]+)", text)
+    assert match is not None, text
+    return int(match[1].replace(",", "")) / 1e6, title
 
 
 class _Memory(NamedTuple):
@@ -68,33 +92,30 @@ class _Memory(NamedTuple):
     guardian_pss: float
 
 
-def memory(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def memory(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Read the memory of a launcher with two workers, until its end."""
-    us, them = compare(
-        max(rounds // 3, 1),
-        _memory,
-        ours,
-        theirs,
-    )
+    results = compare(max(rounds // 3, 1), _memory, ours, theirs, old=old)
+    guardian = dataclasses.replace(results, theirs=[])  # torchrun has none
     return [
-        Line(
+        results.line(
             "peak memory of the launcher",
             "MB",
-            statistics.median(one.peak for one in us),
-            statistics.median(one.peak for one in them) if them else None,
-            Goal(0.15),
-            bound=35,
+            median_of(lambda one: one.peak),
+            goal=Goal(0.15),
+            bound=25,
         ),
-        Line(
+        guardian.line(
             "memory of its guardian: private",
             "MB",
-            statistics.median(one.guardian_private for one in us),
+            median_of(lambda one: one.guardian_private),
             bound=5,
         ),
-        Line(
+        guardian.line(
             "memory of its guardian: with its share of shared pages (PSS)",
             "MB",
-            statistics.median(one.guardian_pss for one in us),
+            median_of(lambda one: one.guardian_pss),
         ),
     ]
 
@@ -114,58 +135,52 @@ def _memory(launcher: Launcher) -> _Memory:
     return _Memory(peak, guardian.get("Private_Dirty", 0), guardian.get("Pss", 0))
 
 
-def many(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+class _Many(NamedTuple):
+    wall: float  # milliseconds
+    inside: float  # milliseconds without the start of Python; 0: unknown
+
+
+def many(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Start many workers that end at once."""
-
-    def measure(launcher: Launcher) -> float:
-        with launcher.job(_MANY, ["/bin/true"]) as job:
-            return job.succeed().wall / 1e6
-
-    inside: list[float] = []
-
-    def measure_loop() -> float:
-        with Job(
-            [sys.executable, _SPAWN_LOOP, str(_MANY), "/bin/true"], out=subprocess.PIPE
-        ) as job:
-            inside.append(int(os.read(job.stdout, 100)) / 1e6)
-            return job.succeed().wall / 1e6
-
-    us, them, limit, us_inside = compare(
-        rounds,
-        measure,
-        ours,
-        theirs,
-        measure_loop,
-        lambda: _duration(ours),
-    )
+    results = compare(rounds, _many, ours, theirs, _spawn_loop, old=old)
+    inside = dataclasses.replace(results, theirs=[])  # torchrun does not report it
     return [
-        Line(
+        results.line(
             f"{_MANY} workers of `/bin/true`",
             "ms",
-            statistics.median(us),
-            statistics.median(them) if them else None,
-            Goal(0.3),
-            "posix_spawn loop",
-            statistics.median(limit),
-            Goal(3),
+            median_of(lambda one: one.wall),
+            goal=Goal(0.18),
+            limit_name="posix_spawn loop",
         ),
-        Line(
+        inside.line(
             f"{_MANY} workers of `/bin/true`: without the start of Python",
             "ms",
-            statistics.median(us_inside),
+            median_of(lambda one: one.inside),
             limit_name="posix_spawn loop",
-            limit=statistics.median(inside[1:]),
+            limit_goal=Goal(2),
         ),
     ]
 
 
-def _duration(ours: Launcher) -> float:
-    """Return the milliseconds of a job of many workers, as its last event reports them."""
+def _many(launcher: Launcher) -> _Many:
+    """Start the workers; of ours, also read the time that the last event reports."""
+    with launcher.job(_MANY, ["/bin/true"]) as job:
+        wall = job.succeed().wall / 1e6
+    if not launcher.is_ours:
+        return _Many(wall, 0)
     with tempfile.NamedTemporaryFile() as file:
-        with ours.job(_MANY, ["/bin/true"], f"--events={file.name}") as job:
+        with launcher.job(_MANY, ["/bin/true"], f"--events={file.name}") as job:
             job.succeed()
         last = json.loads(file.read().splitlines()[-1])
-    return float(last["duration"]) * 1e3
+    return _Many(wall, float(last["duration"]) * 1e3)
+
+
+def _spawn_loop() -> _Many:
+    with Job([sys.executable, _SPAWN_LOOP, str(_MANY), "/bin/true"], out=subprocess.PIPE) as job:
+        inside = int(os.read(job.stdout, 100)) / 1e6
+        return _Many(job.succeed().wall / 1e6, inside)
 
 
 class _Idle(NamedTuple):
@@ -259,7 +274,3 @@ def _fields(path: str) -> dict[str, float]:
         if value.endswith(" kB"):
             fields[name] = int(value[:-3]) * 1024 / 1e6
     return fields
-
-
-def _median_ms(results: list[Finished], figure: Callable[[Finished], int]) -> float:
-    return statistics.median(figure(one) for one in results) / 1e6

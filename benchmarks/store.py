@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -21,9 +20,11 @@ _IDLE = 2_000  # connections
 _WAITS = 10_000
 
 
-def store_server(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+def store_server(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
     """Load our server and torch's with torch's clients."""
-    figures = _run("server", theirs, rounds)
+    figures = _run("server", ours, theirs, rounds, old=old)
     if figures is None:
         return []
     lines = []
@@ -33,7 +34,7 @@ def store_server(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[L
                 f"store server, `{operation}` by {processes} torch clients",
                 "/s",
                 figures[f"{operation} {processes}"],
-                {"uvloop": Goal(0.8, at_least=True), "asyncio": Goal(0.35, at_least=True)},
+                {"uvloop": Goal(1, at_least=True), "asyncio": Goal(0.8, at_least=True)},
             )
     lines += _both_loops(
         "store server, `set` → another client's `wait` returns",
@@ -52,7 +53,7 @@ def store_server(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[L
 
 def store_client(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Call torch's server and ours with our client and torch's."""
-    figures = _run("client", theirs, rounds)
+    figures = _run("client", ours, theirs, rounds)
     if figures is None:
         return []
     lines = []
@@ -86,29 +87,37 @@ def store_idle(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Lin
 
 def store_init(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     """Initialize a gloo process group over our server and over torch's."""
-    figures = _run("init", theirs, rounds)
+    figures = _run("init", ours, theirs, rounds)
     if figures is None:
         return []
     what = f"`init_process_group` of {RANKS} gloo ranks over the store"
     return _both_loops(what, "ms", figures["init"], dict.fromkeys(LOOPS, Goal(1.1)))
 
 
-def _run(row: str, theirs: Launcher | None, rounds: int) -> dict[str, dict[str, float]] | None:
+def _run(
+    row: str,
+    ours: Launcher,
+    theirs: Launcher | None,
+    rounds: int,
+    *,
+    old: Launcher | None = None,
+) -> dict[str, dict[str, float]] | None:
     """Measure a row in torch's interpreter; None without torch."""
     if theirs is None:
         print(f"store-{row} is left out: needs torch", file=sys.stderr)
         return None
     command = [
         theirs.command()[0],
+        "-P",
         "-m",
         "benchmarks.workers.store_load",
         row,
         str(max(rounds // 3, 1)),
     ]
-    output = b""
-    with Job(command, out=subprocess.PIPE) as job:
-        while chunk := os.read(job.stdout, 1 << 16):
-            output += chunk
+    if old is not None:
+        command.append(f"--old={old.root}")
+    with Job(command, out=subprocess.PIPE, root=ours.root) as job:
+        output = job.read()
         job.succeed()
     figures: dict[str, dict[str, float]] = json.loads(output)
     return figures
@@ -118,7 +127,14 @@ def _both_loops(
     measure: str, unit: str, figures: dict[str, float], goals: dict[str, Goal]
 ) -> list[Line]:
     return [
-        Line(f"{measure} ({loop})", unit, figures[loop], figures["torch"], goals[loop])
+        Line(
+            f"{measure} ({loop})",
+            unit,
+            figures[loop],
+            figures["torch"],
+            goals[loop],
+            old=figures.get(f"old-{loop}"),
+        )
         for loop in LOOPS
     ]
 

@@ -33,7 +33,8 @@ class Line:
     """A line of the table; figures are in `unit`, and infinite for what never happened.
 
     Either `limit` is the figure of something that cannot be beaten by much, called
-    `limit_name`, or `bound` is the most that our figure may be.
+    `limit_name`, or `bound` is the most that our figure may be; `old` is that of an earlier
+    version.
     """
 
     measure: str
@@ -45,29 +46,39 @@ class Line:
     limit: float | None = None
     limit_goal: Goal | None = None
     bound: float | None = None
+    old: float | None = None
+    old_goal: Goal | None = None
 
     @property
     def is_met(self) -> bool | None:
         """Whether every goal with a figure to compare with is met; None without such a goal."""
-        met = []
-        if self.goal is not None and self.theirs is not None:
-            met.append(self.goal.is_met(self.ours, self.theirs))
-        if self.limit_goal is not None and self.limit is not None:
-            met.append(self.limit_goal.is_met(self.ours, self.limit))
+        pairs = (
+            (self.goal, self.theirs),
+            (self.limit_goal, self.limit),
+            (self.old_goal, self.old),
+        )
+        met = [
+            goal.is_met(self.ours, other)
+            for goal, other in pairs
+            if goal is not None and other is not None
+        ]
         if self.bound is not None:
             met.append(self.ours <= self.bound)
         return all(met) if met else None
 
-    def cells(self) -> list[str]:
-        """Return the cells of the table."""
+    def cells(self, *, with_old: bool) -> list[str]:
+        """Return the cells of the table, those of the earlier version if it has them."""
         limit = ""
         if self.limit is not None:
             limit = f"{_figure(self.limit, self.unit)} ({self.limit_name})"
         elif self.bound is not None:
             limit = f"≤ {self.bound:g} {self.unit}"
+        old = "" if self.old is None else _figure(self.old, self.unit)
         return [
             self.measure,
+            *([old] if with_old else []),
             _figure(self.ours, self.unit),
+            *([_ratio(self.ours, self.old, self.old_goal)] if with_old else []),
             "" if self.theirs is None else _figure(self.theirs, self.unit),
             _ratio(self.ours, self.theirs, self.goal),
             limit,
@@ -77,12 +88,17 @@ class Line:
 
 
 _HEADINGS = ["measure", "elastic_aio", "torchrun", "ratio (goal)", "limit", "ratio (goal)", "ok?"]
+_HEADINGS_WITH_OLD = [
+    *("measure", "OLD", "NEW", "NEW/OLD (goal)", "torchrun", "NEW/torchrun (goal)"),
+    *("limit", "NEW/limit (goal)", "ok?"),
+]
 
 
-def as_table(lines: Iterable[Line]) -> str:
-    """Return a Markdown table."""
-    rows = [_HEADINGS, *(line.cells() for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+def as_table(lines: Iterable[Line], *, with_old: bool = False) -> str:
+    """Return a Markdown table, with an earlier version if asked."""
+    headings = _HEADINGS_WITH_OLD if with_old else _HEADINGS
+    rows = [headings, *(line.cells(with_old=with_old) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
         for row in rows
@@ -114,5 +130,5 @@ def _ratio(ours: float, other: float | None, goal: Goal | None) -> str:
         return ""
     if math.inf in (ours, other):
         return "-"
-    text = f"{ours / other:.2g}{TIMES}" if other else "-"
+    text = f"{ours / other:.3g}{TIMES}" if other else "-"
     return f"{text} ({goal})" if goal else text

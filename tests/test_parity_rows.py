@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import _ROWS
+from benchmarks.__main__ import ROWS
 from benchmarks.parity_cases import CASES, REASONS
 
 TESTS = Path(__file__).parent
@@ -43,7 +43,7 @@ def missing_tests(cell: str) -> list[str]:
         path, _, function = name.partition("::")
         kind, _, rest = name.partition(": ")
         if kind in ("parity", "benchmark"):
-            exists = rest in (cases if kind == "parity" else _ROWS)
+            exists = rest in (cases if kind == "parity" else ROWS)
         else:
             exists = (TESTS / path).exists() and function in functions_of(TESTS / path)
         if not exists:

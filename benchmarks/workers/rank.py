@@ -3,8 +3,9 @@
 A note is one line in the file NOTES: what, rank, attempt, monotonic nanoseconds.
 Behaviours:
 
-* `fail HOW`: rank 0 exits with 1 once all others are ready; they `receive` SIGTERM and
-  note it, or `end` by it.  On the last attempt that is allowed, all exit with 0.
+* `fail HOW [MEGABYTES]`: rank 0 writes so much to standard error and exits with 1 once all
+  others are ready; they `receive` SIGTERM and note it, or `end` by it.  On the last attempt
+  that is allowed, all exit with 0.
 * `leave`: all are ready, then all exit with 0.
 * `print LINES AT_ONCE`: prints numbered lines when the file NOTES is unlocked.
 * `tick LINES SECONDS`: prints the time on every line, SECONDS apart.
@@ -33,8 +34,8 @@ def main() -> None:
     """Behave as the arguments say."""
     note("started", STARTED_NS)
     match sys.argv[2:]:
-        case ["fail", how]:
-            fail(how)
+        case ["fail", how, *megabytes]:
+            fail(how, *map(int, megabytes))
         case ["leave"]:
             note("ready")
             wait_for_all("ready")
@@ -49,7 +50,7 @@ def main() -> None:
     os._exit(0)
 
 
-def fail(how: str) -> None:
+def fail(how: str, megabytes: int = 0) -> None:
     """Let rank 0 exit with 1, and the others note SIGTERM."""
     if how == "receive":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -58,6 +59,10 @@ def fail(how: str) -> None:
         return
     if RANK == 0:
         wait_for_all("ready")
+        for _ in range(megabytes):
+            os.write(
+                2, b"a line of standard error of a rank that is about to fail, padded.\n" * 15384
+            )
         scatter()
         note("fails")
         os._exit(1)

@@ -3,7 +3,7 @@
 `serve-torch`, `serve-uvloop` and `serve-asyncio` serve a store until the end of standard
 input, and print their port.  `server`, `client` and `init` measure a row of
 `benchmarks/store.py` and print its figures as JSON; they need torch, which they import once
-and then fork their load.
+and then fork their load.  With `--old ROOT`, `server` also loads the servers of the package there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -20,17 +21,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import compare
+from benchmarks.turns import compare
 
 __all__ = ["CONNECTIONS", "LOOPS", "OPERATIONS", "RANKS", "running"]
 
 LOOPS = ("uvloop", "asyncio")
-OPERATIONS = ("set", "get", "add")
+OPERATIONS = ("set", "get", "add", "mix")
 CONNECTIONS = 900
 RANKS = 8
 
+_ROOT = str(Path(__file__).parents[2])  # of the package to measure, and of this one
 _VALUE = b"0123456789abcdef"
 _SECONDS = 1.0  # of each measurement of a rate
 
@@ -47,10 +50,10 @@ def _serve_torch() -> None:
 
 
 def _serve_ours(loop: str) -> None:
-    from elastic_aio.store import ServerLimits, StoreServer
+    from elastic_aio.store import StoreServer
 
     async def serve() -> None:
-        async with StoreServer("127.0.0.1", limits=ServerLimits(handshake_timeout=1e6)) as server:
+        async with StoreServer("127.0.0.1") as server:
             print(server.port, flush=True)
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
@@ -68,14 +71,22 @@ def _factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 @contextlib.contextmanager
-def running(role: str, cpu: int | None = None, python: str = "") -> Iterator[tuple[int, int]]:
-    """Run a server, on one CPU if asked; give its port and pid."""
-    command = [python or sys.executable, "-m", "benchmarks.workers.store_load", role]
+def running(
+    role: str, cpu: int | None = None, python: str = "", root: str = _ROOT
+) -> Iterator[tuple[int, int]]:
+    """Run a server of the package in `root`, on one CPU if asked; give its port and pid."""
+    command = [python or sys.executable, "-P", "-m", "benchmarks.workers.store_load", role]
     if cpu is not None:
         # One client and one server are three times as fast or as slow, depending on the
         # CPUs that the scheduler chooses.
         command += ["--cpu", str(cpu)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -85,21 +96,25 @@ def running(role: str, cpu: int | None = None, python: str = "") -> Iterator[tup
         process.wait()
 
 
-def _servers(stack: contextlib.ExitStack, cpu: int | None = None) -> dict[str, int]:
-    """Run all servers; return their ports."""
-    names = ("torch", *LOOPS)
-    return {name: stack.enter_context(running(f"serve-{name}", cpu))[0] for name in names}
+def _servers(stack: contextlib.ExitStack, old: str, cpu: int | None = None) -> dict[str, int]:
+    """Run all servers, those of the root `old` if there is one; return their ports."""
+    names = dict.fromkeys(("torch", *LOOPS), _ROOT)
+    if old:
+        names |= {f"old-{loop}": old for loop in LOOPS}
+    return {
+        name: stack.enter_context(running(f"serve-{name.removeprefix('old-')}", cpu, root=root))[0]
+        for name, root in names.items()
+    }
 
 
 def _compare_servers(
     ports: dict[str, int], rounds: int, measure: Callable[[int], float]
 ) -> dict[str, float]:
     """Measure each server in turn; return the median of each."""
-    uvloop, torch, stock = compare(
-        rounds, measure, ports["uvloop"], ports["torch"], lambda: measure(ports["asyncio"])
-    )
-    medians = map(statistics.median, (uvloop, torch, stock))
-    return dict(zip(("uvloop", "torch", "asyncio"), medians, strict=True))
+    first, *others = ports.values()
+    turns = [partial(measure, port) for port in others]
+    results = [result for result in compare(rounds, measure, first, None, *turns) if result]
+    return dict(zip(ports, map(statistics.median, results), strict=True))
 
 
 # Load by torch's client: forked, so that torch is imported once.
@@ -161,11 +176,11 @@ def _rate(operation: str, processes: int, port: int) -> float:
             "get": lambda: store.get(key),
             "add": lambda: store.add(key + "n", 1),
         }
-        call = calls[operation]
+        mix = itertools.cycle(calls.values() if operation == "mix" else [calls[operation]])
         ready()
         count, begin = 0, time.perf_counter()
         while (now := time.perf_counter()) - begin < _SECONDS:
-            for _ in range(20):
+            for call in itertools.islice(mix, 20):
                 call()
             count += 20
         store.num_keys()  # the server has handled every request before
@@ -270,16 +285,16 @@ def _our_rate(port: int, loop: str, operation: str, tasks: int) -> float:
 # The measures of each row, in torch's interpreter.
 
 
-def _measure_server(rounds: int) -> dict[str, dict[str, float]]:
+def _measure_server(rounds: int, old: str) -> dict[str, dict[str, float]]:
     figures = {}
     for processes in (1, 16):
         with contextlib.ExitStack() as stack:
-            ports = _servers(stack, cpu=0 if processes == 1 else None)
+            ports = _servers(stack, old, cpu=0 if processes == 1 else None)
             for operation in OPERATIONS:
                 measure = partial(_rate, operation, processes)
                 figures[f"{operation} {processes}"] = _compare_servers(ports, rounds, measure)
     with contextlib.ExitStack() as stack:
-        ports = _servers(stack)
+        ports = _servers(stack, old)
         figures["wake"] = _compare_servers(ports, rounds, _wake_us)
         # Once: torch's server looks up the name of each peer, which takes minutes where no
         # name server answers.
@@ -287,7 +302,7 @@ def _measure_server(rounds: int) -> dict[str, dict[str, float]]:
     return figures
 
 
-def _measure_client(rounds: int) -> dict[str, dict[str, float]]:
+def _measure_client(rounds: int, old: str) -> dict[str, dict[str, float]]:
     figures = {}
     for server in ("torch", "uvloop"):
         with running(f"serve-{server}", cpu=0) as (port, _):
@@ -305,7 +320,7 @@ def _measure_client(rounds: int) -> dict[str, dict[str, float]]:
     return figures
 
 
-def _measure_init(rounds: int) -> dict[str, dict[str, float]]:
+def _measure_init(rounds: int, old: str) -> dict[str, dict[str, float]]:
     def measure(name: str) -> float:
         # A fresh server each time: gloo's keys must not collide with those of another round.
         with running(f"serve-{name}") as (port, _):
@@ -324,6 +339,7 @@ def main() -> None:
     parser.add_argument("role")
     parser.add_argument("rounds", type=int, nargs="?", default=1)
     parser.add_argument("--cpu", type=int)
+    parser.add_argument("--old", metavar="ROOT", default="")
     arguments = parser.parse_args()
     if arguments.cpu is not None:
         os.sched_setaffinity(0, {arguments.cpu})
@@ -335,7 +351,7 @@ def main() -> None:
         import torch.distributed  # noqa: F401  # before the forks
 
         rows = {"server": _measure_server, "client": _measure_client, "init": _measure_init}
-        print(json.dumps(rows[arguments.role](arguments.rounds)), flush=True)
+        print(json.dumps(rows[arguments.role](arguments.rounds, arguments.old)), flush=True)
 
 
 if __name__ == "__main__":
