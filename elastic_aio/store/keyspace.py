@@ -113,14 +113,14 @@ class Keyspace:
     # Values.
 
     def set(self, key: bytes, value: bytes) -> None:
-        values, usage = self._values, self.usage
-        old = values.get(key)
         # As in `_growth` and `_write`, without calls: this is the most frequent operation.
-        more = len(value) + (ENTRY + len(key) if old is None else -len(old))
-        if more > usage.left:
-            usage.refuse()
-        usage.left -= more
-        values[key] = value
+        old = self._values.get(key)
+        if old is None or len(old) != len(value):
+            more = len(value) + (ENTRY + len(key) if old is None else -len(old))
+            if more > self.usage.left:
+                self.usage.refuse()
+            self.usage.left -= more
+        self._values[key] = value
         if self._leased or self._watched or key in self._waiters:
             self._on_written(key, value)
 
@@ -131,7 +131,14 @@ class Keyspace:
         return self._values.get(key)
 
     def add(self, key: bytes, amount: int) -> int:
-        total = wrap(self._number(key) + amount)
+        text = self._values.get(key)
+        # As in `parse_counter` and `wrap`, without calls.
+        if text is not None and len(text) < 19 and text.isdigit():
+            total = int(text) + amount
+        else:
+            total = parse_counter(text) + amount
+        if not -_TOP <= total < _TOP:
+            total = wrap(total)
         self.set(key, b"%d" % total)
         return total
 

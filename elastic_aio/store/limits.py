@@ -160,8 +160,8 @@ class Work:
 
     def __init__(self, at_once: int = WORK_AT_ONCE) -> None:
         """Carry out `at_once` units before the rest is left for later."""
-        self._at_once = at_once
-        self._on_spent: Callable[[], None] | None = None
+        self.at_once = at_once
+        self.on_spent: Callable[[], None] | None = None
         self.left = at_once
         """Units until other connections should be served."""
         self.later: deque[Iterator[int]] = deque()
@@ -169,21 +169,21 @@ class Work:
 
     def begin(self, on_spent: Callable[[], None] | None = None) -> None:
         """Begin a new account; `on_spent` is called, maybe repeatedly, once nothing is left."""
-        self.left, self._on_spent = self._at_once, on_spent
+        self.left, self.on_spent = self.at_once, on_spent
 
     def spend(self, units: int) -> None:
         """Account for work that has been done."""
         self.left -= units
-        if self.left <= 0 and self._on_spent is not None:
-            self._on_spent()
+        if self.left <= 0 and self.on_spent is not None:
+            self.on_spent()
 
     def run(self, parts: Iterator[int]) -> None:
         """Carry out parts, each of which yields its units; leave the rest for later."""
-        if self.left <= 0 and self._on_spent is not None:
+        if self.left <= 0 and self.on_spent is not None:
             self.later.append(parts)
             return
         # What the parts themselves spend counts too.
-        least = self.left - self._at_once
+        least = self.left - self.at_once
         for part in parts:
             self.left -= part
             if self.left <= least:

@@ -123,6 +123,8 @@ _SIZES: Final = [_pack_size(size) for size in range(256)]
 
 def _value(value: bytes) -> bytes | Pieces:
     size = len(value)
+    if size < 256:
+        return _SIZES[size] + value
     if size < LARGE:
         return _pack_size(size) + value
     return [_pack_size(size), value]

@@ -25,6 +25,9 @@ _STRANGER_BYTES: Final = 4096
 _OF_MANY: Final = (wire.CHECK, wire.WAIT, wire.MULTI_GET, wire.MULTI_SET, wire.LIST_KEYS)
 """Requests that `_serve_many` serves."""
 
+_IDENTIFYING: Final = (wire.RESERVED_KEY,)
+"""What a CHECK asks for whose reply, READY, identifies this server to its clients."""
+
 # For the many watches of one change, one after another.
 _encode_change = lru_cache(maxsize=1)(replies.encode_change)
 
@@ -86,7 +89,8 @@ class Connection(ServerLink, Client):
             # Serve the rest of a long burst later: yield to other connections.
             self._transport.pause_reading()
             self._server.loop.call_soon(self._resume)
-        self._time_partial()
+        if self._reader.is_partial or self._timer is not None:
+            self._time_partial()
 
     def _read_handshake(self, data: bytes) -> list[Request]:
         if not self._reader.is_opened and data.startswith(wire.TLS_HANDSHAKE):
@@ -143,7 +147,9 @@ class Connection(ServerLink, Client):
     def _serve(self, requests: Iterator[Request]) -> None:
         self._batches_served += 1
         self._requests = requests
-        self._server.keyspace.work.begin(self.postpone)
+        server, work = self._server, self._server.keyspace.work
+        # As `Work.begin`, without a call.
+        work.left, work.on_spent = work.at_once, self.postpone
         if not self.is_authenticated:
             self._serve_unauthenticated(requests)
         elif self._is_tagged:
@@ -151,13 +157,14 @@ class Connection(ServerLink, Client):
         else:
             self._serve_plain(requests)
         if self._out:
-            self.flush()
-        self._server.keyspace.work.begin()
-        self._server._flush()
+            self._write_out()
+        work.on_spent = None
+        if server._dirty or server._postponed or work.later:
+            server._flush()
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
-        out, handlers, size = self._out, self._server._handlers, 0
-        keyspace_set, wait = self._server.keyspace.set, self._server.keyspace.wait
+        out, handlers, size, keyspace = self._out, self._server._handlers, 0, self._server.keyspace
+        keyspace_set = keyspace.set
         try:
             for op, key, argument, _ in requests:
                 if op == wire.SET:
@@ -179,8 +186,11 @@ class Connection(ServerLink, Client):
                         if not self.flush():
                             self._backlog.extend(requests)
                             return
+                elif op == wire.CHECK and len(argument) <= KEYS_AT_ONCE:
+                    is_ready = argument == _IDENTIFYING or not keyspace.check(key, argument)
+                    out.append(b"\0" if is_ready else b"\1")
                 elif op == wire.WAIT and len(argument) <= KEYS_AT_ONCE:
-                    if wait(self, None, key, argument) is not PENDING:
+                    if keyspace.wait(self, None, key, argument) is not PENDING:
                         out.append(b"\0")
                 elif op == wire.HELLO:
                     self._reply_hello(argument)
@@ -225,7 +235,7 @@ class Connection(ServerLink, Client):
         for op, key, argument, tag in requests:
             if op == wire.PING and not self._is_tagged:
                 self._append(ENCODER_OF[op](argument))
-            elif op == wire.CHECK and argument == (wire.RESERVED_KEY,) and not self._is_tagged:
+            elif op == wire.CHECK and argument == _IDENTIFYING and not self._is_tagged:
                 self._append(ENCODER_OF[op](replies.READY))
             elif op == wire.HELLO:
                 self._reply_hello(argument)
@@ -285,8 +295,6 @@ class Connection(ServerLink, Client):
         if op == wire.CANCEL_WAIT:
             self._server.keyspace.cancel(self, None)
             return replies.WAIT_CANCELED
-        if op == wire.CHECK and argument == (wire.RESERVED_KEY,):
-            return replies.READY  # identifies this server to its clients
         if op in _OF_MANY:
             return self._serve_many(op, argument, None)
         client_handler = self._server.keyspace.client_handlers[op]

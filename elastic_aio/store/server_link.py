@@ -140,6 +140,10 @@ class ServerLink(asyncio.Protocol):
 
     def flush(self) -> bool:
         """Write the queued replies; return whether the peer accepts more."""
+        self._write_out()
+        return not (self._is_paused or self.is_gone or self._transport.is_closing())
+
+    def _write_out(self) -> None:
         out = self._out
         if self._transport.is_closing():
             # uvloop raises RuntimeError where asyncio discards the data.
@@ -151,7 +155,6 @@ class ServerLink(asyncio.Protocol):
             out.clear()
             self._transport.write(data)
         self._out_size = 0
-        return not (self._is_paused or self.is_gone or self._transport.is_closing())
 
     def _flush_queue(self) -> None:
         """Write through the queue: the peer does not read, or a large value is sent."""

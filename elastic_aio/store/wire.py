@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Final
 
 Request = tuple[int, bytes, Any, int]
@@ -113,6 +114,9 @@ _2U32: Final = struct.Struct("<II")
 _OP_U32: Final = struct.Struct("<BI")
 _OP_2U32: Final = struct.Struct("<BII")
 _OP_U64: Final = struct.Struct("<BQ")
+# Bound once: each request calls some of them.
+_read_u32, _read_u64, _read_i64 = U32.unpack_from, U64.unpack_from, I64.unpack_from
+_read_op_u64 = _OP_U64.unpack_from
 
 
 class WireError(Exception):
@@ -283,37 +287,55 @@ class RequestReader:
         Long and without helpers: every request of every worker passes here.
         """
         end = len(data)
-        u64 = U64.unpack_from
         max_key, max_value = self.limits.key, self.limits.value
         shapes = _TAGGED if self._tagged else _PLAIN
-        append = requests.append
-        tag, at = 0, position
-        need = 0
-        for _ in range(most):
-            if position >= end:
-                return
+        values: list[bytes]
+        tag = need = 0
+        for _ in repeat(None, most):
+            body = position + 9
             if shapes is _TAGGED:
-                at = position + 4
-                if at >= end:
-                    need = 5
-                    break
-                (tag,) = U32.unpack_from(data, position)
-            else:
-                at = position
-            op = data[at]
-            shape = shapes[op]
-            body = at + 9
-            if shape == KEY_1 and body <= end:
-                # The fast path for SET, the most frequent request.
-                (size,) = u64(data, at + 1)
-                begin = body + size + 8
-                if begin <= end and size <= max_key:
-                    (size,) = u64(data, begin - 8)
-                    stop = begin + size
-                    if stop <= end and size <= max_value:
-                        append((op, data[body : begin - 8], data[begin:stop], tag))
+                body += 4
+                if position + 4 < end:
+                    (tag,) = _read_u32(data, position)
+            if body <= end:
+                # The fast paths for the most frequent requests, if valid and complete.
+                op, size = _read_op_u64(data, body - 9)
+                shape, stop = shapes[op], body + size
+                if shape == KEY_1:
+                    begin = stop + 8
+                    if begin <= end and size <= max_key:
+                        (size,) = _read_u64(data, stop)
+                        last = begin + size
+                        if last <= end and size <= max_value:
+                            requests.append((op, data[body:stop], data[begin:last], tag))
+                            position = last
+                            continue
+                elif shape == KEY:
+                    if stop <= end and size <= max_key:
+                        requests.append((op, data[body:stop], None, tag))
                         position = stop
                         continue
+                elif shape == KEY_NUMBER:
+                    last = stop + 8
+                    if last <= end and size <= max_key:
+                        requests.append((op, data[body:stop], _read_i64(data, stop)[0], tag))
+                        position = last
+                        continue
+                elif shape == KEYS and size == 1 and body + 8 <= end:
+                    (size,) = _read_u64(data, body)
+                    stop = body + 8 + size
+                    if stop <= end and size <= max_key:
+                        requests.append((op, b"", (data[body + 8 : stop],), tag))
+                        position = stop
+                        continue
+            if position >= end:
+                return
+            at = body - 9
+            if at >= end:
+                need = 5
+                break
+            op = data[at]
+            shape = shapes[op]
             if shape == UNKNOWN:
                 raise WireError(f"sent an unknown opcode, 0x{op:02x}")
             if shape >= NOTHING:
@@ -322,7 +344,7 @@ class RequestReader:
                     need = stop - position
                     break
                 position = stop
-                append((op, b"", _words(data, at + 1, shape), tag))
+                requests.append((op, b"", _words(data, at + 1, shape), tag))
                 if op == HELLO:
                     self._tagged = True
                     shapes = _TAGGED
@@ -330,16 +352,8 @@ class RequestReader:
             if body > end:
                 need = body - position
                 break
-            (size,) = u64(data, at + 1)
+            (size,) = _read_u64(data, at + 1)
             if shape >= KEYS:
-                if size == 1 and shape == KEYS and body + 8 <= end:
-                    (size,) = u64(data, body)
-                    stop = body + 8 + size
-                    if stop <= end and size <= max_key:
-                        append((op, b"", (data[body + 8 : stop],), tag))
-                        position = stop
-                        continue
-                    size = 1
                 if size > self.limits.count:
                     raise WireError(f"announced {size} items in one request")
                 pending = _PartialRequest(op, tag, 2 * size if shape == PAIRS else size)
@@ -352,39 +366,26 @@ class RequestReader:
             if stop > end:
                 need = stop - position
                 break
-            key = data[body:stop]
-            if shape == KEY:
-                append((op, key, None, tag))
-            elif shape == KEY_1:
-                begin = stop + 8
-                if begin > end:
-                    need = begin - position
-                    break
-                (size,) = u64(data, stop)
-                if size > max_value:
-                    raise WireError(f"announced a value of {size} bytes")
-                stop = begin + size
-                if stop > end:
-                    need = stop - position
-                    break
-                append((op, key, data[begin:stop], tag))
-            elif shape == KEY_NUMBER:
-                if stop + 8 > end:
-                    need = stop + 8 - position
-                    break
-                append((op, key, I64.unpack_from(data, stop)[0], tag))
-                stop += 8
-            else:
-                values: list[bytes] = []
-                for _ in range(shape - KEY):
-                    need = _read_item(data, stop, max_value, values)
-                    if need:
-                        need += stop - position
-                        break
-                    stop += 8 + len(values[-1])
+            begin = stop + 8
+            if shape in (KEY_1, KEY_NUMBER):
+                # Incomplete, or too large.
+                need = begin - position
+                if begin <= end:
+                    (size,) = _read_u64(data, stop)
+                    if size > max_value:
+                        raise WireError(f"announced a value of {size} bytes")
+                    need += size
+                break
+            key, values = data[body:stop], []
+            for _ in range(shape - KEY):
+                need = _read_item(data, stop, max_value, values)
                 if need:
+                    need += stop - position
                     break
-                append((op, key, values, tag))
+                stop += 8 + len(values[-1])
+            if need:
+                break
+            requests.append((op, key, values, tag))
             position = stop
         if position < end:
             self.has_more = not need

@@ -1,0 +1,80 @@
+"""What the server executes for one request: functions and lines of the store, which do not vary."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any, cast
+
+import pytest
+
+from elastic_aio.store import StoreServer, wire
+from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.wire import encode
+
+_MODULES = "elastic_aio/store/"
+
+# Functions that are called and lines that are run: for a request alone in its segment, and for
+# one of many.  A change of the server may lower them.
+_COSTS = {
+    "set": (encode(wire.SET, b"/key", b"value"), b"", (6, 69), (1, 23)),
+    "get": (encode(wire.GET, b"/key", None), wire.sized(b"value"), (8, 82), (2, 27)),
+    "add": (encode(wire.ADD, b"/counter", 0), wire.I64.pack(7), (8, 90), (2, 35)),
+    "check": (encode(wire.CHECK, b"", (b"/key",)), b"\0", (7, 83), (1, 28)),
+    "wait": (encode(wire.WAIT, b"", (b"/key",)), b"\0", (7, 85), (1, 30)),
+}
+
+
+class Transport:
+    """Takes all that is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, name: str) -> Any:
+        return "127.0.0.1", 1
+
+
+def cost(connection: Connection, data: bytes) -> tuple[int, int]:
+    """Return the functions that are called and the lines that are run to serve `data`."""
+    events: Counter[str] = Counter()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if _MODULES not in frame.f_code.co_filename:
+            return None
+        events[event] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        connection.data_received(data)
+    finally:
+        sys.settrace(before)
+    return events["call"], events["line"]
+
+
+@pytest.mark.parametrize("name", _COSTS)
+async def test_a_request_costs_no_more_than_is_recorded(server: StoreServer, name: str) -> None:
+    request, reply, alone, of_many = _COSTS[name]
+    transport, connection = Transport(), cast("Connection", server._make_protocol())
+    connection.connection_made(cast("Any", transport))
+    try:
+        connection.data_received(wire.OPENING)
+        for key, value in ((b"/key", b"value"), (b"/counter", b"7")):
+            connection.data_received(encode(wire.SET, key, value))
+        single = cost(connection, request)
+        assert transport.written == reply
+        few, many = cost(connection, request * 10), cost(connection, request * 110)
+        assert transport.written == reply * 121
+    finally:
+        connection.connection_lost(None)
+    each = tuple((more - less) / 100 for less, more in zip(few, many, strict=True))
+    assert all(now <= most for now, most in zip(single + each, alone + of_many, strict=True))
