@@ -165,7 +165,7 @@ class CoordinatorRunner:
                 record = self._coordinator.members.get(member)
                 if is_lost and record is not None and not self._coordinator.has_succeeded(record):
                     self.lost_at = now
-                self._coordinator.on_gone(member, now, is_lost=is_lost)
+                self._coordinator.on_gone(member, now, is_lost=is_lost, is_dead=change.has_closed)
                 self._departed.append(member)
             self._wakeup.set()
 

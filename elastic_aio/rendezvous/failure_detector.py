@@ -191,6 +191,6 @@ class _LostMembers(Client):
         self.changed = Notifier()
 
     def on_change(self, tag: Any, change: replies.RawChange) -> None:
-        if change.kind == replies.CHANGE_EXPIRED:
+        if change.kind in (replies.CHANGE_EXPIRED, replies.CHANGE_CLOSED):
             self.ended.append(user_key(change.key))
             self.changed.notify_all()

@@ -40,9 +40,10 @@ lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`
   reply was sent after s, or after an earlier message; so r - s is the reply's way at most.
 * The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.4 s for the way of
   the reply, for the end of killed processes, and for clocks of different rates.
-* A connection that ends without a partition ends the lease LEASE_LINGER later: its agent
-  is dead, and the guardian kills the workers; or the node has given up the connection, not
-  before r + L - F - RECONNECT_FOR, and kills its workers RECONNECT_FOR later.  That leaves
+* A connection that ends without a partition ends the lease LEASE_LINGER later.  If it was
+  closed in order (FIN), its agent is dead: the guardian kills the workers, and F is left out.
+  If it was reset, the node may live: it has given up the connection, not before
+  r + L - F - RECONNECT_FOR, and kills its workers RECONNECT_FOR later.  That leaves
   LEASE_LINGER + F - RECONNECT_FOR - G = 0.1 s.
 * Members of a round that was formed at another store arrive one by one.  No lease tells when
   a missing one has last received a reply: it was before the last one arrived, as they have

@@ -81,7 +81,8 @@ class RoundSettings(Struct, frozen=True):
         overlap: whether a node may start the workers of a round while another node still
             stops those of the round before; not with a shared store.
         heartbeat_timeout: how long a node without a store keeps its workers, at most.
-        fence: how long after the end of its lease workers may live on a lost node.
+        fence: how long after the end of its lease workers may live on a lost node, unless its
+            agent is dead.
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
         program, uid: what the job runs, and as which user; see `MemberStatus`.

@@ -234,16 +234,25 @@ class CoordinatorState:
             self.on_gone(member, now, is_lost=False)
 
     def on_gone(
-        self, member: str, now: float, *, is_lost: bool, why: str = "its lease has ended"
+        self,
+        member: str,
+        now: float,
+        *,
+        is_lost: bool,
+        is_dead: bool = False,
+        why: str = "its lease has ended",
     ) -> None:
-        """Take the end of a member at `now`: it has left, or is lost because of `why`."""
+        """Take the end of a member at `now`: it has left, or is lost because of `why`.
+
+        The guardian of one that `is_dead` stops its workers.
+        """
         record = self.members.pop(member, None)
         if record is None:
             return
         self.now = now
         self.outbox.discard(member)
         self.set_aside.discard(member)
-        if not (record.status.is_leaving or self.is_stopped(record)):
+        if not (is_dead or record.status.is_leaving or self.is_stopped(record)):
             # One that has gone to another store keeps its workers on its way.
             settings = self.settings
             self.fence(now + (settings.fence if is_lost else settings.heartbeat_timeout))

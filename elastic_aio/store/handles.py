@@ -78,18 +78,22 @@ class Change(Struct, frozen=True, gc=False):
     `value` is None unless `kind` is SET.  `is_resync` is true if changes before this one
     may be missing: the store was restarted, or its history did not reach back to the
     moment when the connection broke.  The value is the present one in any case.
+    `has_closed` is true if the key has expired because the process of its holder has ended:
+    its kernel has closed the connection.
     """
 
     kind: ChangeKind
     key: str
     value: bytes | None = None
     is_resync: bool = False
+    has_closed: bool = False
 
 
 _KIND_OF: Final = {
     replies.CHANGE_SET: ChangeKind.SET,
     replies.CHANGE_DELETED: ChangeKind.DELETED,
     replies.CHANGE_EXPIRED: ChangeKind.EXPIRED,
+    replies.CHANGE_CLOSED: ChangeKind.EXPIRED,
 }
 
 
@@ -250,4 +254,5 @@ class Watch:
         if self._error is None:
             new_value = value if is_set else None
             name = user_key(key, self._prefix)
-            self._unread.append(Change(_KIND_OF[kind], name, new_value, is_resync))
+            has_closed = kind == replies.CHANGE_CLOSED
+            self._unread.append(Change(_KIND_OF[kind], name, new_value, is_resync, has_closed))

@@ -4,6 +4,9 @@ A lease is bound to its holder's connection.  It ends when the holder releases i
 when the server has received nothing from the holder for `ttl` seconds (a suspended
 process keeps its connection), or `linger` seconds after the connection has ended.
 Until then the holder can resume it on another connection.
+
+A client that lives resets a connection that it gives up, tcp(7).  So an orderly end (FIN)
+is that of its process, whose kernel has closed the connection, and the change says so.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from elastic_aio.store.limits import KeyspaceLimits, Work
-from elastic_aio.store.replies import CHANGE_EXPIRED
+from elastic_aio.store.replies import CHANGE_CLOSED, CHANGE_EXPIRED
 
 
 class LeaseHolder:
@@ -27,6 +30,8 @@ class LeaseHolder:
         self.leases: set[LeaseRecord] = set()
         self.last_received_at = 0.0
         """When the server last received bytes from the client, by the server's clock."""
+        self.has_closed = False
+        """Whether the connection has come to an orderly end, which is not a reset."""
 
     def is_unread(self) -> bool:
         """Return whether the server itself does not read what the client sends."""
@@ -53,9 +58,14 @@ class LeaseRecord:
     ends_at: float = 0.0
     entry: int = 0
     """The number of its valid heap entry; older entries are stale.  0: it has ended."""
+    has_closed: bool = False
+    """Whether its last holder has, as in `LeaseHolder`."""
 
     def deadline(self) -> float:
         return self.ends_at if self.holder is None else self.holder.last_received_at + self.ttl
+
+    def kind_of_end(self) -> int:
+        return CHANGE_CLOSED if self.has_closed else CHANGE_EXPIRED
 
 
 class LeaseTable:
@@ -139,16 +149,17 @@ class LeaseTable:
         """End or detach leases of `holder`, whose connection has ended; return if it has more."""
         while holder.leases:
             lease = holder.leases.pop()
-            lease.holder = None
+            lease.holder, lease.has_closed = None, holder.has_closed
             if lease.linger <= 0:
-                self.release(lease, CHANGE_EXPIRED)
+                self.release(lease, lease.kind_of_end())
             else:
                 lease.ends_at = now + lease.linger
                 # The new deadline may be earlier than the heap's entry.
                 self._push(lease)
                 self._departed[lease] = None
                 if len(self._departed) > self._limits.departed:
-                    self.release(next(iter(self._departed)), CHANGE_EXPIRED)
+                    oldest = next(iter(self._departed))
+                    self.release(oldest, oldest.kind_of_end())
             if self._work.left <= 0:
                 break
         return bool(holder.leases)
@@ -186,7 +197,7 @@ class LeaseTable:
                 self._push(lease)
                 continue
             then = None if holder is None else partial(holder.on_lease_ended, lease.tag)
-            self.release(lease, CHANGE_EXPIRED, then)
+            self.release(lease, lease.kind_of_end(), then)
 
     def _push(self, lease: LeaseRecord) -> None:
         self._count += 1
@@ -199,7 +210,7 @@ class LeaseTable:
 
     def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
         self._departed.pop(lease, None)
-        lease.holder = holder
+        lease.holder, lease.has_closed = holder, False
         lease.tag = tag
         holder.leases.add(lease)
         holder.last_received_at = now

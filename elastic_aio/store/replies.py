@@ -113,8 +113,10 @@ class WatchSnapshot(NamedTuple):
 CHANGE_SET: Final = 0
 CHANGE_DELETED: Final = 1
 CHANGE_EXPIRED: Final = 2
-_SNAPSHOT_CONTINUED: Final = 3
-_SNAPSHOT_WHOLE: Final = 4
+CHANGE_CLOSED: Final = 3
+"""It has expired because the kernel of its holder has closed the connection."""
+_SNAPSHOT_CONTINUED: Final = 4
+_SNAPSHOT_WHOLE: Final = 5
 
 
 _pack_size: Final = U64.pack  # bound once: each GET calls it
@@ -228,7 +230,7 @@ def decode_notification(payload: bytes) -> RawChange | WatchSnapshot:
         raise WireError("sent a notification that is too short")
     kind, revision, count = _NOTIFICATION.unpack_from(payload)
     position = _NOTIFICATION.size
-    if kind <= CHANGE_EXPIRED:
+    if kind <= CHANGE_CLOSED:
         if position + count > len(payload):
             raise WireError("sent a notification that is too short")
         key = payload[position : position + count]

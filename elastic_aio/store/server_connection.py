@@ -60,6 +60,9 @@ class Connection(ServerLink, Client):
         )
         self.on_host_admitted()
 
+    def eof_received(self) -> None:
+        self.has_closed = True
+
     def connection_lost(self, error: Exception | None) -> None:
         self._discard()
         self._server._forget(self)

@@ -51,7 +51,8 @@ def discard_unsent(transport: Any) -> None:
     """Let the kernel drop what it has not sent when the socket is closed, socket(7).
 
     Otherwise it goes on sending in the background, and a write of a connection that was
-    given up would arrive after those of the connection in its place.
+    given up would arrive after those of the connection in its place.  The peer gets a reset,
+    which tells it from the end of this process (see `elastic_aio.store.lease_table`).
     """
     sock = transport.get_extra_info("socket")
     # A TLS transport that has ended has none; closed ones raise, and uvloop's a ValueError.

@@ -26,7 +26,7 @@ from typing import Any, Final
 Request = tuple[int, bytes, Any, int]
 
 MAGIC: Final = 0x3C85F7CE
-VERSION: Final = 2
+VERSION: Final = 3
 NONCE_SIZE: Final = 16
 CLIENT: Final = b"client"
 SERVER: Final = b"server"

@@ -84,6 +84,14 @@ MUTATIONS: Final = (
         _COORDINATOR + "test_a_round_waits_for_the_workers_of_a_node_that_is_gone",
     ),
     Mutation(
+        "fence-after-death",
+        "rendezvous/state.py",
+        "if not (is_dead or record.status.is_leaving or self.is_stopped(record)):",
+        "if not (record.status.is_leaving or self.is_stopped(record)):",
+        "no node waits for the workers of an agent that is dead",
+        _RENDEZVOUS + "test_simulator.py::test_nodes_go_on_at_once_after_the_death_of_an_agent",
+    ),
+    Mutation(
         "diverged-member-waited-for",
         "rendezvous/state.py",
         "if record.status.round >= self.round.number:\n            return True",
@@ -571,7 +579,7 @@ MUTATIONS: Final = (
     Mutation(
         "goodbye-is-a-loss",
         "rendezvous/failure_detector.py",
-        "if change.kind == replies.CHANGE_EXPIRED:",
+        "if change.kind in (replies.CHANGE_EXPIRED, replies.CHANGE_CLOSED):",
         "if change.kind != replies.CHANGE_SET:",
         "a member that goes to another leader is not lost",
         _DETECTOR + "test_a_member_that_goes_to_another_leader_is_no_loss",
@@ -652,10 +660,28 @@ MUTATIONS: Final = (
     Mutation(
         "expired-is-deleted",
         "store/lease_table.py",
-        "self.release(lease, CHANGE_EXPIRED, then)",
+        "self.release(lease, lease.kind_of_end(), then)",
         "self.release(lease, 1, then)",
         "an expired key differs from a deleted one",
         _KEYSPACE + "test_a_lease_expires",
+    ),
+    Mutation(
+        "given-up-connection-is-closed",
+        "store/link.py",
+        "        discard_unsent(self._transport)\n        self._transport.abort()\n",
+        "        self._transport.close()\n",
+        "a node that lives resets a connection that it gives up",
+        _RENDEZVOUS + "test_simulator.py"
+        "::test_a_node_without_replies_stops_before_the_others_go_on",
+    ),
+    Mutation(
+        "reset-is-a-death",
+        "store/lease_table.py",
+        "lease.holder, lease.has_closed = None, holder.has_closed",
+        "lease.holder, lease.has_closed = None, True",
+        "a node may live whose connection was reset",
+        _RENDEZVOUS + "test_simulator.py"
+        "::test_a_node_without_replies_stops_before_the_others_go_on",
     ),
     Mutation(
         "resumed-lease-expires",

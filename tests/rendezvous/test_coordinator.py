@@ -380,6 +380,14 @@ def test_a_round_waits_for_the_workers_of_a_node_that_is_gone(is_lost: bool) -> 
     assert harness.ranks == {"a": 0, "d": 1}
 
 
+def test_a_round_does_not_wait_for_a_node_whose_agent_is_dead() -> None:
+    """Its guardian stops the workers."""
+    settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)
+    harness = CoordinatorHarness(settings, "a", "b", "d")
+    harness.lose("b", is_dead=True)
+    assert harness.ranks == {"a": 0, "d": 1}
+
+
 def test_a_round_does_not_wait_for_a_node_without_workers() -> None:
     """It has stopped them and says so, or has never had any."""
     settings = RoundSettings(1, 3, last_call_timeout=0, fence=0.25, heartbeat_timeout=5.0)

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.discovery.choice import FENCE
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import MembershipPending, NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
+from elastic_aio.rendezvous.messages import LEASE_LINGER
 from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
@@ -297,6 +299,13 @@ def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None
     sim.run_until(lambda: sim.is_settled(3), 60)
     sim.partition(["a", "b"], ["c"], one_way=True)
     sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
+
+
+def test_nodes_go_on_at_once_after_the_death_of_an_agent() -> None:
+    """Its kernel has closed the connection; a reset proves nothing."""
+    sim, a, b, c = three(endpoints=("a",))
+    sim.kill(c)
+    sim.run_until(lambda: sim.is_settled(2, [a, b]), LEASE_LINGER + FENCE / 2)
 
 
 @pytest.mark.parametrize(("host", "seconds"), [("a", 12.0), ("b", 20.0), ("b", 14.9)])

@@ -234,12 +234,33 @@ async def test_a_lease_ends_with_its_holder(server: StoreServer, store: RemoteSt
     async with store.watch("node") as watch:
         process = await _holder(server)
         assert (await anext(watch)).value == b"here"
+        assert process.stdout is not None
+        await process.stdout.readline()  # a kernel that holds a reply would send a reset
         process.kill()
         begin = time.monotonic()
         change = await anext(watch)
-        assert change.kind is ChangeKind.EXPIRED
+        assert (change.kind, change.has_closed) == (ChangeKind.EXPIRED, True)
         assert time.monotonic() - begin < 10
         await process.wait()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_holder_that_lives_resets_its_connection(
+    server: StoreServer, store: RemoteStore, *, is_closed: bool
+) -> None:
+    """It closes its store, or takes that for silent: its process has not ended."""
+    async with store.watch("node") as watch, connect(server.endpoint, reconnect_for=0) as holder:
+        lease = await holder.lease(5, linger=0.1).__aenter__()
+        await lease.set("node", "here")
+        assert (await anext(watch)).value == b"here"
+        if is_closed:
+            await holder.aclose()
+        else:
+            assert holder._link is not None
+            holder._link.fail("no answer for 5 s")
+        change = await anext(watch)
+        assert (change.kind, change.has_closed) == (ChangeKind.EXPIRED, False)
 
 
 @pytest.mark.slow
@@ -266,6 +287,7 @@ from elastic_aio.store import connect
 async def main():
     async with connect(sys.argv[1], min_ttl=0.4) as store, store.lease(0.8) as lease:
         await lease.set("node", "here")
+        print(flush=True)
         await lease.wait_ended()
         sys.exit(5)
 asyncio.run(main())
@@ -274,7 +296,9 @@ asyncio.run(main())
 
 async def _holder(server: StoreServer) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _HOLDER, server.endpoint, stderr=subprocess.DEVNULL
+        *(sys.executable, "-c", _HOLDER, server.endpoint),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
 
 

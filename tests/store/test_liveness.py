@@ -19,7 +19,7 @@ from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused
 from elastic_aio.store import ChangeKind, KeyspaceLimits, RemoteStore, StoreServer, connect, wire
 from elastic_aio.store.lease_table import LeaseHolder, LeaseTable
 from elastic_aio.store.limits import Work
-from elastic_aio.store.replies import CHANGE_DELETED
+from elastic_aio.store.replies import CHANGE_CLOSED, CHANGE_DELETED, CHANGE_EXPIRED
 from elastic_aio.store.wire import RequestReader, WireLimits
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
@@ -363,6 +363,27 @@ def test_a_pause_extends_leases_by_itself_only() -> None:
     assert ended == [b"2", b"1", b"notified"]
     table.expire(205.1)
     assert ended[3:] == [b"3", b"notified"]
+
+
+@pytest.mark.parametrize(
+    ("linger", "is_resumed", "kind"),
+    [(0.0, False, CHANGE_CLOSED), (1.0, False, CHANGE_CLOSED), (1.0, True, CHANGE_EXPIRED)],
+)
+def test_a_lease_whose_connection_was_closed(linger: float, kind: int, *, is_resumed: bool) -> None:
+    """The change says so, unless its holder has resumed it on another connection."""
+    kinds: list[int] = []
+    table = lease_table(lambda key, kind: kinds.append(kind))
+    one, two = RecordingHolder([]), RecordingHolder([])
+    table.grant(one, None, b"1", 5.0, linger, 0.0)
+    lease = table.find(b"1")
+    assert lease is not None
+    table.bind(lease, b"1")
+    one.has_closed = True
+    table.forget(one, 1.0)
+    if is_resumed:
+        assert table.resume(two, None, b"1", 1.5)
+    table.expire(20.0)
+    assert kinds == [kind]
 
 
 def test_a_store_that_pauses_again_and_again_expires_a_lease() -> None:

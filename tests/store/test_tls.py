@@ -21,7 +21,7 @@ import pytest
 
 from elastic_aio.errors import SpecError, StoreRefused, StoreTimeout
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.store import Dropped, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store import ChangeKind, Dropped, ServerLimits, StoreServer, connect, wire
 from elastic_aio.store.tls import TlsContext, check_tls
 from elastic_aio.store.tls_transport import TlsTransport
 from elastic_aio.store.wire import OPENING, encode
@@ -249,6 +249,32 @@ async def test_the_end_of_the_stream_is_sent(node: TlsSpec, dropped: list[Droppe
         assert await peer.reader.readexactly(4) == struct.pack("<I", 7)
         await server.aclose()
         assert await peer.reader.read() == b""
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("is_dead", [True, False])
+async def test_the_end_of_a_process_differs_from_a_reset(
+    node: TlsSpec, dropped: list[Dropped], *, is_dead: bool
+) -> None:
+    """The kernel of one that was killed sends the end of the connection, and nothing of TLS."""
+    async with (
+        serving(node, dropped) as server,
+        connect(server.endpoint, tls=node) as store,
+        store.watch("k") as watch,
+        connect(server.endpoint, tls=node, reconnect_for=0) as holder,
+    ):
+        lease = await holder.lease(5).__aenter__()
+        await lease.set("k", "v")
+        assert (await anext(watch)).value == b"v"
+        assert holder._link is not None
+        if is_dead:
+            number = holder._link._transport.get_extra_info("socket").fileno()
+            with socket.socket(fileno=os.dup(number)) as same:
+                same.shutdown(socket.SHUT_WR)
+        else:
+            holder._link.fail("no answer for 5 s")
+        change = await anext(watch)
+        assert (change.kind, change.has_closed) == (ChangeKind.EXPIRED, is_dead)
 
 
 @pytest.mark.slow

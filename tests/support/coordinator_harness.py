@@ -237,11 +237,11 @@ class CoordinatorHarness:
             self.members[name].report(RoundSucceeded(self.members[name].status.round))
         self.settle()
 
-    def lose(self, *names: str, is_lost: bool = True) -> None:
+    def lose(self, *names: str, is_lost: bool = True, is_dead: bool = False) -> None:
         """Remove members: lost, or left by themselves."""
         for name in names:
             self.members.pop(name)
-            self.coordinator.on_gone(name, self.now, is_lost=is_lost)
+            self.coordinator.on_gone(name, self.now, is_lost=is_lost, is_dead=is_dead)
         self.settle()
 
     def answer(self, answer: RestartAction) -> None:
