@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -349,8 +349,9 @@ def children_of(pid: int) -> list[int]:
     """Return the children of a process, of all its threads."""
     pids: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        children = Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii")
-        pids.extend(int(child) for child in children.split())
+        with suppress(FileNotFoundError):  # the thread has ended
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii")
+            pids.extend(int(child) for child in children.split())
     return pids
 
 
