@@ -149,7 +149,7 @@ class Agent:
             self._event_log.close()
             raise
         # A weak one: an agent that is dropped ends its job.
-        self._event_log.offer_status(weakref.WeakMethod(self.status))
+        self._event_log.offer_agent(weakref.ref(self))
         if self._has_control:
             self._open_control(driver)
         return self
@@ -260,6 +260,18 @@ class Agent:
         for rank in chosen or ():
             checked_integer("ranks", rank, at_least=0)
         return self._started_driver.output.read_logs(chosen, names, follow=follow, since=since)
+
+    def make_log_files(self) -> None:
+        """Make the files of captured streams now, and those of later workers at their start.
+
+        Otherwise the first byte makes the file of a captured stream.  For programs that open
+        the paths of `WorkerStarted` by themselves and wait for more; `logs` does not need it.
+        Idempotent.
+
+        Raises:
+            RuntimeError: the job has not been started.
+        """
+        self._started_driver.output.capture.make_files()
 
     async def wait(self) -> LaunchResult:
         """Wait for the end of the job and return its result.

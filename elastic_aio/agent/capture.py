@@ -2,7 +2,7 @@
 
 The last lines that a worker has written say why it failed.  A terminal is left alone, since
 programs look for one.  Other streams are pipes to this process, which writes what comes to a
-file in the run's directory and passes it on, unchanged and at once:
+file in the run's directory, made by the first byte, and passes it on, unchanged and at once:
 
 * A worker does not wait for the console: what that does not take stays in the file.
 * A full disk fails no worker: what the file does not take stays in memory (see `relay`).
@@ -48,6 +48,9 @@ class Capture:
         self._joined: dict[str, Sink] = {}  # where both streams of a worker go, by path
         self._unkept: dict[str, bytes] = {}  # the end of closed streams that no file has
         self._console: ConsoleStreams | None = None
+        self._makes_files = False
+        self.has_files = False
+        """Whether a file was made."""
 
     def __repr__(self) -> str:
         return f"<Capture of {len(self._relays)} streams>"
@@ -84,6 +87,8 @@ class Capture:
         self._relays[plan.path] = relay
         with suppress(OSError):  # the limit of the user is reached
             fcntl.fcntl(relay.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+        if self._makes_files:
+            make_file(relay)
         sink = None if plan.is_muted else self._sink(stream)
         if sink is not None and sink.lost:
             if self.streams.is_joined and sink.has_descriptor:
@@ -102,6 +107,12 @@ class Capture:
             is_raw=True,
             times=times,
         )
+
+    def make_files(self) -> None:
+        """Make the files of the present streams, and those of later ones when they begin."""
+        self._makes_files = True
+        for relay in self._relays.values():
+            make_file(relay)
 
     def read_now(self, path: str | None) -> bytes:
         """Take what a worker has written by now, if this is the file of a captured stream.
@@ -137,17 +148,25 @@ class Capture:
     ) -> None:
         self._relays.pop(path, None)
         self._joined.pop(path, None)
+        self.has_files = self.has_files or relay.is_made
         if relay.unkept_end:
             self._unkept[path] = relay.unkept_end
-        with suppress(OSError):  # it could not be made
-            if not os.stat(path).st_size:
-                os.unlink(path)
+        if relay.is_made:
+            with suppress(OSError):  # it was removed
+                if not os.stat(path).st_size:
+                    os.unlink(path)
         if relay.lost and on_lost is not None:
             on_lost("neither its log file nor the console took them", relay.lost)
 
     def _sink(self, stream: str) -> Sink:
         assert self._console is not None, "open() comes first"
         return self._console.sink(stream)
+
+
+def make_file(relay: Relay) -> None:
+    """Make the file of a captured stream for a reader, if that is possible now."""
+    with suppress(OSError):  # the first byte tries again
+        relay.make_file()
 
 
 def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:

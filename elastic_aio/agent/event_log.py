@@ -6,12 +6,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from elastic_aio.channel import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
-from elastic_aio.status import JobStatus, StatusTracker
+from elastic_aio.status import StatusTracker
+
+if TYPE_CHECKING:
+    from elastic_aio.agent.agent import Agent
 
 EventListener = Callable[[Event], None]
 
@@ -88,15 +92,15 @@ class EventLog:
             finally:
                 self._time = None
 
-    def offer_status(self, source: Callable[[], Callable[[], JobStatus] | None]) -> None:
-        """Call `use_status` of listeners that have it: they show more than events say.
+    def offer_agent(self, source: Callable[[], Agent | None]) -> None:
+        """Call `use_agent` of listeners that have it: they show more than events say.
 
         Args:
-            source: returns the function that returns the status; None when the agent is gone.
+            source: returns the agent; None when it is gone.
         """
         for listener in self._listeners:
-            if (use_status := getattr(listener, "use_status", None)) is not None:
-                use_status(source)
+            if (use_agent := getattr(listener, "use_agent", None)) is not None:
+                use_agent(source)
 
     def read(self, after: int) -> EventReader[Event]:
         """Return a reader that begins after the event of this number."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from elastic_aio.agent.capture import Capture
+from elastic_aio.agent.capture import Capture, make_file
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import SpawnError, SpecError
@@ -158,8 +158,9 @@ class JobOutput:
         """Remove what was captured; return the results of attempts without these files."""
         if self.capture.streams == NOT_CAPTURED:
             return results
-        # In a thread: a job may have had thousands of attempts.
-        await run_in_thread(self.directory.remove_files, self._captured_paths)
+        if self.capture.has_files:
+            # In a thread: a job may have had thousands of attempts.
+            await run_in_thread(self.directory.remove_files, self._captured_paths)
         return [
             replace(
                 result,
@@ -292,8 +293,8 @@ class JobOutput:
                             plan.path,
                             plan.is_shown,
                         )
-                        self.logged.add(logged)
                         self._follow(plan, logged, relay, fields, logs.prefix)
+                        self.logged.add(logged)
             except OSError as error:
                 raise _log_error(error) from error
             yield streams.descriptors
@@ -332,6 +333,7 @@ class JobOutput:
             self._tee = Tee(self._on_console_lost)
         on_lost = self._loss_reporter(fields, path)
         if relay is not None and plan.is_captured:
+            logged.make = partial(make_file, relay)
             token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost, times)
             self._tokens[attempt].append(token)
             return

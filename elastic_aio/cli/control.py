@@ -94,13 +94,15 @@ def main_wait(argv: Sequence[str]) -> int:
     return run_command("wait", _wait, argv)
 
 
-def fresh_status(job: RunningJob) -> JobStatus:
+def fresh_status(job: RunningJob, *, makes_files: bool = False) -> JobStatus:
     """Return the present status of a job, with the usage of its workers.
+
+    With `makes_files` the log files that it names exist.
 
     Raises:
         JobError, OSError, ControlError: the job does not answer as it should.
     """
-    reply = ask_job(job, GetStatus(), _ANSWER_S)
+    reply = ask_job(job, GetStatus(makes_files=makes_files), _ANSWER_S)
     if not isinstance(reply, StatusReply):
         raise JobError("the agent has sent no status")
     return with_usage(reply.status) if job.is_local else reply.status

@@ -56,7 +56,7 @@ def _logs(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     job, rank = _job_and_rank(arguments)
-    status = fresh_status(job)
+    status = fresh_status(job, makes_files=True)
     ranks = {worker.rank for worker in status.workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")

@@ -31,7 +31,12 @@ class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
 
 
 class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
-    """Answer with a `StatusReply`."""
+    """Answer with a `StatusReply`; `makes_files`: the log files are about to be read.
+
+    Then each captured stream has its file from now on, also one that is empty.
+    """
+
+    makes_files: bool = False
 
 
 class GetEvents(_ControlMessage, frozen=True, kw_only=True, tag="events"):

@@ -49,6 +49,7 @@ class ControlledJob(Protocol):
 
     def status(self, *, usage: bool = True) -> JobStatus: ...
     def events(self, after: int = -1) -> EventReader[Event]: ...
+    def make_log_files(self) -> None: ...
     def pids(self) -> dict[int, int]: ...
     def kill(
         self,
@@ -141,6 +142,8 @@ class _Session:
         job = self._job
         match request:
             case GetStatus():
+                if request.makes_files:
+                    job.make_log_files()
                 return StatusReply(job.status(usage=False))
             case GetEvents():
                 return await self._send_events(request)

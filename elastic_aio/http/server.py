@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 from elastic_aio.aio import cancel_and_wait, create_task, read_file, run_in_thread, running_loop
 from elastic_aio.channel import EventHistory, EventReader
@@ -58,6 +58,13 @@ _READERS_MAX: Final = 4
 """Log files that are read at a time."""
 
 
+class ObservedAgent(Protocol):
+    """What the server needs of an `Agent`."""
+
+    def status(self) -> JobStatus: ...
+    def make_log_files(self) -> None: ...
+
+
 class StatusServer:
     """Serves the state of a job over HTTP: an async context manager, and a listener.
 
@@ -88,15 +95,15 @@ class StatusServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
         self._page = b""
-        self._source: Callable[[], Callable[[], JobStatus] | None] = lambda: None
+        self._source: Callable[[], ObservedAgent | None] = lambda: None
         self._is_loopback = False
         self._log_readers = threading.BoundedSemaphore(_READERS_MAX)
 
     def __repr__(self) -> str:
         return f"<StatusServer at {self.address}, {len(self._connections)} connections>"
 
-    def use_status(self, source: Callable[[], Callable[[], JobStatus] | None]) -> None:
-        """Take from the agent what workers have used and reported, which no event says."""
+    def use_agent(self, source: Callable[[], ObservedAgent | None]) -> None:
+        """Take from the agent what no event says: what workers have used and reported."""
         self._source = source
 
     def __call__(self, event: Event) -> None:
@@ -190,12 +197,14 @@ class StatusServer:
             writer.write_eof()
 
     async def _answer(self, request: HttpRequest) -> bytes:
+        agent = self._source()
         if (path := log_path(request.path, self._status)) is not None:
+            if agent is not None:
+                agent.make_log_files()
             return await self._read_log(path, request)
         if request.path == "/" and not self._page:
             self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
-        agent_status = self._source()
-        workers = None if agent_status is None else agent_status().workers
+        workers = None if agent is None else agent.status().workers
         return response(request, self._status, time.time(), self._page, workers)
 
     async def _read_log(self, path: str, request: HttpRequest) -> bytes:

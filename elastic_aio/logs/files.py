@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 from msgspec import Struct
 
@@ -182,7 +183,7 @@ class RunDirectory:
                     return own if plan.target is StreamTarget.CONSOLE else devnull
                 if plan.is_relayed:
                     if plan.path not in relays:
-                        relay = relays[plan.path] = _open_relay(plan.path)
+                        relay = relays[plan.path] = self._open_relay(plan)
                         stack.callback(os.close, relay.writer)
                     return relays[plan.path].writer
                 file = _open_new(plan.path, os.O_WRONLY)
@@ -196,6 +197,30 @@ class RunDirectory:
             finally:
                 for relay in relays.values():
                     relay.close()
+
+    def _open_relay(self, plan: StreamPlan) -> Relay:
+        """Return the relay of a stream.  A file that the user has asked for is made now.
+
+        Raises:
+            OSError: the file cannot be made, or no descriptor is left.
+        """
+        assert plan.path is not None, "a relayed stream has a file"
+        relay = Relay(partial(self._make_relayed, plan.path))
+        try:
+            if not plan.is_captured:
+                relay.make_file()
+        except OSError as error:
+            if error.errno not in _FULL:
+                os.close(relay.writer)
+                relay.close()
+                raise
+            relay.error = error
+        return relay
+
+    def _make_relayed(self, path: str) -> int:
+        with suppress(OSError):  # it is there already
+            self._make(os.path.dirname(path), may_be_full=True)
+        return _open_new(path, os.O_RDWR)
 
     def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
         """Remove some files of each worker of each attempt; blocks.
@@ -326,22 +351,11 @@ def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:
 def _open_new(path: str, access: int) -> int:
     # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens /dev/stdout, or
     # a child that shares it, writes at the end.
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    with suppress(FileNotFoundError):
+        return os.open(path, flags, 0o644)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
-def _open_relay(path: str) -> Relay:
-    try:
-        file = _open_new(path, os.O_RDWR)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        return Relay(-1, error)
-    try:
-        return Relay(file)
-    except OSError:
-        os.close(file)
-        raise
+    return os.open(path, flags, 0o644)
 
 
 def _make_unique(prefix: str, parent: str | None = None) -> str:

@@ -6,6 +6,9 @@ share a file system::
     <log_dir>/<run_id>_<host>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
     <log_dir>/<run_id>_<host>_<random>/attempt_<n>/filtered_{stdout,stderr}.log
     <log_dir>/<run_id>_<host>_<random>/node.json
+
+Without a `log_dir` and without a redirected or tee'd stream a worker has no directory before
+its first captured byte, which makes it: its error file is `attempt_<n>/error_<local_rank>.json`.
 """
 
 from __future__ import annotations
@@ -70,8 +73,9 @@ NOT_CAPTURED = CapturedStreams()
 
 
 class WorkerLogs(Struct, frozen=True):
-    """The streams and the error file of one worker; without a directory, no files.
+    """The streams and the error file of one worker.
 
+    `directory` is made before the worker starts; None: no file of the worker needs it by then.
     Shown lines have `prefix`, or else the prefix of the `LogSpec`.
     """
 
@@ -190,12 +194,12 @@ def plan_logs(
     stdout, stderr = _captured(
         stream(Std.OUT, "stdout"), stream(Std.ERR, "stderr"), directory, captured
     )
-    return WorkerLogs(
-        stdout=stdout,
-        stderr=stderr,
-        directory=directory,
-        error_file="" if directory is None else f"{directory}/error.json",
-    )
+    error_file = "" if directory is None else f"{directory}/error.json"
+    if run_directory is not None and spec.log_dir is None and not redirected:
+        # Most workers fail never and write no line: no directory is made and removed for them.
+        error_file = f"{attempt_directory(run_directory, attempt)}/error_{local_rank}.json"
+        directory = None
+    return WorkerLogs(stdout=stdout, stderr=stderr, directory=directory, error_file=error_file)
 
 
 def _captured(

@@ -240,6 +240,7 @@ class _OpenLog:
         self._missed: int | None = 0
         if not stream.is_complete:
             # Now: it may be removed when the job ends, which is soon maybe.
+            stream.make()
             with suppress(OSError):  # no descriptor is left: it is opened when it is read
                 self.descriptor = open_log(stream.path)
 

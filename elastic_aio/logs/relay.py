@@ -52,15 +52,22 @@ class Relay:
     Offsets are positions in the stream, which are those in the file as far as it goes.
     """
 
-    def __init__(self, file: int, error: OSError | None = None) -> None:
-        """Own the descriptor of a file; -1, with the `error`, if it could not be created.
+    def __init__(self, make_file: Callable[[], int]) -> None:
+        """Make the pipe; the first byte makes the file.
+
+        Args:
+            make_file: makes the file, and returns its descriptor, which this object closes.
 
         Raises:
-            OSError: no descriptor is left; the caller closes `file`.
+            OSError: no descriptor is left.
         """
-        self.file = file
-        self.error = error
+        self.file = -1
+        """The descriptor of the file; -1 while there is none."""
+        self.error: OSError | None = None
         """Why the file takes no more output; None while it does."""
+        self.is_made = False
+        """Whether the file was made."""
+        self._make_file = make_file
         self.kept = 0
         """Bytes in the file, once it takes no more."""
         self.lost = 0
@@ -136,6 +143,20 @@ class Relay:
         """Continue at `offset` with what is held: the file was truncated by another process."""
         self.kept = self._held_from = offset
 
+    def make_file(self) -> None:
+        """Make the file, unless that was done or the stream has ended.
+
+        Raises:
+            OSError: it cannot be made.  The next byte tries again.
+        """
+        if self._reader >= 0 and self.error is None:
+            self._ensure_file()
+
+    def _ensure_file(self) -> None:
+        if not self.is_made:
+            self.file = self._make_file()
+            self.is_made = True
+
     def read_now(self) -> None:
         """Take what is in the pipe by now."""
         if self._reader >= 0 and self._timer is None and self._read_rest(self._reader):
@@ -159,10 +180,11 @@ class Relay:
             self._timer.cancel()
         reader, self._reader = self._reader, -1  # no pause begins any more
         self._is_dropping = False
-        self._read_rest(reader)
+        has_rest = self._read_rest(reader)
         os.close(reader)
         self._write_file()
-        self.on_data()
+        if has_rest:
+            self.on_data()
 
     def close(self) -> None:
         """Finish, and close the file; the caller has closed `writer`.  Idempotent."""
@@ -226,6 +248,8 @@ class Relay:
         left = memoryview(self._unwritten)
         error = None
         try:
+            if left:
+                self._ensure_file()
             while left:
                 left = left[os.write(self.file, left) :]
         except OSError as failure:
@@ -238,7 +262,7 @@ class Relay:
             return
         self.error = error
         # Not the number of bytes written: another process may have truncated the file.
-        self.kept = self._held_from = os.fstat(self.file).st_size
+        self.kept = self._held_from = 0 if self.file < 0 else os.fstat(self.file).st_size
         self.on_full()
         data, self._unwritten = self._unwritten, b""
         self._hold(data)

@@ -118,7 +118,7 @@ class Tee:
         on_full = relay.on_full
 
         def show() -> None:
-            if sink is not None and token not in self._tailers:
+            if sink is not None and token in self._relays and token not in self._tailers:
                 file = RelayedFile(relay, keep=_CAPTURED_MAX if is_raw else 0)
                 tailer = LogTailer(
                     file,
@@ -139,8 +139,10 @@ class Tee:
             show()
 
         relay.on_full = show_rest
-        if is_shown or relay.error is not None:
+        if relay.error is not None or (is_shown and relay.file >= 0):
             show()
+        elif is_shown:
+            relay.on_data = show  # most workers write nothing to a captured stream
         return token
 
     def _show(self, token: int, tailer: LogTailer) -> None:

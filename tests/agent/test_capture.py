@@ -15,6 +15,7 @@ from typing import IO, Any
 import pytest
 
 from elastic_aio import (
+    Agent,
     AttemptFailed,
     Event,
     JobFailed,
@@ -24,7 +25,7 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
-from tests.support.children import DEADLINE_S, python, shell, until_sync
+from tests.support.children import DEADLINE_S, python, shell, until, until_sync
 from tests.support.cli import CLI, environment, run_cli
 from tests.support.disk import fill, small_disk
 
@@ -66,6 +67,25 @@ class Stderr:
         return os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
 
 
+def held(then: str, directory: Path) -> LaunchSpec:
+    """Return a job whose worker waits for `go` before it echoes something."""
+    os.mkfifo(directory / "held")
+    return LaunchSpec(shell(f"read line < held; echo {then}"), cwd=str(directory))
+
+
+def go(directory: Path) -> None:
+    """Let the worker go on."""
+    (directory / "held").write_text("\n")
+
+
+async def stderr_path(agent: Agent) -> Path:
+    """Return the path of the captured standard error of the first worker."""
+    await until(lambda: agent.status().is_ready)
+    path = agent.status().workers[0].stderr_path
+    assert path is not None
+    return Path(path)
+
+
 # ------------------------------------------------------------------------ the reason
 
 
@@ -96,8 +116,8 @@ async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None
     def on_event(event: Event) -> None:
         if isinstance(event, WorkerStarted):
             paths.append(event.stderr_path)
-            assert event.stderr_path is not None
-            assert os.path.exists(event.stderr_path)
+        elif isinstance(event, WorkerExited):
+            assert all(path is not None and os.path.exists(path) for path in paths)
 
     script = 'echo "$TORCHELASTIC_RESTART_COUNT" >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))'
     result = await launch(LaunchSpec(shell(script), max_restarts=1), listeners=[on_event])
@@ -109,6 +129,54 @@ async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None
         None,
     ]
     assert len(paths) == 2
+
+
+async def test_a_worker_that_writes_nothing_makes_nothing(
+    temporary: Path, stderr: Stderr, tmp_path: Path
+) -> None:
+    """No directory and no file, before its first byte or the first reader."""
+    stderr.take()
+    async with Agent(held("text >&2; exec sleep 60", tmp_path)) as agent:
+        path = await stderr_path(agent)
+        names = [found.name for found in temporary.rglob("*")]
+        assert sorted(names) == sorted(["attempt_0", path.parents[2].name])
+        go(tmp_path)
+        await until(lambda: path.exists() and path.read_text() == "text\n")
+        await agent.stop()
+    assert list(temporary.iterdir()) == []
+
+
+async def test_a_reader_makes_the_files(temporary: Path, stderr: Stderr) -> None:
+    """Of the workers that run, and of those of later attempts."""
+    stderr.take()
+    spec = LaunchSpec(shell("sleep 60"), nproc_per_node=2, max_restarts=1)
+    async with Agent(spec) as agent:
+        await until(lambda: agent.status().is_ready)
+        agent.make_log_files()
+        paths = [worker.stderr_path for worker in agent.status().workers]
+        assert all(path is not None and os.path.exists(path) for path in paths)
+        await agent.restart()
+        await until(lambda: agent.status().is_ready)
+        later = [worker.stderr_path for worker in agent.status().workers]
+        assert set(later).isdisjoint(paths)
+        assert all(path is not None and os.path.exists(path) for path in later)
+        await agent.stop()
+    assert list(temporary.iterdir()) == []
+
+
+async def test_a_directory_that_has_gone_is_made_again(
+    temporary: Path, stderr: Stderr, tmp_path: Path
+) -> None:
+    """A service that tidies up temporary directories may take one that is empty."""
+    stderr.take()
+    async with Agent(held("text >&2; exit 3", tmp_path)) as agent:
+        path = await stderr_path(agent)
+        path.parents[1].rmdir()
+        path.parents[2].rmdir()
+        go(tmp_path)
+        with pytest.raises(JobFailed, match="text"):
+            await agent.wait()
+    assert path.read_text() == "text\n"
 
 
 async def test_captured_files_are_removed_off_the_loop(

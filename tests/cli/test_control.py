@@ -397,6 +397,30 @@ def test_logs(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.e2e
+def test_logs_of_workers_that_have_written_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command follows them from the first byte on, also those of a later attempt."""
+    script = tmp_path / "quiet.sh"
+    script.write_text("trap 'echo got USR1: $$ >&2' USR1; while :; do sleep 0.05; done")
+    with running_cli("--rdzv-id=run-1", "--no-python", "bash", script) as program:
+        until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
+        with running([*CLI, "logs", "-f", "run-1"]) as follower:
+            for count in (1, 2):
+                until_sync(
+                    lambda: (
+                        ask(capfd, "signal", "run-1", "USR1") is not None
+                        and len(set(re.findall(r"got USR1: (\d+)\n", follower.out))) == count
+                    ),
+                    "a line",
+                )
+                ask(capfd, "restart", "run-1")
+            ask(capfd, "stop", "run-1")
+            assert follower.wait() == 0
+        program.wait()
+
+
+@pytest.mark.e2e
 def test_logs_into_a_pipe_that_closes(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Also while nothing but the log files wakes the command up."""
     with job(capfd, script, "run-1"):

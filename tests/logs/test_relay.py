@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,12 +49,14 @@ class Bench:
         self.relay: Relay
         self.token = -1
 
-    def start(self, *, is_shown: bool = True, is_muted: bool = False, **relay: Any) -> int:
+    def start(
+        self, *, is_shown: bool = True, is_muted: bool = False, error: OSError | None = None
+    ) -> int:
         """Relay a stream; return the worker's end of the pipe."""
-        if not relay:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            relay = {"file": os.open(self.path, flags, 0o600)}
-        self.relay = Relay(**relay)
+        self.relay = Relay(self._make_file)
+        if error is None:
+            self.relay.make_file()
+        self.relay.error = error
         self.relay.on_closed = lambda: self.closed.append(self.relay)
         self.token = self.tee.follow_relay(
             self.relay,
@@ -65,6 +66,9 @@ class Bench:
             is_shown=is_shown,
         )
         return self.relay.writer
+
+    def _make_file(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, data: bytes, *, is_last: bool = True) -> threading.Thread:
         """Write as a worker does, by writes that block; close the pipe after the last one."""
@@ -182,7 +186,7 @@ async def test_a_long_line_across_the_end_of_the_file(bench: Bench) -> None:
 
 
 async def test_a_file_that_could_not_be_made(bench: Bench) -> None:
-    bench.start(file=-1, error=OSError(errno.ENOSPC, "no space"))
+    bench.start(error=OSError(errno.ENOSPC, "no space"))
     bench.read_console()
     await bench.written(bench.write(b"one\ntwo"))
     await bench.finish()
