@@ -156,6 +156,7 @@ class LocalRuntime:
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
+        self._common_env: dict[str, str] = {}  # of the workers of the present attempt
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -301,6 +302,7 @@ class LocalRuntime:
         `records` will be its workers by local rank.
         """
         self.attempt = attempt
+        self._common_env = {}
         self.liveness.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
 
@@ -390,26 +392,31 @@ class LocalRuntime:
             attempt=self.attempt,
             round=round_number,
         )
-        task = task_of({**os.environ, **self.spec.env})
-        own = {**context.to_env(), self.tree.marker: "1", TASK: task}
+        if not self._common_env:
+            self._common_env = self._make_common_env(ranks.local_world_size)
+        env = {**self._common_env, **context.to_env()}
         if self.spec.virtual_local_rank:
-            own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
-            own |= device_env(self.spec, ranks.local_rank)
-        if self.change_file:
-            own[PENDING_CHANGE] = self.change_file
-        if self.liveness.timer_file:
-            own[TIMER_FILE] = self.liveness.timer_file
+            env |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
+            env |= device_env(self.spec, ranks.local_rank)
         if notify is not None:
-            own[NOTIFY_FD] = str(notify)
-        if self.liveness.address:
-            own[NOTIFY_SOCKET] = self.liveness.address
-        if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
-            own[WATCHDOG_USEC] = str(int(seconds * 1e6))
-        env = worker_env(self.spec, ranks.local_world_size, own)
+            env[NOTIFY_FD] = str(notify)
         needs_record = bool(error_file) and self.output.needs_record(logs)
         if needs_record or self.spec.liveness != LivenessSpec():
             env |= startup_env(self.spec, env)
         return env
+
+    def _make_common_env(self, nproc: int) -> dict[str, str]:
+        """Return what the workers of an attempt have in common; `nproc` is their number."""
+        own = {self.tree.marker: "1", TASK: task_of({**os.environ, **self.spec.env})}
+        if self.change_file:
+            own[PENDING_CHANGE] = self.change_file
+        if self.liveness.timer_file:
+            own[TIMER_FILE] = self.liveness.timer_file
+        if self.liveness.address:
+            own[NOTIFY_SOCKET] = self.liveness.address
+        if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
+            own[WATCHDOG_USEC] = str(int(seconds * 1e6))
+        return worker_env(self.spec, nproc, own)
 
     async def spawn(
         self,
@@ -447,6 +454,11 @@ class LocalRuntime:
         if not self.program.uses_forkserver:
             child_spec = _with_original_limit(child_spec)
         return await self.program.spawner(child_spec)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return a block in which workers are started: the guardian is told once for all."""
+        is_listed = self.program.spawner is self.program.command_spawner
+        return self.tree.starting() if is_listed else nullcontext()
 
     async def _spawn_listed(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
         # The terminal's signals never reach a worker: it leads a session of its own.

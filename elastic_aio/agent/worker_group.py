@@ -156,34 +156,39 @@ class WorkerGroup:
         group_rank = self._ranks[0].group_rank
         master = await runtime.open_master(group_rank, self._master)
         await runtime.prepare_attempt(self.attempt, group_rank)
-        for ranks in self._ranks:
-            if self._is_abandoned:
-                break
-            try:
-                # Each worker's descriptors are open only while it is spawned.
-                logs = runtime.output.plan(self.attempt, ranks.local_rank)
-                with (
-                    runtime.output.open_streams(logs, self.attempt, ranks) as streams,
-                    runtime.notify_socket(ranks.local_rank) as notify,
-                ):
-                    env = runtime.environment(
-                        ranks,
-                        restarts=self._restarts,
-                        round_number=self._round_number,
-                        master=master,
-                        logs=logs,
-                        notify=notify,
-                    )
-                    child = await runtime.spawn(ranks.local_rank, env, streams, notify)
-            except SpawnError as error:
-                error.local_rank = ranks.local_rank
-                raise
-            self._on_started(ranks, logs, child)
-            await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
+        with runtime.starting():
+            for ranks in self._ranks:
+                if self._is_abandoned:
+                    break
+                await self._spawn(ranks, master)
+                await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
         runtime.program.on_group_started()
         runtime.output.on_group_started()
         if not self.attempt:
             self._preparing = create_task(self._prepare_for_failure(), name="prepare for a failure")
+
+    async def _spawn(self, ranks: WorkerRanks, master: tuple[str, int]) -> None:
+        runtime = self._runtime
+        try:
+            logs = runtime.output.plan(self.attempt, ranks.local_rank)
+            # Each worker's descriptors are open only while it is spawned.
+            with (
+                runtime.output.open_streams(logs, self.attempt, ranks) as streams,
+                runtime.notify_socket(ranks.local_rank) as notify,
+            ):
+                env = runtime.environment(
+                    ranks,
+                    restarts=self._restarts,
+                    round_number=self._round_number,
+                    master=master,
+                    logs=logs,
+                    notify=notify,
+                )
+                child = await runtime.spawn(ranks.local_rank, env, streams, notify)
+        except SpawnError as error:
+            error.local_rank = ranks.local_rank
+            raise
+        self._on_started(ranks, logs, child)
 
     async def _prepare_for_failure(self) -> None:
         """Do once what would delay the first stop or restart, while the loop is idle."""

@@ -36,12 +36,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process.base import (
     Child,
@@ -57,7 +57,6 @@ from elastic_aio.process.exits import (
     PidfdChild,
     PidfdWatch,
     ReapedChild,
-    lost_child,
     open_child_pidfd,
 )
 from elastic_aio.process.orphans import subreaper
@@ -118,146 +117,62 @@ def _bound_to(cpus: frozenset[int]) -> Iterator[None]:
 async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """Start a child through asyncio, which will reap it.
 
-    asyncio fails with ESRCH if the embedding program has reaped the child before asyncio has
-    opened its pidfd.  Then it has run, and its status is lost.
-
     Raises:
-        SpawnError: the child could not be started.
+        SpawnError: the child could not be started; or the embedding program has reaped it before
+            asyncio has opened its pidfd, so that it has run, and its pid and status are lost.
     """
     if spec.cpus or _blocks_signals():
         return await spawn_with_popen(spec)  # which spawns in one step, see `_bound_to`
-    with subreaper.spawning(), closing(_FirstLook()) as look:
-        starting = asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
-        asyncio.get_running_loop().call_soon(look, starting)
+    with subreaper.spawning():
         try:
-            process = await starting
+            process = await asyncio.create_subprocess_exec(*spec.argv, **_options(spec))
+        except ProcessLookupError as error:
+            problem = f"{spec.argv[0]} has run, but another part of this program has reaped it"
+            raise SpawnError(problem, permanent=False, exit_code=1) from error
         except OSError as error:
-            if isinstance(error, ProcessLookupError) and (pid := _started_pid(error)):
-                return lost_child(pid)
             raise spawn_error(error, spec) from error
         try:
-            return _AsyncioChild(process, look)
+            return _AsyncioChild(process)
         except OSError as error:  # no descriptor left for the pidfd
             process.kill()
             await process.wait()  # it was killed: this returns at once
             raise spawn_error(error, spec) from error
 
 
-def _started_pid(error: BaseException) -> int | None:
-    """Return the pid of the child whose start raised `error`; None if there was none.
-
-    asyncio returns no object then; the frames of the traceback have its transport.  The only
-    other way to it is `connection_made` of a protocol passed to `loop.subprocess_exec`: a later
-    iteration calls it, and none if the loop shuts down.  That would be a wait with a limit, and
-    a protocol for every child.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, asyncio.SubprocessTransport):
-                value.close()
-                return value.get_pid()
-    return None
-
-
-class _FirstLook:
-    """Opens the pidfd of a child that asyncio starts, before asyncio can reap it.
-
-    A child that exits at once is reaped in the next iteration of the loop, before
-    `create_subprocess_exec` returns: one of five `/bin/true`.  A callback that was scheduled
-    before the start runs first in that iteration.  The frames of the suspended coroutine have
-    the transport, which has the pid.  If they did not, the pidfd would be opened later, and a
-    child that is reaped by then would have no usage.
-
-    It watches the pidfd at once: the kernel wakes the pollers of a process from the latest to
-    the first, and asyncio polled first.  So the zombie is seen here before asyncio reaps it.
-
-    Attributes:
-        watch: of the pidfd; None if there is none.
-        end: how the child has ended, if it has.
-        on_end: called when it ends.
-        is_taken: whether `close` does nothing, since the child has the watch.
-    """
-
-    def __init__(self) -> None:
-        self.watch: PidfdWatch | None = None
-        self.end: tuple[ExitStatus, ResourceUsage | None] | None = None
-        self.on_end: Callable[[], object] = bool
-        self.is_taken = False
-
-    def __call__(self, starting: Coroutine[Any, Any, Any]) -> None:
-        """Look at the child that the coroutine `starting` has started."""
-        awaited: Any = starting
-        while (frame := getattr(awaited, "cr_frame", None)) is not None:
-            for value in frame.f_locals.values():
-                if isinstance(value, asyncio.SubprocessTransport):
-                    if (pid := value.get_pid()) is not None:
-                        with suppress(OSError):  # no descriptor is left now
-                            self.open(pid)
-                    return
-            awaited = awaited.cr_await
-
-    def open(self, pid: int) -> None:
-        """Watch a child, unless it is reaped already.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
-        if (descriptor := open_child_pidfd(pid)) >= 0:
-            self.watch = PidfdWatch(descriptor, self._on_end)
-            self.end = _peek(descriptor)  # it may have ended before it was watched
-
-    @property
-    def descriptor(self) -> int:
-        """The pidfd; -1 if there is none, or the child has ended."""
-        return -1 if self.watch is None else self.watch.descriptor
-
-    def _on_end(self) -> None:
-        self.end = self.end or _peek(self.descriptor)
-        self.on_end()
-
-    def close(self) -> None:
-        """End the watch, unless it was taken."""
-        if self.watch is not None and not self.is_taken:
-            self.watch.close()
-
-
-def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
-    """Return how the child of a pidfd has ended, and its usage; None if it runs, or is reaped."""
-    try:
-        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:
-        return None  # reaped already
-    if result is None:
-        return None
-    is_exit = result.si_code == os.CLD_EXITED
-    code = result.si_status if is_exit else -result.si_status
-    return ExitStatus.from_returncode(code), peek_usage(descriptor)
-
-
 class _AsyncioChild(PidfdChild):
     """A child that asyncio reaps.
 
     asyncio reports code 255 for a child that another part of the program has reaped.  So the
-    status is read from the zombie before asyncio reaps it.  If asyncio or the other part was
-    faster nevertheless, 255 counts as a status that is lost.
+    status is read from the zombie before asyncio reaps it: the kernel wakes the pollers of a
+    process from the latest to the first, and asyncio polled first.  If asyncio or the other part
+    was faster nevertheless, 255 counts as a status that is lost.
+
+    A child that exits at once is reaped before `create_subprocess_exec` returns, one of five
+    `/bin/true`.  Then the status is that of asyncio, and the usage is lost.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, look: _FirstLook) -> None:
-        """Watch a child that has just been started; takes the watch of `look`."""
-        if look.watch is None:
-            look.open(process.pid)
-        super().__init__(process.pid, look.descriptor, asyncio.get_running_loop().create_future())
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Watch a child that has just been started.
+
+        Raises:
+            OSError: no descriptor is left for the pidfd.
+        """
+        descriptor = -1 if process.returncode is not None else open_child_pidfd(process.pid)
+        super().__init__(process.pid, descriptor, asyncio.get_running_loop().create_future())
         self._process = process
-        self._look = look
-        look.on_end = self._on_end
-        look.is_taken = True
+        self._watch: PidfdWatch | None = None
+        self._end: tuple[ExitStatus, ResourceUsage | None] | None = None
+        if self._pidfd >= 0:
+            self._watch = PidfdWatch(descriptor, self._on_end)
+            self._end = _peek(descriptor)  # asyncio sees first what ended before it was watched
         self._wait()
 
     def _on_end(self) -> None:
+        self._end = self._end or _peek(self._pidfd)
         self._pidfd = -1  # the watch closes it
         # asyncio reaps it in this iteration of the loop, and says so three iterations later.
-        if self._look.end is not None and not self._is_copy:
-            self._set_exit(*self._look.end)
+        if self._end is not None and not self._is_copy:
+            self._set_exit(*self._end)
 
     def _wait(self) -> None:
         self._wait_task = create_task(self._process.wait(), name=f"exit of {self.pid}")
@@ -271,18 +186,31 @@ class _AsyncioChild(PidfdChild):
             # waits for this exit.
             self._wait()
             return
-        if self._look.watch is not None:
-            self._look.watch.close()
+        if self._watch is not None:
+            self._watch.close()
             self._pidfd = -1
-        status, usage = self._look.end or (ExitStatus(), None)
-        if status.returncode is None and task.result() != 255:
-            status = ExitStatus.from_returncode(task.result())
+        status, usage = self._end or (ExitStatus.from_returncode(task.result()), None)
+        if self._end is None and self._watch is not None and task.result() == 255:
+            status = ExitStatus()
         self._set_exit(status, usage)
         set_result_if_pending(self.reaped, self.exited.result())
 
     def _set_exit(self, status: ExitStatus, usage: ResourceUsage | None) -> None:
         if not self.exited.done():
             self.exited.set_result(ChildExit(status, time.monotonic(), usage))
+
+
+def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
+    """Return how the child of a pidfd has ended, and its usage; None if it runs, or is reaped."""
+    try:
+        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return None
+    if result is None:
+        return None
+    is_exit = result.si_code == os.CLD_EXITED
+    code = result.si_status if is_exit else -result.si_status
+    return ExitStatus.from_returncode(code), peek_usage(descriptor)
 
 
 async def spawn_with_popen(spec: ChildSpec) -> Child:

@@ -212,13 +212,6 @@ def open_child_pidfd(pid: int) -> int:
     return descriptor
 
 
-def lost_child(pid: int) -> PidfdChild:
-    """Return a child whose status the embedding program has taken before it was watched."""
-    child = PidfdChild(pid, -1)
-    child.exited.set_result(ChildExit(ExitStatus(), time.monotonic()))
-    return child
-
-
 class ReapedChild(PidfdChild):
     """A child that is watched by pidfd and reaped here, by `wait4`.
 

@@ -32,6 +32,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -42,6 +43,8 @@ from elastic_aio.signals import ReceivedSignals
 
 # Seconds for which an orphan may remain a zombie.
 _REAP_S = 0.005
+# How many times as long as a look at the children it rests after that: they may be thousands.
+_REAP_RATIO = 20
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -230,10 +233,13 @@ class Orphans:
         with ReceivedSignals([signal.SIGCHLD]) as signals:
             signals.discard([signal.SIGCHLD])
             self._reap()  # what has exited before
+            took = 0.0
             async for _ in signals:
                 # The exit may be that of a worker whose siblings have to be signalled.
-                await asyncio.sleep(_REAP_S)
+                await asyncio.sleep(max(_REAP_S, _REAP_RATIO * took))
+                began = time.perf_counter()
                 self._reap()
+                took = time.perf_counter() - began
 
     def _reap(self) -> None:
         """Reap the adopted children that have exited, and no other child."""

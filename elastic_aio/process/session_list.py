@@ -9,8 +9,9 @@ write short.  A line of 64 bytes lies within one page of the file, which the ker
 at once; should it be torn even so, the checksum tells, and only this entry is lost: its
 processes are then found by the marker, as before they were listed (see `proc_scan`).
 
-A row with the number 0 (`STARTING`) says that a child is being started since these ticks.
-It has neither a session nor the marker before its exec, which a file system can delay.
+A row with the number 0 (`STARTING`) that is not closed says that children are being started
+since these ticks.  A child has neither a session nor the marker before its exec, which a file
+system can delay.
 
 The guardian runs this file in a bare interpreter, so it imports little.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     from collections.abc import Iterable
 
 STARTING = 0
-"""The number of the row of a child that is being started."""
+"""The number of the row of the children that are being started."""
 _LINE = 64
 _BODY = _LINE - 9
 
@@ -86,6 +87,7 @@ class SessionList:
         """Begin without sessions; the caller closes `descriptor`, after `detach`."""
         self.sessions: dict[int, WorkerSession] = {}
         self._starting: list[WorkerSession] = []  # one at most
+        self._rows: dict[int, int] = {}  # by number
         self._descriptor = descriptor
 
     def add(self, session: WorkerSession) -> None:
@@ -104,17 +106,16 @@ class SessionList:
         for number in numbers:
             del self.sessions[number]
         if self._descriptor >= 0:
-            write_session_list(self._descriptor, [*self.sessions.values(), *self._starting])
+            rows = [*self._starting, *self.sessions.values()]
+            # As they are in the file: each moves forward.
+            rows.sort(key=lambda session: self._rows[session.number])
+            write_session_list(self._descriptor, rows)
+            self._rows = {session.number: row for row, session in enumerate(rows)}
 
     def set_starting(self, since: int | None) -> None:
-        """Note that a child is being started since these ticks; None: not any more."""
+        """Note that children are being started since these ticks; None: not any more."""
         self._starting = [] if since is None else [WorkerSession(STARTING, since)]
-        if self._descriptor < 0:
-            return
-        for row in self._starting:
-            write_session(self._descriptor, len(self.sessions), row)
-        if since is None:
-            os.ftruncate(self._descriptor, len(self.sessions) * _LINE)
+        self._write(self._starting[0] if self._starting else WorkerSession(STARTING, 0, 0))
 
     def detach(self) -> None:
         """Write no more."""
@@ -122,12 +123,15 @@ class SessionList:
 
     def _write(self, session: WorkerSession) -> None:
         if self._descriptor >= 0:  # else a process that could not be killed has ended after all
-            row = list(self.sessions).index(session.number)
+            row = self._rows.setdefault(session.number, len(self._rows))
             write_session(self._descriptor, row, session)
 
 
 def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
-    """Return the sessions by number; torn lines are left out."""
+    """Return the sessions by number; torn lines are left out.
+
+    `STARTING` is among them only while children are being started.
+    """
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     sessions = {}
     for start in range(0, len(content), _LINE):
@@ -136,4 +140,6 @@ def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
             number, opened, closed = body.split()
             end = None if closed == b"-" else int(closed, 16)
             sessions[int(number, 16)] = WorkerSession(int(number, 16), int(opened, 16), end)
+    if STARTING in sessions and sessions[STARTING].closed is not None:
+        del sessions[STARTING]
     return sessions

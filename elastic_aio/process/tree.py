@@ -118,6 +118,7 @@ class ProcessTree:
         self._excluded: WorkerSession | None = None
         self._cache = proc_scan.ScanCache()
         self._is_foreign = proc_scan.is_foreign()
+        self._is_starting = False
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
@@ -135,14 +136,20 @@ class ProcessTree:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Tell the guardian that a child is being started, which it may not recognize yet.
+        """Tell the guardian that children are being started, which it may not recognize yet.
 
-        It has executed its program when the block ends, and `add` may follow later.
+        They have executed their programs when the block ends, and `add` may follow later.  A
+        block within another one does nothing.
         """
+        if self._is_starting:
+            yield
+            return
+        self._is_starting = True
         self._listed.set_starting(proc_scan.ticks_now() - 1)
         try:
             yield
         finally:
+            self._is_starting = False
             self._listed.set_starting(None)
 
     def add(self, leader: Child) -> None:
@@ -150,7 +157,7 @@ class ProcessTree:
         self._leaders[self._list(leader).number] = leader
 
     def _list(self, leader: Child) -> WorkerSession:
-        pid = _shown_pid(leader)
+        pid = _shown_pid(leader) if self._is_foreign else leader.pid
         entry = _read_process(pid)
         # Not readable: it has started now, give or take a tick.
         opened = proc_scan.ticks_now() if entry is None else entry.start
