@@ -25,11 +25,11 @@ from contextlib import suppress
 from functools import partial
 
 from elastic_aio.logs.console import ConsoleStreams
-from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import fixed_prefix
 from elastic_aio.logs.paths import NOT_CAPTURED, CapturedStreams, StreamPlan
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.sink import Sink
+from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.logs.tee import Tee
 from elastic_aio.spec.logs import Std
 
@@ -76,7 +76,7 @@ class Capture:
         plan: StreamPlan,
         stream: str,
         on_lost: Callable[[str, int | None], None],
-        times: LineTimes,
+        logged: LoggedStream,
     ) -> int:
         """Pass a stream on as it comes; return its token of the tee.
 
@@ -85,10 +85,11 @@ class Capture:
         """
         assert plan.path is not None, "a captured stream has a file"
         self._relays[plan.path] = relay
+        logged.make = partial(_make_file, relay)
         with suppress(OSError):  # the limit of the user is reached
             fcntl.fcntl(relay.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         if self._makes_files:
-            make_file(relay)
+            _make_file(relay)
         sink = None if plan.is_muted else self._sink(stream)
         if sink is not None and sink.lost:
             if self.streams.is_joined and sink.has_descriptor:
@@ -105,14 +106,14 @@ class Capture:
             on_lost,
             is_shown=sink is not None,
             is_raw=True,
-            times=times,
+            times=logged.times,
         )
 
     def make_files(self) -> None:
         """Make the files of the present streams, and those of later ones when they begin."""
         self._makes_files = True
         for relay in self._relays.values():
-            make_file(relay)
+            _make_file(relay)
 
     def read_now(self, path: str | None) -> bytes:
         """Take what a worker has written by now, if this is the file of a captured stream.
@@ -163,8 +164,7 @@ class Capture:
         return self._console.sink(stream)
 
 
-def make_file(relay: Relay) -> None:
-    """Make the file of a captured stream for a reader, if that is possible now."""
+def _make_file(relay: Relay) -> None:
     with suppress(OSError):  # the first byte tries again
         relay.make_file()
 

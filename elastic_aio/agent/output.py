@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from elastic_aio.agent.capture import Capture, make_file
+from elastic_aio.agent.capture import Capture
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import SpawnError, SpecError
@@ -333,8 +333,7 @@ class JobOutput:
             self._tee = Tee(self._on_console_lost)
         on_lost = self._loss_reporter(fields, path)
         if relay is not None and plan.is_captured:
-            logged.make = partial(make_file, relay)
-            token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost, times)
+            token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost, logged)
             self._tokens[attempt].append(token)
             return
         self._directories[attempt].add(os.path.dirname(path))

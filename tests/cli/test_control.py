@@ -406,15 +406,15 @@ def test_logs_of_workers_that_have_written_nothing(
     with running_cli("--rdzv-id=run-1", "--no-python", "bash", script) as program:
         until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
         with running([*CLI, "logs", "-f", "run-1"]) as follower:
-            for count in (1, 2):
-                until_sync(
-                    lambda: (
-                        ask(capfd, "signal", "run-1", "USR1") is not None
-                        and len(set(re.findall(r"got USR1: (\d+)\n", follower.out))) == count
-                    ),
-                    "a line",
-                )
-                ask(capfd, "restart", "run-1")
+
+            def shown() -> int:
+                """Signal the worker; return of how many workers there are lines by now."""
+                ask(capfd, "signal", "run-1", "USR1")
+                return len(set(re.findall(r"got USR1: (\d+)\n", follower.out)))
+
+            until_sync(lambda: shown() == 1, "a line of the first worker")
+            ask(capfd, "restart", "run-1")
+            until_sync(lambda: shown() == 2, "a line of the second worker")
             ask(capfd, "stop", "run-1")
             assert follower.wait() == 0
         program.wait()
