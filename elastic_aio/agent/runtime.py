@@ -456,7 +456,7 @@ class LocalRuntime:
         return await self.program.spawner(child_spec)
 
     def starting(self) -> AbstractContextManager[None]:
-        """Return a block in which workers are started: the guardian is told once."""
+        """Return a block in which workers are started, of which the guardian hears once."""
         is_listed = self.program.spawner is self.program.command_spawner
         return self.tree.starting() if is_listed else nullcontext()
 
