@@ -110,7 +110,6 @@ if TYPE_CHECKING:
     from elastic_aio.rendezvous.event_reader import JobEvents as JobEvents
     from elastic_aio.rendezvous.event_reader import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
-    from elastic_aio.spec.engine import EngineSpec as EngineSpec
     from elastic_aio.spec.job import Command as Command
     from elastic_aio.spec.job import Function as Function
     from elastic_aio.spec.job import LaunchSpec as LaunchSpec
@@ -123,6 +122,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.logs import LogSpec as LogSpec
     from elastic_aio.spec.logs import Std as Std
     from elastic_aio.spec.logs import StdMap as StdMap
+    from elastic_aio.spec.rendezvous import EngineSpec as EngineSpec
     from elastic_aio.spec.rendezvous import RendezvousSpec as RendezvousSpec
     from elastic_aio.spec.restart import Backoff as Backoff
     from elastic_aio.spec.restart import Decide as Decide
@@ -185,12 +185,11 @@ else:
             """,
             "elastic_aio.spec.liveness": "LivenessSpec",
             "elastic_aio.spec.logs": "LogSpec Std StdMap",
-            "elastic_aio.spec.rendezvous": "RendezvousSpec",
+            "elastic_aio.spec.rendezvous": "EngineSpec RendezvousSpec",
             "elastic_aio.spec.restart": (
                 "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
             ),
             "elastic_aio.spec.stop": "SignalSpec StopPlan StopScope StopStep",
-            "elastic_aio.spec.engine": "EngineSpec",
             "elastic_aio.spec.tls": "TlsSpec",
             "elastic_aio.status": "JobStatus WorkerStatus",
             "elastic_aio.stacks": "StackDump StackFrame ThreadStack WorkerStacks",

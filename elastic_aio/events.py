@@ -25,6 +25,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
     """Name of the host that reports the event."""
 
 
+def is_of_nodes(event: Event) -> bool:
+    """Whether an event is one of `node_events`, which a job of one node does not load."""
+    return type(event).__module__ != __name__
+
+
 class JobStarted(Event, frozen=True, kw_only=True):
     """The job begins; no process has been started yet.
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from elastic_aio import events, node_events
+from elastic_aio import events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
 from elastic_aio.reasons import plain_lines, reason_of
 from elastic_aio.spec.restart import restarts_text
 from elastic_aio.text import counted, format_duration, one_line, printable
+
+if TYPE_CHECKING:
+    from elastic_aio import node_events
 
 _GUIDE = "aio-elastic help failures"
 _HINT = f"none was recorded; see {_GUIDE}"
@@ -126,6 +130,8 @@ def _store_refused(event: events.WorkerStoreRefused) -> str:
 
 def _describe_rendezvous(event: Event) -> tuple[int, str]:
     """Describe the events of nodes, rounds, the coordinator and the rendezvous store."""
+    from elastic_aio import node_events
+
     match event:
         case node_events.RoundForming():
             return Level.WARNING, _round_forming(event)

@@ -6,13 +6,16 @@ events, and of the caller.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio import events, node_events
+from elastic_aio import events
 from elastic_aio.outcome import Goodput, ResourceUsage
+
+if TYPE_CHECKING:
+    from elastic_aio import node_events
 
 PHASES: Final = (
     "starting",
@@ -162,15 +165,6 @@ class StatusTracker:
             case events.JobStarted():
                 self._job = event
                 self._since = self._counted_until = event.time
-            # While workers run, other nodes may form the next round.
-            case node_events.RoundForming() if not self.is_ready:
-                self._enter("forming", event)
-            case node_events.NodeStandby() if not self.is_ready:
-                self._enter("standby", event, event.why)
-            case node_events.RoundFormed():
-                self._round = event
-                self.membership_changes = event.changes
-                self._enter("starting", event)
             case events.WorkerStarted():
                 self._worker_started(event)
             case events.WorkerExited():
@@ -186,12 +180,28 @@ class StatusTracker:
                 self.restarts = event.restarts
                 self.returned = max(self.returned, event.returned)
                 self._enter("restarting", event, event.why)
-            case node_events.MembershipChanged():
-                self._enter("restarting", event, event.why)
             case events.JobFinished():
                 self.restarts = event.restarts
                 self._enter(event.state.value, event, event.why)
                 self._ended_at = event.time
+            case _ if events.is_of_nodes(event):
+                self._note_rendezvous(event)
+
+    def _note_rendezvous(self, event: events.Event) -> None:
+        from elastic_aio import node_events
+
+        match event:
+            # While workers run, other nodes may form the next round.
+            case node_events.RoundForming() if not self.is_ready:
+                self._enter("forming", event)
+            case node_events.NodeStandby() if not self.is_ready:
+                self._enter("standby", event, event.why)
+            case node_events.RoundFormed():
+                self._round = event
+                self.membership_changes = event.changes
+                self._enter("starting", event)
+            case node_events.MembershipChanged():
+                self._enter("restarting", event, event.why)
 
     @property
     def is_alive(self) -> bool:

@@ -61,7 +61,6 @@ PURE = {
     "worker_error",
     "spec",
     "spec.checks",
-    "spec.engine",
     "spec.job",
     "spec.liveness",
     "spec.logs",

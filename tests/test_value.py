@@ -12,7 +12,7 @@ import pytest
 
 from elastic_aio import ExitStatus, LaunchResult, NodeRange, RendezvousSpec, SpecError
 from elastic_aio.outcome import Goodput, JobState, WorkerResult
-from elastic_aio.spec.engine import EngineSpec
+from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.value import Value
 

@@ -27,9 +27,8 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import NodeLost
 from elastic_aio.rendezvous.base import NodeInfo
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec
+from elastic_aio.spec.rendezvous import ENGINES, EngineSpec, RendezvousSpec
 from tests.support.engine_load import Load, load_of
 
 _LIMIT_S = 120.0

@@ -47,7 +47,6 @@ from elastic_aio.agent.messages import (
     WorkerHung,
 )
 from elastic_aio.agent.output import JobOutput
-from elastic_aio.agent.results import make_result
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded
@@ -61,6 +60,7 @@ from elastic_aio.outcome import (
     JobOutcome,
     JobState,
     LaunchResult,
+    make_result,
 )
 from elastic_aio.process.base import ChildExit
 from elastic_aio.process.signal_actions import ended_by_default, has_missed_sigterm
@@ -477,6 +477,7 @@ class Driver:
             self._machine.attempt,
             attempts,
             duration,
+            time.time(),
             log_dir=self._runtime.output.directory.path if has_logs else None,
             goodput=goodput,
         )

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.aio import run_in_thread
-from elastic_aio.logs.file_end import read_end
+from elastic_aio.logs.log_file import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import (
     ExitStatus,

@@ -21,7 +21,6 @@ from elastic_aio.agent.messages import StopReceived
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
-from elastic_aio.agent.uninterruptible import StuckWatch
 from elastic_aio.aio import cancel_and_wait, create_task, set_result_if_pending
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
@@ -42,6 +41,7 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
+    from elastic_aio.agent.uninterruptible import StuckWatch
     from elastic_aio.process.calls import CallResult
 
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
@@ -105,7 +105,8 @@ class WorkerGroup:
         self._tree = runtime.tree
         self._ranks = ranks
         self._on_exit = on_exit
-        self._watch = StuckWatch(runtime.host, on_stuck, runtime.liveness.dump)
+        self._on_stuck = on_stuck
+        self._watch: StuckWatch | None = None
         self._on_hung = on_hung
         self._restarts = restarts
         self._round_number = round_number
@@ -140,6 +141,10 @@ class WorkerGroup:
         try:
             check_runnable(self._runtime.spec)
             if (timeout := self._runtime.spec.uninterruptible_timeout) is not None:
+                from elastic_aio.agent.uninterruptible import StuckWatch  # most jobs have no limit
+
+                runtime = self._runtime
+                self._watch = StuckWatch(runtime.host, self._on_stuck, runtime.liveness.dump)
                 self._watch.start(self.records, timeout)
             self._runtime.liveness.watch(self._on_hung)
             # In a task of its own: a stop can wait for the child that is being spawned.
@@ -358,7 +363,8 @@ class WorkerGroup:
     async def _end_watches(self) -> None:
         if self._preparing is not None:
             await cancel_and_wait([self._preparing])
-        await self._watch.aclose()
+        if self._watch is not None:
+            await self._watch.aclose()
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""
@@ -409,7 +415,7 @@ class WorkerGroup:
         statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:
             failures = self._failure_to_start(self.start_error), *failures
-        if self._watch.failure is not None:
+        if self._watch is not None and self._watch.failure is not None:
             failures = self._watch.failure, *failures
         self.failures = failures
         return AttemptResult(

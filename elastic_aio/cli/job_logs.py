@@ -21,8 +21,8 @@ from elastic_aio.control.protocol import EventReply, GetEvents, decode_reply, en
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
-from elastic_aio.logs.file_end import last_lines
 from elastic_aio.logs.lines import LogLine
+from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 from elastic_aio.status import JobStatus, WorkerStatus

@@ -1,4 +1,4 @@
-"""The options that say where the output of workers goes, and what is kept of it: `LogSpec`."""
+"""Parses the options that say where the output of workers goes, and what is kept: `LogSpec`."""
 
 from __future__ import annotations
 
@@ -8,46 +8,12 @@ from functools import partial
 from typing import Any, Final
 
 from elastic_aio.cli.options import (
-    Option,
     UsageError,
     invalid_value,
     parse_int,
     parse_number,
 )
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
-
-RETENTION_OPTIONS: Final = (
-    Option(
-        "no-capture",
-        "leave the workers' standard error alone where it is no terminal: it does not pass through"
-        " the launcher, whose report of a failure then has none of its lines",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "log-max-bytes",
-        "disk space of each log file, as in '100M': the beginning of a longer one is freed"
-        " (default: no limit)",
-        metavar="SIZE",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "log-keep-attempts",
-        "attempts whose log directories are kept, the latest (default: all)",
-        metavar="N",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "log-keep-runs",
-        "runs whose directories are kept in --log-dir, the latest that had this option (default:"
-        " all)",
-        metavar="N",
-        has_variable=False,
-        is_own=True,
-    ),
-)
 
 _PREFIX_VARIABLE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _SIZE: Final = r"(?ai)(\d{1,15})([KMGT]?)"

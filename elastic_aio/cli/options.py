@@ -29,6 +29,9 @@ LOOPS: Final = ("auto", "asyncio", "uvloop")
 _UVLOOP_DESCRIPTORS: Final = 32
 """Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
 
+Values = Mapping[str, str | None]
+"""The values of options by their `dest`; None of those that are not given."""
+
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
@@ -15,18 +15,16 @@ from elastic_aio.events import (
     JobStarted,
     Restarting,
     WorkerStarted,
+    is_of_nodes,
 )
 from elastic_aio.logs.sink import LineWriter, Sink, SinkLost, styled
-from elastic_aio.node_events import (
-    RendezvousStoreAwaited,
-    RoundFormed,
-    RoundForming,
-    RoundWaiting,
-)
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import Level, describe, format_failure, format_success, forming_ends
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import format_duration, format_value, one_line
+
+if TYPE_CHECKING:
+    from elastic_aio.node_events import RoundFormed
 
 _NAME: Final = b"aio-elastic: "
 _BOLD: Final = b"\x1b[1m"
@@ -87,6 +85,8 @@ class EventPrinter:
         """Print an event, or hold it until a worker has been started."""
         if self._countdown is not None:
             self._countdown.on_event(event)
+            if is_of_nodes(event):
+                self._countdown.on_rendezvous(event)
         match event:
             # If no worker can be started at all, the final line is the only one printed;
             # so earlier events are held until something has started.
@@ -97,10 +97,11 @@ class EventPrinter:
             case AttemptFailed() if event.root.pid is None:
                 self._held.append(event)
                 return
-            case RoundFormed():
-                self._round = event
-            case _:
-                pass
+            case _ if is_of_nodes(event):
+                from elastic_aio.node_events import RoundFormed
+
+                if isinstance(event, RoundFormed):
+                    self._round = event
         is_shown = isinstance(event, WorkerStarted) or describe(event)[0] >= self._level
         if is_shown and not isinstance(event, JobFinished):
             for held in self._held:
@@ -166,20 +167,23 @@ class _Countdown:
     def on_event(self, event: Event) -> None:
         """Begin to count at an event that begins a wait; stop at any other."""
         self.clear()
-        left: float | None
-        after = " left"
+        if isinstance(event, Restarting):
+            self._begin("restarting, ", event.delay)
+
+    def on_rendezvous(self, event: Event) -> None:
+        """Begin to count at an event of the nodes that begins a wait; `on_event` comes first."""
+        from elastic_aio.node_events import RendezvousStoreAwaited, RoundForming, RoundWaiting
+
         match event:
             case RoundForming():
                 text = f"waiting for nodes: {event.joined} present, {forming_ends(event)} "
-                left, after = event.time_left, ""
+                self._begin(text, event.time_left, "")
             case RoundWaiting():
-                text, left = f"{event.phase}: {event.what}, ", event.time_left
+                self._begin(f"{event.phase}: {event.what}, ", event.time_left)
             case RendezvousStoreAwaited():
-                text, left = "waiting for the rendezvous store, ", event.time_left
-            case Restarting():
-                text, left = "restarting, ", event.delay
-            case _:
-                return
+                self._begin("waiting for the rendezvous store, ", event.time_left)
+
+    def _begin(self, text: str, left: float | None, after: str = " left") -> None:
         if left is not None and left >= 1:
             until = asyncio.get_running_loop().time() + left
             self._task = create_task(self._count(text, after, until), name="count down")

@@ -1,4 +1,4 @@
-"""The options for the number of nodes and their rendezvous, as in torchrun."""
+"""Parses the options for the number of nodes and their rendezvous, as in torchrun."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from elastic_aio.cli.options import (
-    Option,
     UsageError,
+    Values,
     invalid_value,
     parse_number,
     parse_seconds,
     read_token,
 )
 from elastic_aio.spec.checks import checked_host, format_host_port
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import (
-    DEFAULT_PORT,
     ENGINES,
-    ETCD_PORT,
-    REDIS_PORT,
     STATIC_PORT,
+    EngineSpec,
     RendezvousSpec,
     engine_port,
 )
@@ -31,70 +28,6 @@ from elastic_aio.spec.tls import TlsSpec
 
 if TYPE_CHECKING:
     from elastic_aio.cli.rdzv_conf import Conf
-
-Values = Mapping[str, str | None]
-
-RENDEZVOUS_OPTIONS: Final = (
-    Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
-    Option(
-        "standalone",
-        "run on a single node without rendezvous (default); excludes --nnodes with a minimum"
-        " above 1",
-    ),
-    Option(
-        "rdzv-backend",
-        "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
-        " 'static' as in torchrun; 'c10d' in Python)",
-        metavar="NAME",
-    ),
-    Option(
-        "rdzv-endpoint",
-        f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
-        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}, with 'redis'"
-        f" localhost:{REDIS_PORT}); several, separated by commas, are tried in order",
-        metavar="HOST:PORT",
-    ),
-    Option(
-        "rdzv-id",
-        "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
-        " several)",
-        metavar="ID",
-    ),
-    Option(
-        "rdzv-conf",
-        "settings of the rendezvous, listed below (default: none)",
-        metavar="KEY=VALUE,...",
-    ),
-    Option(
-        "node-rank",
-        "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred with"
-        " 'c10d' (default: Slurm's, else none)",
-        metavar="N",
-    ),
-    Option(
-        "master-addr",
-        "host of the node with rank 0, for 'static'; with one node and --master-port, MASTER_ADDR"
-        " of the workers (default 127.0.0.1)",
-        metavar="ADDR",
-    ),
-    Option(
-        "master-port",
-        "TCP port of the workers' store (default: a free port per attempt); with 'static' the port"
-        f" of the rendezvous store (default {STATIC_PORT})",
-        metavar="PORT",
-    ),
-    Option(
-        "local-addr",
-        "address of this node for the other nodes (default: that of its connection to the store)",
-        metavar="ADDR",
-    ),
-    Option(
-        "exit-barrier-timeout",
-        "seconds that a finished node waits for the other nodes (default: no limit)",
-        metavar="SECONDS",
-        is_own=True,
-    ),
-)
 
 _SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
 

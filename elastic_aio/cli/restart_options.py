@@ -1,4 +1,4 @@
-"""The options that say which failures are followed by a restart, and when: `RestartPolicy`."""
+"""Parses the options that say which failures are followed by a restart, and when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from elastic_aio.cli.options import (
-    Option,
     invalid_value,
     parse_int,
     parse_number,
@@ -15,52 +14,6 @@ from elastic_aio.cli.options import (
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
-
-RESTART_OPTIONS: Final = (
-    Option(
-        "max-restarts",
-        "restarts of the group after failures: a number, or 'unlimited' (default 0)",
-        metavar="N",
-    ),
-    Option(
-        "healthy-after",
-        "an attempt that ran for so long returns all restarts used so far (default: never)",
-        metavar="SECONDS",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "restart-delay",
-        "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to the"
-        " next, and a random part of it is waited (default 0 before the first restart, then 1, 2,"
-        " 4 and up to 60; so again after an attempt of a minute)",
-        metavar="SECONDS",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "restart-window",
-        "at most N restarts within any SECONDS; a further failure ends the job (default: no limit)",
-        metavar="N:SECONDS",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "restart-on",
-        "exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
-        " (default: all)",
-        metavar="CODES",
-        has_variable=False,
-        is_own=True,
-    ),
-    Option(
-        "never-on",
-        "exit codes, or signals, that end the job at once (default: none)",
-        metavar="CODES",
-        has_variable=False,
-        is_own=True,
-    ),
-)
 
 _LIMIT: Final = 1e9
 """Seconds."""

@@ -4,11 +4,153 @@ from __future__ import annotations
 
 from typing import Final
 
-from elastic_aio.cli.log_options import RETENTION_OPTIONS
 from elastic_aio.cli.options import Option
-from elastic_aio.cli.rendezvous_options import RENDEZVOUS_OPTIONS
-from elastic_aio.cli.restart_options import RESTART_OPTIONS
+from elastic_aio.spec.rendezvous import DEFAULT_PORT, ETCD_PORT, REDIS_PORT, STATIC_PORT
 from elastic_aio.spec.stop import DEFAULT_GRACE
+
+RENDEZVOUS_OPTIONS: Final = (
+    Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
+    Option(
+        "standalone",
+        "run on a single node without rendezvous (default); excludes --nnodes with a minimum"
+        " above 1",
+    ),
+    Option(
+        "rdzv-backend",
+        "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
+        " 'static' as in torchrun; 'c10d' in Python)",
+        metavar="NAME",
+    ),
+    Option(
+        "rdzv-endpoint",
+        f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
+        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}, with 'redis'"
+        f" localhost:{REDIS_PORT}); several, separated by commas, are tried in order",
+        metavar="HOST:PORT",
+    ),
+    Option(
+        "rdzv-id",
+        "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
+        " several)",
+        metavar="ID",
+    ),
+    Option(
+        "rdzv-conf",
+        "settings of the rendezvous, listed below (default: none)",
+        metavar="KEY=VALUE,...",
+    ),
+    Option(
+        "node-rank",
+        "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred with"
+        " 'c10d' (default: Slurm's, else none)",
+        metavar="N",
+    ),
+    Option(
+        "master-addr",
+        "host of the node with rank 0, for 'static'; with one node and --master-port, MASTER_ADDR"
+        " of the workers (default 127.0.0.1)",
+        metavar="ADDR",
+    ),
+    Option(
+        "master-port",
+        "TCP port of the workers' store (default: a free port per attempt); with 'static' the port"
+        f" of the rendezvous store (default {STATIC_PORT})",
+        metavar="PORT",
+    ),
+    Option(
+        "local-addr",
+        "address of this node for the other nodes (default: that of its connection to the store)",
+        metavar="ADDR",
+    ),
+    Option(
+        "exit-barrier-timeout",
+        "seconds that a finished node waits for the other nodes (default: no limit)",
+        metavar="SECONDS",
+        is_own=True,
+    ),
+)
+"""The number of nodes, and their rendezvous."""
+
+RESTART_OPTIONS: Final = (
+    Option(
+        "max-restarts",
+        "restarts of the group after failures: a number, or 'unlimited' (default 0)",
+        metavar="N",
+    ),
+    Option(
+        "healthy-after",
+        "an attempt that ran for so long returns all restarts used so far (default: never)",
+        metavar="SECONDS",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "restart-delay",
+        "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to the"
+        " next, and a random part of it is waited (default 0 before the first restart, then 1, 2,"
+        " 4 and up to 60; so again after an attempt of a minute)",
+        metavar="SECONDS",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "restart-window",
+        "at most N restarts within any SECONDS; a further failure ends the job (default: no limit)",
+        metavar="N:SECONDS",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "restart-on",
+        "exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
+        " (default: all)",
+        metavar="CODES",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "never-on",
+        "exit codes, or signals, that end the job at once (default: none)",
+        metavar="CODES",
+        has_variable=False,
+        is_own=True,
+    ),
+)
+"""Which failures are followed by a restart, and when."""
+
+RETENTION_OPTIONS: Final = (
+    Option(
+        "no-capture",
+        "leave the workers' standard error alone where it is no terminal: it does not pass through"
+        " the launcher, whose report of a failure then has none of its lines",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "log-max-bytes",
+        "disk space of each log file, as in '100M': the beginning of a longer one is freed"
+        " (default: no limit)",
+        metavar="SIZE",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "log-keep-attempts",
+        "attempts whose log directories are kept, the latest (default: all)",
+        metavar="N",
+        has_variable=False,
+        is_own=True,
+    ),
+    Option(
+        "log-keep-runs",
+        "runs whose directories are kept in --log-dir, the latest that had this option (default:"
+        " all)",
+        metavar="N",
+        has_variable=False,
+        is_own=True,
+    ),
+)
+"""What is kept of the output of the workers."""
 
 RUN_OPTIONS: Final = (
     *RENDEZVOUS_OPTIONS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from elastic_aio.cli.log_options import color_of, parse_log_options
 from elastic_aio.cli.options import (
     Option,
     UsageError,
+    Values,
     invalid_value,
     parse_int,
     parse_seconds,
@@ -25,12 +26,13 @@ from elastic_aio.cli.options import (
     split_options,
     value_from_env,
 )
-from elastic_aio.cli.rendezvous_options import (
-    Values,
-    parse_rendezvous_options,
+from elastic_aio.cli.run_options import (
+    RENDEZVOUS_OPTIONS,
+    RESTART_OPTIONS,
+    RUN_EPILOG,
+    RUN_OPTIONS,
+    USE_ENV,
 )
-from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
-from elastic_aio.cli.run_options import RUN_EPILOG, RUN_OPTIONS, USE_ENV
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
@@ -208,11 +210,11 @@ def _log_warnings(logs: LogSpec) -> list[str]:
 
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
-    rendezvous = parse_rendezvous_options(values, env)
+    rendezvous, notes = _rendezvous(values, env)
     http = _http(values)
     entrypoint, args = _program(values, program)
     nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
-    max_restarts = parse_max_restarts(values["max_restarts"])
+    restart = _restart(values)
     logs = parse_log_options(values, env)
     warnings += _log_warnings(logs)
     preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
@@ -222,20 +224,16 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
         preload=preload,
         nproc_per_node=nproc if (number := parse_int(nproc)) is None else number,
-        nnodes=rendezvous.nodes,
-        max_restarts=max_restarts,
-        restart=parse_restart_options(values, max_restarts),
+        **rendezvous,
+        **restart,
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
-        master_addr=rendezvous.master_addr,
-        master_port=rendezvous.master_port,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         timers=timers_from(env),
         logs=logs,
         stop=_stop_plan(values, env),
         liveness=_liveness(values),
         stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
-        rendezvous=rendezvous.spec,
         python=env.get("PYTHON_EXEC") or None,
         numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
         virtual_local_rank=bool(values["virtual_local_rank"]),
@@ -246,7 +244,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         _signals(values),
         values["events"],
         values["loop"] or "auto",
-        (*warnings, *rendezvous.warnings),
+        (*warnings, *notes),
         event_log_handler=values["event_log_handler"] or "null",
         is_dry_run=bool(values["dry_run"]),
         http=http,
@@ -254,6 +252,40 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         level=_level(values),
         has_control=not values["no_control"],
     )
+
+
+def _has_any(values: Values, options: Iterable[Option]) -> bool:
+    """Whether one of the options is given, or torchrun's defaults take the place of ours."""
+    return bool(values["torchrun_defaults"]) or any(
+        values[option.dest] is not None for option in options
+    )
+
+
+def _rendezvous(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of the spec for several nodes, and lines to print at the start."""
+    if not _has_any(values, RENDEZVOUS_OPTIONS):
+        return {}, ()
+    from elastic_aio.cli.rendezvous_options import parse_rendezvous_options
+
+    found = parse_rendezvous_options(values, env)
+    fields = {
+        "nnodes": found.nodes,
+        "master_addr": found.master_addr,
+        "master_port": found.master_port,
+        "rendezvous": found.spec,
+    }
+    return fields, found.warnings
+
+
+def _restart(values: Values) -> dict[str, Any]:
+    """Return the fields of the spec for restarts."""
+    if not _has_any(values, RESTART_OPTIONS):
+        return {}
+    from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
+
+    max_restarts = parse_max_restarts(values["max_restarts"])
+    policy = parse_restart_options(values, max_restarts)
+    return {"max_restarts": max_restarts, "restart": policy}
 
 
 def _http(values: Values) -> str | None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
-from elastic_aio.logs.inotify import IN_ATTRIB, IN_MOVE_SELF, InotifyWatcher
 from elastic_aio.process.base import reason_of
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
+    from elastic_aio.logs.inotify import InotifyWatcher
 
 CONNECTIONS_MAX: Final = 64
 """Connections at a time."""
@@ -33,6 +33,12 @@ _RETRY_S: Final = 1.0
 """Seconds without accepting after a lack of descriptors."""
 _REMADE_AFTER_S: Final = 1.0
 """Seconds from the removal of the socket to the next one: a directory is removed in steps."""
+_WATCHED_AFTER_S: Final = 10.0
+"""Seconds until the socket is watched.
+
+A short job does without: the kernel frees a watch after an RCU grace period, for which the end of
+the process waits (5 to 20 ms).
+"""
 _CLOSE_S: Final = 0.25
 """Seconds for the last answers when the job is over."""
 
@@ -55,7 +61,7 @@ class ControlServer:
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._watcher: InotifyWatcher | None = None
-        self._remaking: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # until it is watched, or made anew
         self._sessions: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -85,19 +91,25 @@ class ControlServer:
             raise
         self._socket = listener
         self._loop.add_reader(listener, self._accept)
+        self._timer = self._loop.call_later(_WATCHED_AFTER_S, self._watch)
+
+    def _watch(self) -> None:
+        from elastic_aio.logs.inotify import IN_ATTRIB, IN_MOVE_SELF, InotifyWatcher
+
         # The removal of its name changes the attributes of a socket; it exists until it is closed.
         self._watcher = InotifyWatcher(self._on_change, IN_ATTRIB | IN_MOVE_SELF, polls=False)
         self._watcher.add(self.path, 0)
+        self._on_change({})  # it may have been removed before
 
     def _on_change(self, _events: Mapping[int, int]) -> None:
         if not os.path.lexists(self.path):
             self.close()
-            self._remaking = self._loop.call_later(_REMADE_AFTER_S, self.open)
+            self._timer = self._loop.call_later(_REMADE_AFTER_S, self.open)
 
     def close(self) -> None:
         """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
-        if self._remaking is not None:
-            self._remaking.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._socket is None or os.getpid() != self._pid:
             return
         if not self._loop.is_closed():

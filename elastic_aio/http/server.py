@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task, read_file, run_in_thread, running_loop
 from elastic_aio.channel import EventHistory, EventReader
@@ -38,11 +38,14 @@ from elastic_aio.http.responses import (
     response,
     server_sent,
 )
-from elastic_aio.logs.file_end import read_end
+from elastic_aio.logs.log_file import read_end
 from elastic_aio.spec.checks import format_host_port, parse_host_port
-from elastic_aio.status import JobStatus, StatusTracker
+from elastic_aio.status import StatusTracker
 from elastic_aio.store.sockets import bind_addresses
 from elastic_aio.text import error_reason
+
+if TYPE_CHECKING:
+    from elastic_aio.agent.agent import Agent
 
 CONNECTIONS_MAX: Final = 32
 """Connections at a time."""
@@ -56,13 +59,6 @@ KEEP_ALIVE: Final = 15.0
 _EVENTS_KEPT: Final = 1_000
 _READERS_MAX: Final = 4
 """Log files that are read at a time."""
-
-
-class ObservedAgent(Protocol):
-    """What the server needs of an `Agent`."""
-
-    def status(self) -> JobStatus: ...
-    def make_log_files(self) -> None: ...
 
 
 class StatusServer:
@@ -95,14 +91,14 @@ class StatusServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
         self._page = b""
-        self._source: Callable[[], ObservedAgent | None] = lambda: None
+        self._source: Callable[[], Agent | None] = lambda: None
         self._is_loopback = False
         self._log_readers = threading.BoundedSemaphore(_READERS_MAX)
 
     def __repr__(self) -> str:
         return f"<StatusServer at {self.address}, {len(self._connections)} connections>"
 
-    def use_agent(self, source: Callable[[], ObservedAgent | None]) -> None:
+    def use_agent(self, source: Callable[[], Agent | None]) -> None:
         """Take from the agent what no event says: what workers have used and reported."""
         self._source = source
 

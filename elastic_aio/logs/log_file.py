@@ -1,4 +1,6 @@
-"""LogFile: reads a log file while a worker writes it, and notices when it is truncated.
+"""Reads log files: while a worker writes one (`LogFile`), or the end of one.
+
+`LogFile` notices when its file is truncated.
 
 `echo text > /dev/stdout` in a worker opens the log file anew with O_TRUNC, so that the
 file begins with that text.  The kernel does not report it: a file that was truncated and
@@ -14,6 +16,9 @@ to the size that the file has are reported as writes.  All three together by oth
 
 A changed time is judged 50 ms later: write(2) changes the time before the size, and a report
 may come after both.  A text that is replaced by the same text sooner is shown once.
+
+`max_bytes` frees the space of the beginning of a file (see `trimmer`), which then reads as zero
+bytes: an end that is read has none of them.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ CHUNK = 64 * 1024
 _COMPARED = 4096
 # Longer than from the change of the time by a write to that of the size, and to its report.
 _SETTLED_S = 0.05
+# Bytes in which the rest of a line is looked for.
+_LINE_MAX = 1 << 20
+# Bytes at the end of a file in which the last lines are looked for.
+_LINES_MAX = 4 << 20
 
 
 class LogFile:
@@ -122,3 +131,66 @@ class LogFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def open_log(path: str) -> int:
+    """Open a file for reading; return its descriptor.  A named pipe is not waited for.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def read_end(path: str, size: int) -> bytes:
+    """Return at most the last `size` bytes of a file, from the beginning of a line.  Blocks.
+
+    A line that is longer begins anywhere.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _read_tail(path, size)[1]
+
+
+def last_lines(path: str, count: int) -> int:
+    """Return the position at which the last `count` lines of a file begin.  Blocks.
+
+    A last line without an end counts.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    start, tail = _read_tail(path, _LINES_MAX)
+    position = len(tail) - tail.endswith(b"\n")
+    for _ in range(count):
+        position = tail.rfind(b"\n", 0, position)
+        if position < 0:
+            return start
+    return start + (position + 1 if count else len(tail))
+
+
+def _read_tail(path: str, size: int) -> tuple[int, bytes]:
+    """Return the position of the end of a file that `read_end` returns, and the end itself."""
+    descriptor = open_log(path)
+    try:
+        end = os.fstat(descriptor).st_size
+        start = max(0, end - size)
+        begin = _first_line(descriptor, start, end)
+        tail = os.pread(descriptor, end - begin, begin)
+    finally:
+        os.close(descriptor)
+    cut = tail.find(b"\n") + 1 if begin == start > 0 else 0
+    return (begin + cut, tail[cut:]) if cut < len(tail) else (begin, tail)
+
+
+def _first_line(descriptor: int, start: int, end: int) -> int:
+    """Return `start`, or where a line begins after it if its bytes were freed."""
+    try:
+        found = os.lseek(descriptor, start, os.SEEK_DATA)
+    except OSError:
+        return end  # nothing is left
+    if found == start:
+        return start
+    rest = os.pread(descriptor, min(end - found, _LINE_MAX), found)
+    return found + rest.find(b"\n") + 1

@@ -19,9 +19,9 @@ from itertools import count
 from types import TracebackType
 
 from elastic_aio.aio import create_task, read_cached, run_in_thread
-from elastic_aio.logs.file_end import open_log
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.lines import LogLine
+from elastic_aio.logs.log_file import open_log
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 
 # Bytes of one read, and of the longest line.

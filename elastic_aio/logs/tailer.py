@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.lines import (
     Frame,
     Lines,
@@ -24,6 +23,7 @@ from elastic_aio.logs.lines import (
 )
 from elastic_aio.logs.log_file import CHUNK, LogFile
 from elastic_aio.logs.sink import Sink, styled
+from elastic_aio.logs.streams import LineTimes
 
 if TYPE_CHECKING:
     from elastic_aio.logs.line_filter import LineFilter

@@ -16,8 +16,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from elastic_aio.aio import create_task, when_all_done
-from elastic_aio.logs.inotify import IN_MODIFY, IN_OPEN, InotifyWatcher
-from elastic_aio.logs.line_times import LineTimes
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.relay import Relay, RelayedFile
 from elastic_aio.logs.sink import Sink, SinkLost
@@ -25,7 +23,9 @@ from elastic_aio.logs.tailer import LogTailer
 from elastic_aio.text import counted, error_reason
 
 if TYPE_CHECKING:
+    from elastic_aio.logs.inotify import InotifyWatcher
     from elastic_aio.logs.line_filter import LineFilter
+    from elastic_aio.logs.streams import LineTimes
 
 # Seconds until a file that could not be read is read again, if it does not grow earlier.
 _RETRY_S = 0.5
@@ -82,6 +82,8 @@ class Tee:
         )
         self._show(token, tailer)
         if self._watcher is None:
+            from elastic_aio.logs.inotify import InotifyWatcher  # most jobs have relays only
+
             self._watcher = InotifyWatcher(self._on_events)
         self._watcher.add(path, token)
         return token
@@ -232,6 +234,8 @@ class Tee:
             relay.on_closed()
 
     def _on_events(self, events: Mapping[int, int]) -> None:
+        from elastic_aio.logs.inotify import IN_MODIFY, IN_OPEN
+
         for token, event in events.items():
             if (tailer := self._tailers.get(token)) is not None:
                 if event & IN_OPEN:

@@ -26,8 +26,7 @@ from elastic_aio.rendezvous.event_stream import (
 )
 from elastic_aio.rendezvous.job_store import check_reader, no_store, open_job_store
 from elastic_aio.spec.checks import check_number, checked_integer, checked_text
-from elastic_aio.spec.engine import EngineSpec
-from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec, parse_endpoints
+from elastic_aio.spec.rendezvous import ENGINES, EngineSpec, RendezvousSpec, parse_endpoints
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Store, Watch

@@ -8,8 +8,7 @@ import pytest
 
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.rdzv_conf import parse_conf
-from elastic_aio.spec.engine import EngineSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec
 
 

@@ -30,16 +30,17 @@ print(json.dumps(spawned))
 sys.exit(code)
 """
 
-MODULES_MAX = 98
+MODULES_MAX = 89
 """Modules of this package when the first worker is spawned; each takes half a millisecond."""
 COMPILED_MAX = 47
 """Texts that `dataclass` writes and compiles by then: with Python 3.11 one for each method."""
 
 FOR_OTHER_JOBS = """
 agent.decision agent.forensics agent.multi_node_driver agent.retention agent.timers
-cli.event_handlers cli.parser cli.rdzv_conf cli.schedulers cli.sd_notify cli.suggestions
-cli.tls_options discovery event_json hardware http logs.line_filter logs.reader logs.trimmer
-multiprocessing process.calls process.fork process.forkserver rendezvous spec.torchrun stacks
+agent.uninterruptible cli.event_handlers cli.parser cli.rdzv_conf cli.rendezvous_options
+cli.restart_options cli.schedulers cli.sd_notify cli.suggestions cli.tls_options discovery
+event_json hardware http logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing
+node_events process.calls process.fork process.forkserver rendezvous spec.torchrun stacks
 store.client store.server store.tls worker.bootstrap worker.membership worker.notify
 worker.plain_value worker.recorder worker.scripts worker.timers
 """

@@ -323,6 +323,7 @@ async def test_a_socket_that_is_lost_is_made_anew(
 ) -> None:
     """With its directory, which goes at the logout of the user; connections go on."""
     monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.01)
+    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.0)
     async with controlled(run_id="r") as (agent, path):
         server = agent._control
         assert server is not None
@@ -340,11 +341,31 @@ async def test_a_socket_that_is_lost_is_made_anew(
     assert [name for name in sockets(directory) if name != "elsewhere"] == []
 
 
+async def test_a_socket_that_is_lost_before_it_is_watched_is_made_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.1)
+    async with controlled() as (agent, path):
+        os.unlink(path)
+        server = agent._control
+        assert server is not None
+        await until(lambda: server.path not in ("", path))
+
+
+async def test_a_short_job_does_not_watch_its_socket(directory: Path) -> None:
+    """The end of a process waits until the kernel has freed a watch of inotify."""
+    async with controlled():
+        opened = Path("/proc/self/fd").iterdir()
+        assert not any("inotify" in os.readlink(path) for path in opened if path.is_symlink())
+
+
 async def test_a_socket_that_cannot_be_made_anew_is_reported_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job goes on without; other changes of the file are none of these."""
     monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.0)
     unavailable: asyncio.Queue[ControlUnavailable] = asyncio.Queue()
 
     def listen(event: object) -> None:

@@ -21,8 +21,8 @@ from elastic_aio.node_events import (
 from elastic_aio.rendezvous import election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.messages import DetectorPort
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.store import Lease
 from tests.rendezvous import test_dynamic
 from tests.support.chaos import ChaosProxy

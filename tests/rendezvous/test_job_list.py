@@ -15,8 +15,7 @@ from elastic_aio.events import WorkerStarted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.rendezvous.job_list import JobList, ListedJob, ListedState
-from elastic_aio.spec.engine import EngineSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.store import Store, StoreServer, connect
 from elastic_aio.store.engine import EngineStore
 from tests.support.fake_agent import FakeAgent, job_spec, present

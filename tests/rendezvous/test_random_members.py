@@ -19,8 +19,8 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import EndJob, Instruction, StartRound, StopRound
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.store import StoreServer
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import PATIENCE_S, FakeAgent, job_spec

@@ -24,9 +24,8 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import MembershipPending, NodeJoined, NodeLost, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.messages import LEASE_LINGER
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing import (

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.engine import EngineSpec
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec, parse_endpoints
+from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec, parse_endpoints
 from elastic_aio.spec.tls import TlsSpec
 
 

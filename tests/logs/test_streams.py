@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.logs.line_times import _KEPT_MAX, LineTimes
+from elastic_aio.logs.streams import _KEPT_MAX, LineTimes
 
 
 def test_a_range_has_the_times_of_its_parts() -> None:
