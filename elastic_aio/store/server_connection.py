@@ -70,11 +70,6 @@ class Connection(ServerLink, Client):
     def data_received(self, data: bytes) -> None:
         if self.leases:
             self.last_received_at = self._server._now()
-        if not self.is_authenticated:
-            self._received += len(data)
-            if self._received > _STRANGER_BYTES and not self._hold():
-                self.drop("sent too much without the token")
-                return
         try:
             if self.is_in_handshake:
                 requests = self._read_handshake(data)
@@ -88,14 +83,19 @@ class Connection(ServerLink, Client):
         except WireError as error:
             self.drop(str(error))
             return
-        if self._reader.has_more and not self._is_blocked():
-            # Serve the rest of a long burst later: yield to other connections.
-            self._transport.pause_reading()
-            self._server.loop.call_soon(self._resume)
-        if self._reader.is_partial or self._timer is not None:
+        if self._timer is not None or not self._reader.is_idle:
+            if self._reader.has_more and not self._is_blocked():
+                # Serve the rest of a long burst later: yield to other connections.
+                self._transport.pause_reading()
+                self._server.loop.call_soon(self._resume)
             self._time_partial()
 
     def _read_handshake(self, data: bytes) -> list[Request]:
+        if not self.is_authenticated:
+            self._received += len(data)
+            if self._received > _STRANGER_BYTES and not self._hold():
+                self.drop("sent too much without the token")
+                return []
         if not self._reader.is_opened and data.startswith(wire.TLS_HANDSHAKE):
             self._append(wire.NOT_TLS)
             self.drop("speaks TLS, which this store does not", is_graceful=True)
@@ -167,19 +167,15 @@ class Connection(ServerLink, Client):
 
     def _serve_plain(self, requests: Iterator[Request]) -> None:
         out, handlers, size, keyspace = self._out, self._server._handlers, 0, self._server.keyspace
-        keyspace_set = keyspace.set
         try:
             for op, key, argument, _ in requests:
-                if op == wire.SET:
-                    keyspace_set(key, argument)
-                    continue
                 call = handlers[op]
                 if call is not None:
                     result = call(key, argument)
                     if result is None:
                         continue
                     reply = ENCODER_OF[op](result)
-                    if reply.__class__ is bytes:
+                    if isinstance(reply, bytes):
                         out.append(reply)
                         size += len(reply)
                     else:
@@ -351,6 +347,9 @@ class Connection(ServerLink, Client):
     def _reply_hello(self, version: int) -> None:
         if self._is_tagged or version != wire.VERSION:
             raise WireError(f"sent a HELLO of version {version}")
+        if self.waits:
+            # Its reply would have no tag; the request that causes it is of another client.
+            raise WireError("sent a HELLO during a wait")
         self._is_tagged = True
         self._nonce = random_bytes(wire.NONCE_SIZE)
         reply = HelloReply(self._server.instance, self._nonce, self._server._token is not None)
@@ -385,7 +384,7 @@ class Connection(ServerLink, Client):
         Each part yields the number of its keys.
         """
         self._is_reading_keys = True
-        self._is_replying = op != wire.MULTI_SET
+        self._later = None if op == wire.MULTI_SET else []
         self._transport.pause_reading()
         self._server.loop.call_soon(self._read_part, parts, tag)
         return PENDING
@@ -415,9 +414,10 @@ class Connection(ServerLink, Client):
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
         self._server._flush()
         self._account_partial(0)
-        self._is_reading_keys = self._is_replying = False
-        later, self._later = self._later, []
-        self._append(later)
+        self._is_reading_keys = False
+        if self._later:
+            self._append(self._later)
+        self._later = None
         self._resume()
 
     def _read_names(self, tag: int | None) -> Generator[int]:

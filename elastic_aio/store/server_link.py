@@ -56,8 +56,8 @@ class ServerLink(asyncio.Protocol):
         self._server = server
         self._out: list[bytes] = []
         self._out_size = 0
-        # Notifications that follow the reply which is built.
-        self._later: list[bytes] = []
+        # Notifications that follow the reply which is built in parts; None: none is built.
+        self._later: list[bytes] | None = None
         self._uses_queue = False
         self._queue = ReplyQueue(server.buffers)
         # The rest of the requests that are being served.
@@ -68,7 +68,6 @@ class ServerLink(asyncio.Protocol):
         """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
         self._is_paused = self._is_held = self._is_reading_keys = False
         self._is_postponed = False
-        self._is_replying = False  # in parts; notifications follow the reply
         self.is_gone = False
         self._batches_served = 0
         self._accounted = 0
@@ -129,7 +128,7 @@ class ServerLink(asyncio.Protocol):
             return
         if units := len(reply) >> 11:  # what is copied; the length of `Pieces` is small
             self._server.keyspace.work.spend(units)
-        if self._is_replying:
+        if self._later is not None:
             self._later += [reply] if isinstance(reply, bytes) else reply
         else:
             if not self._out_size:
@@ -227,7 +226,7 @@ class ServerLink(asyncio.Protocol):
         self._cancel_deadline()
         self._account_partial(0)
         self._out.clear()
-        self._later.clear()
+        self._later = None
         self._queue.clear()
         self._backlog.extend(self._requests)
         self._backlog.clear()

@@ -723,3 +723,15 @@ async def test_many_changes_of_one_moment_are_one_write(monkeypatch: pytest.Monk
         for _ in clients:
             await anext(watch)
         assert len(writes) <= 10
+
+
+async def test_a_wait_that_precedes_hello_harms_no_other_client(
+    server: StoreServer, dropped: list[Dropped]
+) -> None:
+    async with connected(server) as faulty, connected(server) as other:
+        hello = encode(wire.HELLO, b"", wire.VERSION)
+        faulty.send(encode(wire.WAIT, b"", (b"/key",)) + hello)
+        assert await faulty.ended() == b""
+        other.send(encode(wire.SET, b"/key", b"value"))
+        await other.settled()
+        assert [drop.reason for drop in dropped] == ["sent a HELLO during a wait"]

@@ -81,6 +81,7 @@ def test_any_split_gives_the_same_requests(
     reader = RequestReader(WireLimits())
     found = read_all(reader, cut(stream_of(plain, tagged), places))
     assert found == [*plain, HELLO, *tagged]
+    assert reader.is_idle
     assert not reader.is_partial
     assert reader.partial_size == 0
 
