@@ -79,6 +79,10 @@ _LOST_PEER_SIGNS: Final = (
     b"EPIPE",
     b"ECONNRESET",
 )
+# Of what begins an exception, see `_read_end`.  A text without it says why in its last line.
+_EXCEPTION_SIGNS: Final = (b"Traceback", b"Fatal", b"what()", b"File")
+# Lines in which the last one with a text is looked for: others have escape sequences only.
+_LAST_LINES: Final = 20
 _KNOWN_CODES: Final = {
     126: "a command cannot be executed",
     127: "a command was not found",
@@ -182,8 +186,22 @@ def may_be_lost_peer(code: int | None, signal: int | None) -> bool:
 
 
 def has_sign_of_lost_peer(written: bytes) -> bool:
-    """Return whether a text may say that a peer was lost: without a sign it does not."""
-    return any(sign in written for sign in _LOST_PEER_SIGNS)
+    """Return whether the reason that a text gives may be a lost peer: without a sign it is not."""
+    if written and not any(sign in written for sign in _EXCEPTION_SIGNS):
+        written = written[_last_text_at(written) :]
+    return bool(written) and any(sign in written for sign in _LOST_PEER_SIGNS)
+
+
+def _last_text_at(written: bytes) -> int:
+    """Return where the last line begins that has a text, or a position before it."""
+    begin = len(written)
+    for _ in range(_LAST_LINES):
+        begin, end = written.rfind(b"\n", 0, max(begin - 1, 0)) + 1, begin
+        line = written[begin:end]
+        is_plain = b"\x1b" not in line and b"\r" not in line
+        if begin == 0 or (is_plain and any(33 <= byte < 127 for byte in line)):
+            return begin
+    return 0
 
 
 def _signal_of(code: int | None, signal: int | None) -> int | None:

@@ -284,10 +284,27 @@ def test_a_lost_peer_is_a_cause_of_a_reason_only(reason: str) -> None:
     assert known_cause(f"{reason} EADDRINUSE", code=1) == ("a port is in use", False)
 
 
-@given(st.from_regex(reasons._LOST_PEER), st.text())
+@given(st.from_regex(reasons._LOST_PEER, fullmatch=True), st.text())
 def test_each_text_of_a_lost_peer_has_a_sign(text: str, before: str) -> None:
     assert has_sign_of_lost_peer(f"{before}{text}".encode("utf-8", "replace"))
     assert not has_sign_of_lost_peer(b"ConnectionRefusedError: [Errno 111] Connection refused")
+
+
+_PIECES = ["EPIPE", "text", "\n", "\r", " ", "\t", "\x01", "\x1b[0m", "é", '  File "x", line 1']
+_PIECES += ["Traceback (most recent call last):\n", "Fatal Python error: ", "what():", "E: "]
+
+
+@given(st.lists(st.sampled_from(_PIECES), max_size=60), st.sampled_from([1, 3, None]))
+def test_each_reason_that_is_a_lost_peer_has_a_sign(pieces: list[str], code: int | None) -> None:
+    """A text without an exception gives a reason in its last line, and only that is searched."""
+    text = "".join(pieces)
+    if "EPIPE" in reason_of("", plain_lines(text), code=code):
+        assert has_sign_of_lost_peer(text.encode())
+
+
+def test_a_connection_that_was_lost_before_other_lines_is_no_reason() -> None:
+    assert not has_sign_of_lost_peer(b"EPIPE: tried again\ngone on\n\n")
+    assert has_sign_of_lost_peer(b"text\nEPIPE\n\x1b[0m\n \n")
 
 
 @pytest.mark.parametrize("header", ["  + Exception Group Traceback", "| Traceback", "Traceback"])

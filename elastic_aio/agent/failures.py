@@ -52,6 +52,7 @@ _SAME = 200
 # Lines in which a known cause is looked for.
 _CAUSE_LINES = 10
 _MARGIN_S = 0.001
+_BUS, _KILLED = 128 + 7, 128 + 9
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
 _RECORDED = ExitStatus(code=1)
 
@@ -178,7 +179,9 @@ async def collect_failures(
     """
     failures = []
     culprits: dict[int, WorkerRecord] = {}  # by order
-    oom_kills = oom_before.kills_until(OomCounts.read())
+    # Nothing else is explained by the counters.
+    may_be_oom = any(worker.status.shell_code == _KILLED for worker in workers)
+    oom_kills = oom_before.kills_until(OomCounts.read()) if may_be_oom else ""
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         of_call, problem = _end_of(results.get(worker.ranks.local_rank))
@@ -256,7 +259,7 @@ def _explain(
         code=status.code,
         signal=status.signal,
         oom_kills=oom_kills,
-        is_shm_full=is_full("/dev/shm"),  # not written to
+        is_shm_full=status.shell_code == _BUS and is_full("/dev/shm"),  # not written to
     )
     return cause if is_proven else reason or cause, cause
 

@@ -39,11 +39,7 @@ class OomCounts(Struct, frozen=True):
 
 def _group_count() -> int | None:
     """Read `memory.events` (cgroup v2) or `memory.oom_control` (v1)."""
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return None
+    groups = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
     for _, controllers, path in (group for group in groups if len(group) == 3):
         if controllers == "":
             name = "memory.events"
@@ -61,12 +57,21 @@ def _group_count() -> int | None:
 
 
 def _count(path: str) -> int | None:
+    values = (line[9:] for line in _lines(path) if line.startswith("oom_kill "))
+    value = next(values, "")  # none if this cgroup version is not mounted here
+    return int(value) if value.isdecimal() else None
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file of the kernel; none if it cannot be read."""
     try:
-        with open(path, encoding="ascii") as file:
-            for line in file:
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-    except (OSError, ValueError):
-        pass  # this cgroup version is not mounted here
-    return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        content = b"".join(iter(lambda: os.read(descriptor, 1 << 16), b""))  # a page each
+        return content.decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    finally:
+        os.close(descriptor)

@@ -169,8 +169,7 @@ class WorkerGroup:
                 await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
         runtime.program.on_group_started()
         runtime.output.on_group_started()
-        if not self.attempt:
-            self._preparing = create_task(self._prepare_for_failure(), name="prepare for a failure")
+        self._preparing = create_task(self._prepare_for_failure(), name="prepare for a failure")
 
     async def _spawn(self, ranks: WorkerRanks, master: tuple[str, int]) -> None:
         runtime = self._runtime
@@ -196,16 +195,21 @@ class WorkerGroup:
         self._on_started(ranks, logs, child)
 
     async def _prepare_for_failure(self) -> None:
-        """Do once what would delay the first stop or restart, while the loop is idle."""
+        """Do what would delay the next stop or restart, while the loop is idle."""
         await asyncio.sleep(_IDLE_S)  # no event reports that the workers have started up
+        self._runtime.output.directory.tidy()
+        if self.attempt:
+            return
         compile_patterns()
         peek_usage(-1)
         await self._tree.descendants()  # which notes the processes that are older than the job
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
-        # Its first callback: others follow the signals that an exit may cause.
-        child.exited.add_done_callback(partial(self._on_exited, record))
+        if child.exited.done():
+            child.exited.add_done_callback(lambda ended: self._on_exited(record, ended.result()))
+        else:
+            child.on_exit = partial(self._on_exited, record)
         # The tree knows each child before the next one starts: an interruption leaves
         # no child that a stop would not find.
         self._tree.add(child)
@@ -224,11 +228,11 @@ class WorkerGroup:
         )
         self._runtime.liveness.on_started(record)
 
-    def _on_exited(self, record: WorkerRecord, exited: asyncio.Future[ChildExit]) -> None:
+    def _on_exited(self, record: WorkerRecord, ended: ChildExit) -> None:
         """Pass an exit on, so that the others are signalled at once; it is explained later."""
         if self._runtime.attempt != self.attempt:
             return  # it could not be killed, and exits after the end of its attempt
-        record.exit = exited.result()
+        record.exit = ended
         record.exited_at = time.time()
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._tree.stop_signals(record.pid)
@@ -339,7 +343,7 @@ class WorkerGroup:
         self._is_abandoned = True
         self._runtime.liveness.end_deadlines()
         await self._end_watches()
-        if self._starting is not None:
+        if self._starting is not None and not self._starting.done():
             if not self._runtime.program.is_importing:
                 await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
             self._starting.cancel()

@@ -61,6 +61,7 @@ class RunDirectory:
         self._has_logs = has_logs
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
+        self._left: list[str] = []  # of previous attempts
         self._lock = -1
         self._node: NodeRecord | None = None
 
@@ -141,13 +142,14 @@ class RunDirectory:
         return self.path if self._has_logs else None
 
     def make_attempt(self, attempt: int, *, may_be_full: bool = False) -> None:
-        """Create the directory of an attempt, and tidy those of the previous one.
+        """Create the directory of an attempt; `tidy` may follow, once its workers have started.
 
         Raises:
             OSError: the directory cannot be created; not for a full disk if it `may_be_full`.
         """
         if self.path is not None:
-            self._tidy()
+            self._left += self._created
+            self._created = []
             self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
 
     def _make(self, directory: str, *, may_be_full: bool) -> None:
@@ -284,7 +286,9 @@ class RunDirectory:
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""
-        self._tidy()
+        self._left += self._created
+        self._created = []
+        self.tidy()
         if self.path is None or not self._is_temporary:
             return self.path is not None
         try:
@@ -293,9 +297,9 @@ class RunDirectory:
             pass  # not empty, or removed by another process
         return os.path.exists(self.path)
 
-    def _tidy(self) -> None:
-        """Remove what the workers of an attempt have left without a use."""
-        for directory in reversed(self._created):
+    def tidy(self) -> None:
+        """Remove what the workers of previous attempts have left without a use."""
+        for directory in reversed(self._left):
             try:
                 with os.scandir(directory) as entries:
                     for entry in entries:
@@ -305,7 +309,7 @@ class RunDirectory:
                     os.rmdir(directory)
             except OSError:
                 continue  # not empty, or removed by another process
-        self._created.clear()
+        self._left.clear()
 
     def _is_useless(self, entry: os.DirEntry[str]) -> bool:
         if not entry.is_file(follow_symlinks=False):

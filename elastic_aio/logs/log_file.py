@@ -24,6 +24,7 @@ bytes: an end that is read has none of them.
 from __future__ import annotations
 
 import os
+import stat
 
 # Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
 CHUNK = 64 * 1024
@@ -174,7 +175,9 @@ def _read_tail(path: str, size: int) -> tuple[int, bytes]:
     """Return the position of the end of a file that `read_end` returns, and the end itself."""
     descriptor = open_log(path)
     try:
-        end = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        if not (end := status.st_size) and stat.S_ISREG(status.st_mode):
+            return 0, b""
         start = max(0, end - size)
         begin = _first_line(descriptor, start, end)
         tail = os.pread(descriptor, end - begin, begin)

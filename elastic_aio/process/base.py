@@ -60,6 +60,10 @@ class Child(Protocol):
     def exited(self) -> asyncio.Future[ChildExit]:
         """Done when the process has ended and was reaped, or is about to be; never cancelled."""
 
+    on_exit: Callable[[ChildExit], object]
+    """Called at once when it has ended, before the callbacks of `exited`, which take an iteration
+    of the loop.  Not called if it is set later."""
+
     def has_ended(self) -> bool:
         """Return whether the process has ended, reaped or not."""
 

@@ -197,7 +197,7 @@ class _AsyncioChild(PidfdChild):
 
     def _set_exit(self, status: ExitStatus, usage: ResourceUsage | None) -> None:
         if not self.exited.done():
-            self.exited.set_result(ChildExit(status, time.monotonic(), usage))
+            self.set_exited(ChildExit(status, time.monotonic(), usage))
 
 
 def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:

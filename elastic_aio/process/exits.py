@@ -150,6 +150,7 @@ class PidfdChild:
         self._parent = os.getpid()
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
         self.reaped = reaped or self.exited
+        self.on_exit: Callable[[ChildExit], object] = bool  # no callback by default
         self._pidfd = pidfd
         subreaper.own.add(pid)
         self.reaped.add_done_callback(lambda _: subreaper.own.discard(pid))
@@ -162,6 +163,12 @@ class PidfdChild:
     def _is_copy(self) -> bool:
         """Whether this is a copy in a fork of the parent, which has no such child."""
         return os.getpid() != self._parent
+
+    def set_exited(self, ended: ChildExit) -> None:
+        """Note how it has ended."""
+        on_exit, self.on_exit = self.on_exit, bool  # drops what it refers to
+        self.exited.set_result(ended)
+        on_exit(ended)
 
     def has_ended(self) -> bool:
         return self._pidfd < 0 or has_ended(self._pidfd)
@@ -252,7 +259,7 @@ class ReapedChild(PidfdChild):
 
     def _end(self, code: int, status: ExitStatus, usage: ResourceUsage | None) -> None:
         self._on_reaped(code)
-        self.exited.set_result(ChildExit(status, time.monotonic(), usage))
+        self.set_exited(ChildExit(status, time.monotonic(), usage))
 
 
 def usage_of(rusage: struct_rusage) -> ResourceUsage:

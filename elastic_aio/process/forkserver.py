@@ -314,13 +314,13 @@ class _ForkedChild(PidfdChild):
         os.close(self._pidfd)
         self._pidfd = -1
         status = ExitStatus.from_returncode(os.waitstatus_to_exitcode(wait_status))
-        self.exited.set_result(ChildExit(status, time.monotonic(), usage_of(rusage)))
+        self.set_exited(ChildExit(status, time.monotonic(), usage_of(rusage)))
 
     def on_server_lost(self) -> None:
         """Watch the worker by its pidfd; only the server could have reported the status."""
 
         def on_end() -> None:
             self._pidfd = -1  # the watch closes it
-            self.exited.set_result(ChildExit(ExitStatus(), time.monotonic()))
+            self.set_exited(ChildExit(ExitStatus(), time.monotonic()))
 
         PidfdWatch(self._pidfd, on_end)

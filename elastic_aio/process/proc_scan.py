@@ -45,8 +45,8 @@ _PF_KTHREAD = 0x200000
 
 
 def ticks_now() -> int:
-    """Return the time since boot in the unit of process start times."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_SECOND)
+    """Return the time since boot in the unit of process start times, rounded as the kernel does."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // (1_000_000_000 // _TICKS_PER_SECOND)
 
 
 class ProcEntry:
@@ -223,15 +223,16 @@ def find_descendants(
     """
     found = _Found(marker, sessions, adopters)
     hidden: list[ProcEntry] = []
-    me = int(os.readlink("/proc/self"))
+    me = os.readlink("/proc/self")
     with os.scandir("/proc") as directory:
-        inodes = {int(entry.name): entry.inode() for entry in directory if entry.name.isdecimal()}
+        inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
+    inodes.pop(int(me), None)
     for pid, inode in inodes.items():
         if cache.older.get(pid) == inode:
             continue
         yield 0.0
         process = read_process(pid)
-        if process is None or process.is_dead or pid == me:
+        if process is None or process.is_dead:
             continue
         if process.start < since:
             cache.older[pid] = inode
@@ -409,12 +410,13 @@ def read_status(pid: int, *names: bytes) -> dict[bytes, bytes]:
         OSError: this process has no descriptors or memory left.
     """
     content = b"\n" + (_read(f"/proc/{pid}/status") or b"")
-    if names:
-        begins = [begin for name in names if (begin := content.find(b"\n%s:" % name) + 1)]
-        lines = [content[begin : content.find(b"\n", begin)] for begin in begins]
-    else:
-        lines = content.splitlines()[1:]
-    return {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    fields = {}
+    for name in names or [line.partition(b":")[0] for line in content.splitlines()[1:]]:
+        label = b"\n%s:" % name
+        if (found := content.find(label)) >= 0:
+            begin = found + len(label)
+            fields[name] = content[begin : content.find(b"\n", begin)].strip()
+    return fields
 
 
 def name_of(pid: int) -> str:
@@ -518,7 +520,7 @@ def _read(path: str) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             content = os.read(descriptor, 65536)
-            while len(content) % 65536 == 0 and (more := os.read(descriptor, 65536)):
+            while content and len(content) % 65536 == 0 and (more := os.read(descriptor, 65536)):
                 content += more
             return content
         finally:

@@ -202,4 +202,4 @@ def _is_shell(pid: int) -> bool:
         path = os.readlink(f"/proc/{pid}/exe")
     except OSError:
         return False  # gone, or another user's
-    return os.path.basename(path).removesuffix(" (deleted)") in _SHELLS  # after an upgrade
+    return path.rpartition("/")[2].removesuffix(" (deleted)") in _SHELLS  # after an upgrade

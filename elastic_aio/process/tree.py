@@ -6,16 +6,17 @@ their futures.  Their descendants are found by scans of /proc (`proc_scan`).
 `ProcessTree.stop` takes the steps of the stop plan (a signal, a grace period), and last
 SIGKILL with `reap_timeout`.  One step does the following:
 
-1. Record the descendants of the leaders.  A child with a session of its own and an
-   empty environment is known by its parent only, and the signal may end the parent.  So is
-   whose turn a child is: it gets its signal when its own leader has ended.
+1. Record the descendants of each leader before its signal.  A child with a session of its own
+   and an empty environment is known by its parent only, and the signal may end the parent.  So
+   is whose turn a child is: it gets its signal when its own leader has ended.
 2. Signal the leaders at once, without a scan: they should learn of a peer's failure
    within a millisecond, and a scan takes several.  `begin_stop` does it in the iteration of
    the loop that has seen the failure.
-3. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
+3. Wait for the leaders that end at once, for milliseconds.
+4. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
    step's signal yet, also those that were started after it, perhaps in response to it.  A
    step with the target "all", and the last one, SIGKILL, signal every descendant.
-4. Wait until all that were signalled have ended, or one that others wait for, and scan again.
+5. Wait until all that were signalled have ended, or one that others wait for, and scan again.
    The step is over when two scans in a row find nothing.
 
 Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in
@@ -69,6 +70,8 @@ _SLICE_S = 0.002
 _RESERVE = 2
 # Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
+# Seconds for which descendants wait for a scan, which looks for them while leaders end.
+_END_AT_ONCE_S = 0.005
 # Seconds for which a stop waits, at most, until what has ended is reaped.
 _REAPED_S = 1.0
 _BLIND_S = 0.25
@@ -110,6 +113,7 @@ class ProcessTree:
         self._since = proc_scan.ticks_now() - 1 if since is None else since
         self._clock = clock
         self._listed = SessionList(session_list)
+        self._starting_at = 0  # ticks since boot
         self._leaders: dict[int, Child] = {}
         self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
@@ -139,13 +143,14 @@ class ProcessTree:
         """Tell the guardian that children are being started, which it may not recognize yet.
 
         They have executed their programs when the block ends, and `add` may follow later.  A
-        block within another one does nothing.
+        block within another one, for one child, tells the guardian nothing.
         """
+        self._starting_at = proc_scan.ticks_now()
         if self._is_starting:
             yield
             return
         self._is_starting = True
-        self._listed.set_starting(proc_scan.ticks_now() - 1)
+        self._listed.set_starting(self._starting_at - 1)
         try:
             yield
         finally:
@@ -158,9 +163,10 @@ class ProcessTree:
 
     def _list(self, leader: Child) -> WorkerSession:
         pid = _shown_pid(leader) if self._is_foreign else leader.pid
-        entry = _read_process(pid)
-        # Not readable: it has started now, give or take a tick.
-        opened = proc_scan.ticks_now() if entry is None else entry.start
+        opened = proc_scan.ticks_now()
+        # Else it has started in this tick.  The read waits for its exec, for milliseconds.
+        if opened != self._starting_at and (entry := _read_process(pid)) is not None:
+            opened = entry.start  # not readable: it has started now, give or take a tick
         session = WorkerSession(pid, opened)
         self._listed.add(session)
         leader.release()
@@ -302,16 +308,22 @@ class ProcessTree:
     def begin_stop(self, plan: StopPlan) -> None:
         """Send the first signal of a plan to the leaders now; `stop` has to follow.
 
-        Leaves it to `stop` if SIGKILL is the first, or if recording the descendants takes long.
+        Leaves it to `stop` if SIGKILL is the first.  If recording the descendants takes long,
+        leaves the leaders to it that are not signalled by then.
         """
         self._begun = None
-        if self._must_kill.done() or not plan.steps or not self._are_recorded_in_time():
+        if self._must_kill.done() or not plan.steps:
             return
         step, watches, leaders = plan.steps[0], Watches(), self._running()
+        end = time.perf_counter() + _SLICE_S
         for pid, leader in leaders:
+            # One after the other: of many leaders, the first ones do not wait for the last.
+            if not all(time.perf_counter() < end for _ in self._recorded(pid)):
+                break
             self._signal_leader(pid, leader, step.signal, watches, not plan.reaches_all(step))
         for pid, leader in leaders:
-            _continue_leader(pid, leader, step.signal)
+            if pid in watches.leaders:
+                _continue_leader(pid, leader, step.signal)
         os.sched_yield()  # see `_signal_leaders`
         self._begun = step, watches
 
@@ -417,6 +429,10 @@ class ProcessTree:
         early = (never if is_last else self._must_kill, until or never)
         with watches or Watches() as watches:
             await self._signal_leaders(number, watches, is_ordered)
+            if is_ordered and watches.leaders:
+                # Most end at once: a scan meanwhile would only take a processor from them.
+                ended = when_all_done(leader.exited for _, leader in self._running())
+                await self._clock.wait_for(ended, *early, seconds=min(grace, _END_AT_ONCE_S))
             clean_scans, pace = 0, _ScanPace(self._clock)
             while clean_scans < 2:
                 watches.is_blind = False
@@ -449,8 +465,10 @@ class ProcessTree:
 
     async def _signal_leaders(self, number: int, watches: Watches, is_ordered: bool) -> None:
         yielder = _Yielder()
-        if left := [(pid, one) for pid, one in self._running() if pid not in watches.leaders]:
-            await self._record_descendants()
+        left = [(pid, one) for pid, one in self._running() if pid not in watches.leaders]
+        if not left:
+            return
+        await self._record_descendants()
         for pid, leader in left:
             self._signal_leader(pid, leader, number, watches, is_ordered)
             _continue_leader(pid, leader, number)
@@ -517,33 +535,26 @@ class ProcessTree:
         self, pid: int, leader: Child, number: int, watches: Watches, is_ordered: bool
     ) -> None:
         watches.leaders.add(pid)
-        if leader.has_ended():
-            return  # not because of this stop: it is no victim
-        if is_ordered:
-            watches.foreground.update(one.identity for one in _foreground_of(pid))
-        self._signals.setdefault(leader.pid, set()).add(number)
-        leader.send_signal(number)
+        foreground = _foreground_of(pid) if is_ordered else []
+        if leader.send_signal(number):  # else it has ended, and is no victim of this stop
+            watches.foreground.update(one.identity for one in foreground)
+            self._signals.setdefault(leader.pid, set()).add(number)
 
     async def _record_descendants(self) -> None:
         yielder = _Yielder()
-        for _ in self._recorded():
-            await yielder.maybe_yield()
-
-    def _are_recorded_in_time(self) -> bool:
-        """Record the descendants for a time slice; return whether that was long enough."""
-        end = time.perf_counter() + _SLICE_S
-        return all(time.perf_counter() < end for _ in self._recorded())
-
-    def _recorded(self) -> Iterator[proc_scan.ProcEntry]:
-        """Record the descendants of the leaders while their parents live, and yield each."""
         for pid, _ in self._running():
-            try:
-                for entry in proc_scan.iter_descendants(pid):
-                    self._descendants[entry.pid] = entry.start
-                    self._owners[entry.identity] = pid
-                    yield entry
-            except OSError:
-                return  # no descriptor left; the scan waits for one
+            for _ in self._recorded(pid):
+                await yielder.maybe_yield()
+
+    def _recorded(self, leader: int) -> Iterator[proc_scan.ProcEntry]:
+        """Record the descendants of a leader while their parents live, and yield each."""
+        try:
+            for entry in proc_scan.iter_descendants(leader):
+                self._descendants[entry.pid] = entry.start
+                self._owners[entry.identity] = leader
+                yield entry
+        except OSError:
+            return  # no descriptor left; the scan waits for one
 
     def _running(self) -> list[tuple[int, Child]]:
         leaders = self._leaders.items()

@@ -103,13 +103,11 @@ def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[soc
     Raises:
         HostError: the name has no address, or the port cannot be bound.
     """
+    # For a name, it is asked which addresses this host has.
+    is_number = host is not None and host.replace(".", "").isdecimal()
+    flags = socket.AI_PASSIVE | (socket.AI_NUMERICHOST if is_number else socket.AI_ADDRCONFIG)
     try:
-        infos = socket.getaddrinfo(
-            without_idna(host),
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG,
-        )
+        infos = socket.getaddrinfo(without_idna(host), port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
         raise HostError(f"no address for host {host!r}: {error}") from None
     try:

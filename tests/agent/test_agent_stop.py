@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -273,6 +273,8 @@ class Unkillable:
         self.real = real
         self.pid = real.pid
         self.exited: asyncio.Future[ChildExit] = real.exited
+        self.on_exit: Callable[[ChildExit], object] = bool
+        self.exited.add_done_callback(lambda ended: self.on_exit(ended.result()))
 
     def has_ended(self) -> bool:
         return self.real.has_ended()

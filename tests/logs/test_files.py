@@ -208,7 +208,10 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, devnull: int) -> Non
 
 
 def test_an_attempt_tidies_up_after_the_previous_one(temporary: Path, devnull: int) -> None:
-    """A job of many restarts leaves no empty directories, and keeps what workers wrote."""
+    """A job of many restarts leaves no empty directories, and keeps what workers wrote.
+
+    This may wait until the workers of the next attempt have started.
+    """
     directory = RunDirectory.make(ALL, "r")
     assert directory.path is not None
     for attempt in range(3):
@@ -218,6 +221,7 @@ def test_an_attempt_tidies_up_after_the_previous_one(temporary: Path, devnull: i
             stdout, _ = streams.descriptors
             if attempt == 1:
                 os.write(stdout, b"text")
+            directory.tidy()
     files = [path for path in Path(directory.path).rglob("*") if path.is_file()]
     assert sorted(str(path.relative_to(directory.path)) for path in files) == [
         "attempt_1/0/stdout.log",

@@ -102,6 +102,32 @@ async def end_of(child: Child) -> ChildExit:
         return await asyncio.shield(child.reaped)
 
 
+async def test_an_exit_is_passed_on_in_its_iteration_of_the_loop(
+    fitting_spawn: Spawner, output: tuple[int, int], devnull: int
+) -> None:
+    """Others wait to be signalled: the callbacks of a future take another iteration."""
+    order: list[str] = []
+    child = await fitting_spawn(spec_of("cat", to=devnull, stdin=output[0]))
+    ended = asyncio.Event()
+
+    def on_exit(end: ChildExit) -> None:
+        assert child.exited.result() is end
+        asyncio.get_running_loop().call_soon(order.append, "next iteration")
+        order.append("exit")
+
+    def on_callback(_: object) -> None:
+        order.append("callback")
+        ended.set()
+
+    child.exited.add_done_callback(on_callback)
+    child.on_exit = on_exit
+    os.kill(child.pid, signal.SIGTERM)
+    async with asyncio.timeout(GUARD):
+        await ended.wait()
+    assert order == ["exit", "callback", "next iteration"]
+    assert (await end_of(child)).status == ExitStatus(signal=15)
+
+
 def line_from(descriptor: int) -> str:
     line = b""
     while not line.endswith(b"\n"):

@@ -206,6 +206,81 @@ async def test_descendants_that_take_long_to_record(
     assert not alive(child)
 
 
+async def test_the_first_leader_does_not_wait_for_the_last_to_be_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descendants of each are recorded right before its signal."""
+    leaders = [await bench.add("sleep", "99") for _ in range(3)]
+    done: list[tuple[str, int]] = []
+    find = proc_scan.iter_descendants
+
+    def record(pid: int) -> Iterator[proc_scan.ProcEntry]:
+        done.append(("recorded", pid))
+        return find(pid)
+
+    def note_signals(leader: Any) -> None:
+        send = leader.send_signal
+
+        def note(number: int) -> bool:
+            done.append(("signalled", leader.pid))
+            return bool(send(number))
+
+        leader.send_signal = note
+
+    monkeypatch.setattr(proc_scan, "iter_descendants", record)
+    for leader in leaders:
+        note_signals(leader)
+    bench.tree.begin_stop(LONG)
+    pids = [leader.pid for leader in leaders]
+    assert done == [(what, pid) for pid in pids for what in ("recorded", "signalled")]
+    assert await bench.stop(LONG) == []
+
+
+async def test_leaders_that_end_at_once_take_two_scans(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan while they end would find nothing that the next ones do not."""
+    monkeypatch.setattr(tree, "_END_AT_ONCE_S", GUARD)
+    for _ in range(3):
+        await bench.add("sleep", "99")
+    scans = Scans(monkeypatch)
+    bench.tree.begin_stop(LONG)
+    assert await bench.stop(LONG) == []
+    assert scans.found == [set(), set()]
+
+
+async def test_a_child_of_this_tick_is_listed_without_a_look_at_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel holds that back until the exec of the child is over."""
+    ticks, reads = proc_scan.ticks_now(), list[int]()
+
+    def read(pid: int) -> None:
+        reads.append(pid)
+
+    monkeypatch.setattr(proc_scan, "read_process", read)
+    for later, expected in ((0, 0), (1, 1)):
+        monkeypatch.setattr(proc_scan, "ticks_now", lambda: ticks)
+        with bench.tree.starting():
+            pass
+        monkeypatch.setattr(proc_scan, "ticks_now", lambda later=later: ticks + later)
+        child = await bench.add("sleep", "99")
+        assert read_session_list(bench.sessions)[child.pid].opened == ticks + later
+        assert reads.count(child.pid) == expected
+    monkeypatch.undo()
+    assert await bench.tree.stop(StopPlan(()), lambda *_: None) == []
+
+
+async def test_the_listed_start_of_a_child_is_that_of_the_kernel(bench: Bench) -> None:
+    for _ in range(20):
+        with bench.tree.starting():
+            child = await bench.add("sleep", "99")
+        process = proc_scan.read_process(child.pid)
+        assert process is not None
+        assert read_session_list(bench.sessions)[child.pid].opened == process.start
+    assert await bench.stop(LONG) == []
+
+
 async def test_a_plan_that_has_one_step_twice_sends_its_signal_twice(bench: Bench) -> None:
     ignoring = await bench.add("bash", "-c", IGNORE_TERM)
     bench.line()
