@@ -380,7 +380,8 @@ def _block(index: int, failure: Failure) -> str:
     fields.append(("traceback", _traceback(failure)))
     if failure.stderr_tail and not (failure.error and failure.error.traceback):
         tail = "\n".join(f"    {line}" for line in failure.stderr_tail)
-        fields.append(("stderr", f"last lines of {failure.stderr_path}:\n{tail}"))
+        place = failure.stderr_path or "what it wrote there"
+        fields.append(("stderr", f"last lines of {place}:\n{tail}"))
     return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
 
 

@@ -49,8 +49,6 @@ class Capture:
         self._unkept: dict[str, bytes] = {}  # the end of closed streams that no file has
         self._console: ConsoleStreams | None = None
         self._makes_files = False
-        self.has_files = False
-        """Whether a file was made."""
 
     def __repr__(self) -> str:
         return f"<Capture of {len(self._relays)} streams>"
@@ -149,7 +147,6 @@ class Capture:
     ) -> None:
         self._relays.pop(path, None)
         self._joined.pop(path, None)
-        self.has_files = self.has_files or relay.is_made
         if relay.unkept_end:
             self._unkept[path] = relay.unkept_end
         if relay.is_made:
@@ -164,9 +161,11 @@ class Capture:
         return self._console.sink(stream)
 
 
-def _make_file(relay: Relay) -> None:
-    with suppress(OSError):  # the first byte tries again
+def _make_file(relay: Relay) -> bool:
+    """Make the file for a reader; return whether it can be opened now, if ever."""
+    with suppress(OSError):  # the next reader, or the first byte, tries again
         relay.make_file()
+    return relay.is_made or relay.error is not None
 
 
 def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:

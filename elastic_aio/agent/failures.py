@@ -208,7 +208,7 @@ async def collect_failures(
             is_victim=is_victim,
             error=error,
             message=worker.hang or worker.expired_timer or problem,
-            stderr_path=worker.logs.stderr.path,
+            stderr_path=_existing(worker.logs.stderr.path),
             stderr_tail=_last_lines(lines),
             notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
         )
@@ -309,6 +309,11 @@ def _end_of_file(path: str | None, size: int) -> bytes:
         return read_end(path, size)
     except OSError:
         return b""
+
+
+def _existing(path: str | None) -> str | None:
+    """Return a path, unless there is no such file: that of a captured stream may never be made."""
+    return path if path is not None and os.path.exists(path) else None
 
 
 def _size_of(path: str | None) -> int:

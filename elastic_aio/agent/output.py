@@ -158,7 +158,7 @@ class JobOutput:
         """Remove what was captured; return the results of attempts without these files."""
         if self.capture.streams == NOT_CAPTURED:
             return results
-        if self.capture.has_files:
+        if self.directory.has_captured:
             # In a thread: a job may have had thousands of attempts.
             await run_in_thread(self.directory.remove_files, self._captured_paths)
         return [

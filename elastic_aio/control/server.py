@@ -62,6 +62,7 @@ class ControlServer:
         self._socket: socket.socket | None = None
         self._watcher: InotifyWatcher | None = None
         self._timer: asyncio.TimerHandle | None = None  # until it is watched, or made anew
+        self._watched_after = _WATCHED_AFTER_S
         self._sessions: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -91,7 +92,7 @@ class ControlServer:
             raise
         self._socket = listener
         self._loop.add_reader(listener, self._accept)
-        self._timer = self._loop.call_later(_WATCHED_AFTER_S, self._watch)
+        self._timer = self._loop.call_later(self._watched_after, self._watch)
 
     def _watch(self) -> None:
         from elastic_aio.logs.inotify import IN_ATTRIB, IN_MOVE_SELF, InotifyWatcher
@@ -104,6 +105,7 @@ class ControlServer:
     def _on_change(self, _events: Mapping[int, int]) -> None:
         if not os.path.lexists(self.path):
             self.close()
+            self._watched_after = 0.0
             self._timer = self._loop.call_later(_REMADE_AFTER_S, self.open)
 
     def close(self) -> None:

@@ -33,6 +33,9 @@ _NODE = "node.json"
 _LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC  # NFS locks what can be written (flock(2))
 _JOB_MAX = 1 << 16
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+# O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens /dev/stdout, or
+# a child that shares it, writes at the end.
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
 class OpenStreams(Struct, frozen=True):
@@ -62,6 +65,8 @@ class RunDirectory:
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
         self._left: list[str] = []  # of previous attempts
+        self.has_captured = False
+        """Whether the file of a captured stream was made."""
         self._lock = -1
         self._node: NodeRecord | None = None
 
@@ -207,10 +212,11 @@ class RunDirectory:
             OSError: the file cannot be made, or no descriptor is left.
         """
         assert plan.path is not None, "a relayed stream has a file"
-        relay = Relay(partial(self._make_relayed, plan.path))
+        if plan.is_captured:
+            return Relay(partial(self._make_captured, plan.path))
+        relay = Relay(partial(_open_new, plan.path, os.O_RDWR))
         try:
-            if not plan.is_captured:
-                relay.make_file()
+            relay.make_file()
         except OSError as error:
             if error.errno not in _FULL:
                 os.close(relay.writer)
@@ -219,10 +225,14 @@ class RunDirectory:
             relay.error = error
         return relay
 
-    def _make_relayed(self, path: str) -> int:
-        with suppress(OSError):  # it is there already
-            self._make(os.path.dirname(path), may_be_full=True)
-        return _open_new(path, os.O_RDWR)
+    def _make_captured(self, path: str) -> int:
+        if self._is_temporary and self.path is not None:
+            # A stranger may have made one of this name, after ours was removed as old and empty.
+            _check_own(os.lstat(self.path), stat.S_ISDIR)
+        with suppress(FileExistsError):
+            self._make(os.path.dirname(path), may_be_full=False)
+        self.has_captured = True
+        return os.open(path, os.O_RDWR | _NEW_FILE, 0o644)
 
     def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
         """Remove some files of each worker of each attempt; blocks.
@@ -353,13 +363,10 @@ def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:
 
 
 def _open_new(path: str, access: int) -> int:
-    # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens /dev/stdout, or
-    # a child that shares it, writes at the end.
-    flags = access | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     with suppress(FileNotFoundError):
-        return os.open(path, flags, 0o644)
+        return os.open(path, access | _NEW_FILE, 0o644)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return os.open(path, flags, 0o644)
+    return os.open(path, access | _NEW_FILE, 0o644)
 
 
 def _make_unique(prefix: str, parent: str | None = None) -> str:

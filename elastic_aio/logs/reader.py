@@ -266,6 +266,8 @@ class _OpenLog:
         """
         try:
             if self.descriptor < 0:
+                if not self.stream.is_complete and not self.stream.make():
+                    return [], True  # for a full disk, for example; it is tried again
                 self.descriptor = await run_in_thread(open_log, self.stream.path, daemon=True)
             size = self._find_data()
             data = await run_in_thread(os.pread, self.descriptor, size, self._offset, daemon=True)

@@ -180,10 +180,11 @@ class Relay:
             self._timer.cancel()
         reader, self._reader = self._reader, -1  # no pause begins any more
         self._is_dropping = False
-        has_rest = self._read_rest(reader)
+        is_new = bool(self._unwritten)
+        is_new |= self._read_rest(reader)
         os.close(reader)
         self._write_file()
-        if has_rest:
+        if is_new:
             self.on_data()
 
     def close(self) -> None:
@@ -224,7 +225,9 @@ class Relay:
     def _on_timer(self) -> None:
         self._is_dropping = len(self._held) >= _HELD_MAX
         self._resume()
-        self._write_file()
+        if self._unwritten:
+            self._write_file()
+            self.on_data()
 
     def _resume(self) -> None:
         if self._timer is not None and self._reader >= 0:

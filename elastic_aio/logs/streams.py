@@ -73,8 +73,11 @@ class LoggedStream(Struct, eq=False):
     is_shown: bool = False
     """Whether the console shows it."""
     times: LineTimes = field(default_factory=LineTimes)
-    make: Callable[[], object] = bool
-    """Makes the file, if no byte has made it yet; readers call it before they open the file."""
+    make: Callable[[], bool] = lambda: True
+    """Makes the file, if no byte has made it yet; returns False if that is not possible now.
+
+    Readers call it before they open the file.
+    """
     begin: int = 0
     """Position at which readers begin."""
     is_complete: bool = False

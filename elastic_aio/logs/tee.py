@@ -120,6 +120,8 @@ class Tee:
         on_full = relay.on_full
 
         def show() -> None:
+            if relay.file < 0 and relay.error is None:
+                return  # no descriptor is left for it at the moment
             if sink is not None and token in self._relays and token not in self._tailers:
                 file = RelayedFile(relay, keep=_CAPTURED_MAX if is_raw else 0)
                 tailer = LogTailer(

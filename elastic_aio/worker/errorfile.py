@@ -44,7 +44,7 @@ _SHOWN = 2000  # bytes of an overwritten file
 
 def is_temporary(name: str) -> bool:
     """Return whether a file may be left by a worker that was killed in `write_error_file`."""
-    return re.fullmatch(r"error\.json\.[0-9]+", name) is not None
+    return re.fullmatch(r"error(_[0-9]+)?\.json\.[0-9]+", name) is not None
 
 
 def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:

@@ -33,6 +33,7 @@ from elastic_aio import (
 from elastic_aio.agent.preflight import hostname
 from elastic_aio.logs.paths import NodeRecord
 from elastic_aio.logs.tee import Tee
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
 from tests.support.memory import peak_growth
@@ -565,3 +566,18 @@ async def test_a_stderr_that_cannot_be_followed_leaves_no_tailer(
         await launch(spec, console=console, listeners=[count_logs])
     assert len(open_logs) == 4
     assert max(open_logs) <= 1
+
+
+async def test_nothing_of_a_directory_of_the_user_is_removed(tmp_path: Path) -> None:
+    """Not what is empty either, in a directory that was made for its logs."""
+    directory = tmp_path / "own"
+
+    class Elsewhere(LogLayout):
+        __slots__ = ()
+
+        def plan(self, worker: LogLayoutContext) -> LogDestinations:
+            return LogDestinations(f"{directory}/out.log", f"{directory}/err.log")
+
+    logs = Elsewhere(on_full="console")
+    await launch(LaunchSpec(shell(f"echo text; touch {directory}/done"), logs=logs))
+    assert sorted(os.listdir(directory)) == ["done", "err.log", "out.log"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -164,19 +165,44 @@ async def test_a_reader_makes_the_files(temporary: Path, stderr: Stderr) -> None
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_directory_that_has_gone_is_made_again(
-    temporary: Path, stderr: Stderr, tmp_path: Path
+@pytest.mark.parametrize(
+    "has_stranger",
+    [False, pytest.param(True, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root"))],
+)
+async def test_a_directory_that_has_gone_is_not_made_again(
+    temporary: Path, stderr: Stderr, tmp_path: Path, *, has_stranger: bool
 ) -> None:
-    """A service that tidies up temporary directories may take one that is empty."""
+    """A service that tidies up temporary directories may take one that is empty.
+
+    Another user may then make one of the same name, to read what workers write.
+    """
     stderr.take()
     async with Agent(held("text >&2; exit 3", tmp_path)) as agent:
         path = await stderr_path(agent)
         path.parents[1].rmdir()
         path.parents[2].rmdir()
+        if has_stranger:
+            path.parents[1].mkdir(parents=True)
+            os.chown(path.parents[2], 12345, 12345)
         go(tmp_path)
         with pytest.raises(JobFailed, match="text"):
             await agent.wait()
-    assert path.read_text() == "text\n"
+    assert not path.exists()
+    assert stderr.content == b"text\n"
+
+
+def test_what_was_captured_goes_also_if_the_console_is_behind(tmp_path: Path) -> None:
+    """The files are still being read when the last worker has ended."""
+    text = "head -c 300000 /dev/zero | tr '\\0' x >&2"
+    command = [*CLI, "run", "--quiet", "--no-python", "sh", "-c", f"{text}; touch {tmp_path}/done"]
+    env = environment() | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as program:
+        until_sync((tmp_path / "done").exists)
+        time.sleep(0.3)  # no event reports that the launcher waits for its console
+        assert program.stderr is not None
+        assert len(program.stderr.read()) == 300_000
+    assert program.returncode == 0
+    assert [found.name for found in tmp_path.iterdir()] == ["done"]
 
 
 async def test_captured_files_are_removed_off_the_loop(

@@ -325,6 +325,8 @@ async def test_a_socket_that_is_lost_is_made_anew(
     monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.01)
     monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.0)
     async with controlled(run_id="r") as (agent, path):
+        # One that was made anew is watched without the seconds of a short job.
+        monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", DEADLINE_S)
         server = agent._control
         assert server is not None
         with ControlClient(path) as waiter:
@@ -337,6 +339,9 @@ async def test_a_socket_that_is_lost_is_made_anew(
             await until(lambda: server.path not in ("", path))
             assert isinstance(await in_thread(ask, server.path, GetStatus(), 30), StatusReply)
             assert f"at {server.path}, " in repr(server)
+            second = server.path
+            os.unlink(second)
+            await until(lambda: server.path not in ("", second))
     directory.mkdir(exist_ok=True)
     assert [name for name in sockets(directory) if name != "elsewhere"] == []
 

@@ -49,6 +49,31 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+async def test_a_file_that_cannot_be_made_yet_is_read_later(bench: Bench) -> None:
+    """The disk was full, for example: each reader gets all that is written after that."""
+    stream = bench.stream()
+    os.unlink(stream.path)
+    tries = 0
+
+    def make() -> bool:
+        nonlocal tries
+        tries += 1
+        if tries > 3:
+            Path(stream.path).touch()
+        return tries > 3
+
+    stream.make = make
+    async with bench.reader() as first, asyncio.timeout(DEADLINE_S):
+        taking = asyncio.create_task(take(first, 1))
+        while tries <= 3:
+            await asyncio.sleep(0.001)
+        bench.write(stream, b"one\n")
+        assert await taking == [b"one\n"]
+        async with bench.reader() as second:
+            assert await take(second, 1) == [b"one\n"]
+    assert not stream.is_complete
+
+
 async def take(reader: LogReader, number: int) -> list[bytes]:
     async with asyncio.timeout(DEADLINE_S):
         return [(await anext(reader)).raw for _ in range(number)]

@@ -48,13 +48,21 @@ class Bench:
         self.closed: list[Relay] = []
         self.relay: Relay
         self.token = -1
+        self.failures = 0  # of the next attempts to make the file
 
     def start(
-        self, *, is_shown: bool = True, is_muted: bool = False, error: OSError | None = None
+        self,
+        *,
+        is_shown: bool = True,
+        is_muted: bool = False,
+        error: OSError | None = None,
+        makes_file: bool = True,
+        failures: int = 0,
     ) -> int:
         """Relay a stream; return the worker's end of the pipe."""
+        self.failures = failures
         self.relay = Relay(self._make_file)
-        if error is None:
+        if makes_file and error is None:
             self.relay.make_file()
         self.relay.error = error
         self.relay.on_closed = lambda: self.closed.append(self.relay)
@@ -68,6 +76,9 @@ class Bench:
         return self.relay.writer
 
     def _make_file(self) -> int:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "no descriptor")
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, data: bytes, *, is_last: bool = True) -> threading.Thread:
@@ -274,6 +285,21 @@ async def test_a_lost_console_and_a_full_disk(bench: Bench) -> None:
     assert bench.lost_sinks == [bench.sink]
     assert bench.relay.unkept == len(lines) - 10_000
     assert bench.relay.lost > len(lines) - 300_000
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+async def test_a_file_that_can_be_made_later(bench: Bench, *, at_the_end: bool) -> None:
+    """The program had no descriptor left at the first byte: the file and the console get all."""
+    bench.start(makes_file=False, failures=1000 if at_the_end else 3)
+    bench.read_console()
+    await bench.written(bench.write(b"one\ntwo\n"))
+    if at_the_end:
+        await bench.until(lambda: bench.failures < 1000)
+        bench.failures = 0
+        bench.tee.finish([bench.token])
+    await bench.until(lambda: bench.shown == b"P:one\nP:two\n")
+    await bench.finish()
+    assert bench.path.read_bytes() == b"one\ntwo\n"
 
 
 async def test_an_error_of_our_own_is_no_full_disk(

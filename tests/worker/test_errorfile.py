@@ -24,6 +24,7 @@ from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from elastic_aio.worker.errorfile import (
     NEAR_S,
     WRITER,
+    is_temporary,
     parse_error_file,
     pass_on_error_file,
     render_error_file,
@@ -161,6 +162,21 @@ def test_writing_is_atomic(tmp_path: Path) -> None:
         stop.set()
         writer.join()
     assert os.listdir(tmp_path) == ["error.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("error.json.123", True),
+        ("error_12.json.123", True),
+        ("error.json", False),
+        ("error_12.json", False),
+        ("error_a.json.1", False),
+        ("my-error.json.123", False),
+    ],
+)
+def test_what_a_killed_writer_leaves_is_known_by_its_name(name: str, *, expected: bool) -> None:
+    assert is_temporary(name) is expected
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
