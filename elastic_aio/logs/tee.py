@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _RETRY_S = 0.5
 # Seconds for which `drain` reads lines to their end while the console gets nothing.
 _READ_MAX_S = 30.0
+_FREED = 1 << 20
 # Bytes of a captured file that stay after they were passed on.
 _CAPTURED_MAX = 4 << 20
 
@@ -258,6 +259,10 @@ class _Pump:
         self._queued: set[LogTailer] = set()
         self._timers: dict[LogTailer, asyncio.TimerHandle] = {}
         self._woken = asyncio.Event()
+        # The C library learns from a large block that is freed to keep the memory of the chunks:
+        # otherwise each one is returned to the kernel and faulted in again (mallopt(3),
+        # M_TRIM_THRESHOLD), which takes as long as the copy.
+        bytes(_FREED)
         self._is_closed = False
         self._is_lost = False
         self._start()

@@ -17,8 +17,10 @@ import pytest
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.logs import inotify, tee
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.log_file import CHUNK
 from elastic_aio.logs.sink import Sink, open_sink
 from elastic_aio.logs.tee import Tee
+from tests.support.cli import CLI
 
 pytestmark = pytest.mark.both_loops
 
@@ -426,6 +428,7 @@ async def test_a_missing_path_is_polled(tmp_path: Path) -> None:
 MANY_INSTANCES = """
 import asyncio, ctypes, os, sys
 from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.logs.log_file import CHUNK
 
 class Refusing:
     def inotify_init1(self, flags):
@@ -458,3 +461,30 @@ def test_files_are_polled_without_an_inotify_instance(tmp_path: Path) -> None:
         cwd=Path(__file__).parent.parent.parent,
     )
     assert (done.stdout, done.stderr) == ("[5]\n", "")
+
+
+MUCH = """
+import os, sys, time
+time.sleep(0.3)
+block = b"".join(b"line %07d of a job with much output\\n" % number for number in range(100))
+for _ in range(int(sys.argv[1])):
+    os.write(1, block)
+"""
+
+
+def test_much_output_takes_no_new_memory_for_each_chunk(tmp_path: Path) -> None:
+    """Each page that is faulted in takes as long as it takes to copy ten."""
+
+    def faults(blocks: int) -> int:
+        options = ["-t3", "--log-dir", str(tmp_path), "--no-python"]
+        command = [*CLI, "run", *options, sys.executable, "-S", "-c", MUCH, str(blocks)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+            assert job.stdout is not None
+            assert job.stdout.read().count(b"\n") == 100 * blocks
+            _, status, usage = os.wait4(job.pid, 0)
+            job.returncode = os.waitstatus_to_exitcode(status)
+        assert job.returncode == 0
+        return usage.ru_minflt
+
+    chunks = 100 * 1000 * 36 // CHUNK
+    assert faults(1000) - faults(1) < 10 * chunks
