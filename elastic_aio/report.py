@@ -380,7 +380,7 @@ def _block(index: int, failure: Failure) -> str:
     fields.append(("traceback", _traceback(failure)))
     if failure.stderr_tail and not (failure.error and failure.error.traceback):
         tail = "\n".join(f"    {line}" for line in failure.stderr_tail)
-        place = failure.stderr_path or "what it wrote there"
+        place = failure.stderr_path or "its standard error, which no file has taken"
         fields.append(("stderr", f"last lines of {place}:\n{tail}"))
     return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
 

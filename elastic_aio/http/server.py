@@ -208,6 +208,8 @@ class StatusServer:
             return answer(503, "too many log files are being read\n")
         try:
             end = await run_in_thread(_read_end, path, self._log_readers, daemon=True)
+        except FileNotFoundError:
+            return answer(404, "nothing was written, or the log was removed\n")
         except OSError as error:
             return answer(404, f"the log cannot be read: {error.strerror}\n")
         return answer(200, end, has_body=not request.is_head)

@@ -310,7 +310,7 @@ async def test_logs(server: StatusServer, tmp_path: Path) -> None:
         b"\r\n\r\nstderr of rank 3 is in no file (see --tee, --redirects)\n"
     )
     log.unlink()
-    assert b"no such file" in (await ask(server, get("/logs/3/stdout"))).lower()
+    assert b"the log was removed" in (await ask(server, get("/logs/3/stdout"))).lower()
 
 
 async def test_the_end_of_a_log_whose_beginning_was_freed(
