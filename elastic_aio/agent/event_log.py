@@ -6,16 +6,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from elastic_aio.channel import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
 from elastic_aio.status import StatusTracker
-
-if TYPE_CHECKING:
-    from elastic_aio.agent.agent import Agent
 
 EventListener = Callable[[Event], None]
 
@@ -92,7 +88,7 @@ class EventLog:
             finally:
                 self._time = None
 
-    def offer_agent(self, source: Callable[[], Agent | None]) -> None:
+    def offer_agent(self, source: Callable[[], object]) -> None:
         """Call `use_agent` of listeners that have it: they show more than events say.
 
         Args:

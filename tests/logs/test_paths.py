@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -54,9 +55,13 @@ def test_redirects_tee_and_filter_decide(
         tee=StdMap(Std(tee)),
         local_ranks_filter=frozenset(only),
     )
-    assert plan_logs(spec, "/run", 3, 1) == WorkerLogs(
-        stdout, stderr, "/run/attempt_3/1", "/run/attempt_3/1/error.json"
+    directory, error_file = "/run/attempt_3/1", "/run/attempt_3/1/error.json"
+    assert plan_logs(replace(spec, log_dir="/"), "/run", 3, 1) == WorkerLogs(
+        stdout, stderr, directory, error_file
     )
+    # Of a temporary directory, a worker without logs has no part.
+    logs = (directory, error_file) if redirects or tee else (None, "/run/attempt_3/error_1.json")
+    assert plan_logs(spec, "/run", 3, 1) == WorkerLogs(stdout, stderr, *logs)
 
 
 def test_redirects_can_differ_by_rank() -> None:

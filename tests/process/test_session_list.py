@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_aio.process.session_list import (
+    STARTING,
+    SessionList,
     WorkerSession,
     read_session_list,
     write_session,
@@ -18,7 +20,7 @@ from elastic_aio.process.session_list import (
 
 Row = tuple[int, int, int | None]
 
-numbers = st.integers(0, 2**63)
+ticks = st.integers(0, 2**63)
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def rows_of(descriptor: int) -> list[Row]:
 
 
 rows = st.lists(
-    st.tuples(numbers, numbers, st.none() | numbers), max_size=5, unique_by=lambda row: row[0]
+    st.tuples(st.integers(1, 2**63), ticks, st.none() | ticks),
+    max_size=5,
+    unique_by=lambda row: row[0],
 )
 
 
@@ -152,3 +156,37 @@ def test_the_whole_file_is_read(descriptor: int) -> None:
     os.lseek(descriptor, 100, os.SEEK_SET)
     for _ in range(2):
         assert list(read_session_list(descriptor)) == list(range(20_000))
+
+
+@pytest.mark.slow
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "close", "remove", "start", "end"]), st.integers(1, 6)),
+        max_size=30,
+    )
+)
+def test_the_file_has_the_sessions_and_whether_children_are_started(
+    descriptor: int, steps: list[tuple[str, int]]
+) -> None:
+    """After every step, whatever row a session has."""
+    os.ftruncate(descriptor, 0)
+    listed = SessionList(descriptor)
+    since: int | None = None
+    for tick, (step, number) in enumerate(steps):
+        session = listed.sessions.get(number)
+        if step == "add" and session is None:
+            listed.add(WorkerSession(number, tick))
+        elif step == "close" and session is not None:
+            listed.close(session, tick)
+        elif step == "remove" and session is not None:
+            listed.remove([number])
+        elif step in ("start", "end"):
+            since = tick if step == "start" else None
+            listed.set_starting(since)
+        read = read_session_list(descriptor)
+        starting = read.pop(STARTING, None)
+        assert (None if starting is None else starting.opened) == since
+        assert {one.number: (one.opened, one.closed) for one in read.values()} == {
+            one.number: (one.opened, one.closed) for one in listed.sessions.values()
+        }

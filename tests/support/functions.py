@@ -68,8 +68,8 @@ def raise_and_leave_slowly() -> NoReturn:
     if rank() == 0:
         threading.Thread(target=time.sleep, args=(99,)).start()
         raise ValueError("boom")
-    own = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
-    while not os.path.exists(os.path.join(os.path.dirname(own), "0", "error.json")):
+    own = os.environ["TORCHELASTIC_ERROR_FILE"]
+    while not os.path.exists(own.replace(f"error_{rank()}.json", "error_0.json")):
         time.sleep(0.01)
     os._exit(7)
 
