@@ -336,7 +336,7 @@ async def test_workers_that_run_long_after_a_success_are_reported(
                 late = event
                 break
         assert (late.finished, late.running) == (1, (0, 2))
-        assert late.seconds >= 0.2
+        assert late.seconds >= 0.2 - 1e-6  # a difference of times since boot
         assert not any(isinstance(event, StopRequested) for event in events)
         await agent.stop()
 
