@@ -231,6 +231,8 @@ class Job:
         if name == "MASTER_PORT" and value != "PORT":
             return "29500" if value == "29500" else "FREE"
         if name == "TORCHELASTIC_ERROR_FILE" and value:
+            # A worker without log files has no directory of its own (docs/guides/logs.md).
+            value = re.sub(r"/error_(\d+)\.json$", r"/\1/error.json", value)
             return "/".join(["RUN", *Path(value).parts[-3:]])
         if name == "MASTER_ADDR" and value in ("localhost", "127.0.0.1"):
             return "LOOPBACK"
