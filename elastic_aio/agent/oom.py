@@ -65,13 +65,7 @@ def _count(path: str) -> int | None:
 def _lines(path: str) -> list[str]:
     """Return the lines of a file of the kernel; none if it cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    try:
-        content = b"".join(iter(lambda: os.read(descriptor, 1 << 16), b""))  # a page each
-        return content.decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    finally:
-        os.close(descriptor)

@@ -60,7 +60,7 @@ class ControlClient:
             self._socket.connect(path)
             if not is_peer_allowed(self._socket):
                 raise PermissionError(f"{path} is another user's")
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no descriptor stays open
             self._socket.close()
             raise
 

@@ -153,8 +153,7 @@ class RunDirectory:
             OSError: the directory cannot be created; not for a full disk if it `may_be_full`.
         """
         if self.path is not None:
-            self._left += self._created
-            self._created = []
+            self._leave_attempt()
             self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
 
     def _make(self, directory: str, *, may_be_full: bool) -> None:
@@ -296,8 +295,7 @@ class RunDirectory:
 
     def remove_empty(self) -> bool:
         """Remove what is empty of a temporary run directory; return whether that still exists."""
-        self._left += self._created
-        self._created = []
+        self._leave_attempt()
         self.tidy()
         if self.path is None or not self._is_temporary:
             return self.path is not None
@@ -306,6 +304,10 @@ class RunDirectory:
         except OSError:
             pass  # not empty, or removed by another process
         return os.path.exists(self.path)
+
+    def _leave_attempt(self) -> None:
+        self._left += self._created
+        self._created = []
 
     def tidy(self) -> None:
         """Remove what the workers of previous attempts have left without a use."""

@@ -52,11 +52,11 @@ class Relay:
     Offsets are positions in the stream, which are those in the file as far as it goes.
     """
 
-    def __init__(self, make_file: Callable[[], int]) -> None:
+    def __init__(self, open_new: Callable[[], int]) -> None:
         """Make the pipe; the first byte makes the file.
 
         Args:
-            make_file: makes the file, and returns its descriptor, which this object closes.
+            open_new: makes the file, and returns its descriptor, which this object closes.
 
         Raises:
             OSError: no descriptor is left.
@@ -67,7 +67,7 @@ class Relay:
         """Why the file takes no more output; None while it does."""
         self.is_made = False
         """Whether the file was made."""
-        self._make_file = make_file
+        self._open_new = open_new
         self.kept = 0
         """Bytes in the file, once it takes no more."""
         self.lost = 0
@@ -154,7 +154,7 @@ class Relay:
 
     def _ensure_file(self) -> None:
         if not self.is_made:
-            self.file = self._make_file()
+            self.file = self._open_new()
             self.is_made = True
 
     def read_now(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _RETRY_S = 0.5
 # Seconds for which `drain` reads lines to their end while the console gets nothing.
 _READ_MAX_S = 30.0
+# Bytes of the block that is freed at the start, see `_Pump`.
 _FREED = 1 << 20
 # Bytes of a captured file that stay after they were passed on.
 _CAPTURED_MAX = 4 << 20
@@ -122,7 +123,7 @@ class Tee:
 
         def show() -> None:
             if relay.file < 0 and relay.error is None:
-                return  # no descriptor is left for it at the moment
+                return  # no byte has come, or no descriptor is left at the moment
             if sink is not None and token in self._relays and token not in self._tailers:
                 file = RelayedFile(relay, keep=_CAPTURED_MAX if is_raw else 0)
                 tailer = LogTailer(
@@ -144,10 +145,10 @@ class Tee:
             show()
 
         relay.on_full = show_rest
-        if relay.error is not None or (is_shown and relay.file >= 0):
-            show()
-        elif is_shown:
+        if is_shown:
             relay.on_data = show  # most workers write nothing to a captured stream
+        if is_shown or relay.error is not None:
+            show()
         return token
 
     def _show(self, token: int, tailer: LogTailer) -> None:

@@ -41,7 +41,7 @@ from elastic_aio.errors import HostError
 from elastic_aio.process import proc_scan
 from elastic_aio.signals import ReceivedSignals
 
-# Seconds for which an orphan may remain a zombie.
+# Seconds for which an orphan may remain a zombie, where a look at the children is short.
 _REAP_S = 0.005
 # How many times as long as a look at the children it rests after that: they may be thousands.
 _REAP_RATIO = 20

@@ -6,15 +6,13 @@ A commit that raises one of them says why.
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.cli import CLI, run_program
-
-pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+from tests.support.injuries import strace_missing
 
 _FEW, _MANY = 4, 36
 
@@ -54,6 +52,8 @@ _OF_IMPORTS_AND_SCANS = {
 
 def calls_of(workers: int, trace: Path) -> Counter[str]:
     """Return how often the launcher of some workers makes each system call."""
+    if reason := strace_missing():
+        pytest.skip(reason)
     strace = ["strace", "-qq", "--signal=none", "-o", str(trace)]
     job = ["run", f"--nproc-per-node={workers}", "--no-python", "/bin/true"]
     ended = run_program([*strace, *CLI, *job])
