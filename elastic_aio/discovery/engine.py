@@ -55,10 +55,10 @@ def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -
     endpoints = ",".join(spec.endpoints)
     # Each is imported when it is chosen: Redis needs a package.
     if spec.backend in REDIS:
-        from elastic_aio.store.redis import RedisStore
+        from elastic_aio.engines.redis.store import RedisStore
 
         return RedisStore(endpoints, sentinel=spec.engine.sentinel, **settings)
-    from elastic_aio.store.etcd import EtcdStore
+    from elastic_aio.engines.etcd.store import EtcdStore
 
     return EtcdStore(endpoints, **settings)
 

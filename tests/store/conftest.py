@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.engines.etcd.store import EtcdStore
+from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
-from elastic_aio.store.etcd import EtcdStore
-from elastic_aio.store.redis import RedisStore
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.store import wire
-from elastic_aio.store.etcd_fence import EtcdFence
-from elastic_aio.store.etcd_operations import ChangeUnknown, EtcdKeys, Operations
-from elastic_aio.store.etcd_wire import (
+from elastic_aio.engines.etcd.fence import EtcdFence
+from elastic_aio.engines.etcd.http import HttpError, parse_head
+from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operations
+from elastic_aio.engines.etcd.wire import (
     KEEP_ALIVE,
     EtcdError,
     Fault,
@@ -27,7 +27,7 @@ from elastic_aio.store.etcd_wire import (
     txn,
     watch_body,
 )
-from elastic_aio.store.http import HttpError, parse_head
+from elastic_aio.store import wire
 
 GET = Request("kv/range", {}, RangeReply)
 

@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.engines.redis.connection import RedisConnection, pack
+from elastic_aio.engines.redis.link import RedisLink
 from elastic_aio.errors import StoreError
-from elastic_aio.store.redis_connection import RedisConnection, pack
-from elastic_aio.store.redis_link import RedisLink
 
 Channel = tuple[bool, bytes]
 """Whether it is a pattern, and the name."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.engines.redis.script import PAGE
+from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
-from elastic_aio.store.redis import RedisStore
-from elastic_aio.store.redis_script import PAGE
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
 from tests.support.redis import REDIS, WHY_NOT, RedisProcess, SentinelProcess, ask

@@ -1,6 +1,6 @@
 """A store on etcd v3, through its JSON gateway (HTTP/1.1): no other package is needed.
 
-Requests are those of `etcd_operations`, and `etcd_link` sends them.  Watches that are opened
+Requests are those of `operations`, and `link` sends them.  Watches that are opened
 together share a connection and are continued by etcd's revisions: no change is lost while a
 connection or a member of etcd fails.
 """
@@ -15,15 +15,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
-from elastic_aio.errors import StoreError, StoreLost, StoreRefused
-from elastic_aio.spec.rendezvous import ETCD_PORT
-from elastic_aio.store import replies, wire
-from elastic_aio.store.engine import RENEWALS, EngineStore
-from elastic_aio.store.engine_link import EngineAccess
-from elastic_aio.store.etcd_fence import EtcdFence
-from elastic_aio.store.etcd_link import EtcdLink
-from elastic_aio.store.etcd_operations import ChangeUnknown, EtcdKeys, Operation, Operations
-from elastic_aio.store.etcd_wire import (
+from elastic_aio.engines.etcd.fence import EtcdFence
+from elastic_aio.engines.etcd.link import EtcdLink
+from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operation, Operations
+from elastic_aio.engines.etcd.wire import (
     GRANT,
     KEEP_ALIVE,
     LEASE_KEYS,
@@ -38,6 +33,11 @@ from elastic_aio.store.etcd_wire import (
     get,
     prefix_end,
 )
+from elastic_aio.errors import StoreError, StoreLost, StoreRefused
+from elastic_aio.spec.rendezvous import ETCD_PORT
+from elastic_aio.store import replies, wire
+from elastic_aio.store.engine import RENEWALS, EngineStore
+from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.handles import Lease, Watch
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot

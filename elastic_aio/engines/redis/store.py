@@ -1,7 +1,7 @@
 """A store on Redis or Valkey, through the package redis.
 
-Each operation is one run of the script in `redis_script`, which `redis_link` sends.  Watches
-and waits read their keys whenever `redis_feed` has subscribed to them, and then follow the
+Each operation is one run of the script in `script`, which `link` sends.  Watches
+and waits read their keys whenever `feed` has subscribed to them, and then follow the
 messages.
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.engines.etcd.wire import prefix_end
+from elastic_aio.engines.redis.feed import Channel, RedisFeed, WatchPages, escape
+from elastic_aio.engines.redis.link import RedisLink
+from elastic_aio.engines.redis.requests import RedisRequests
+from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT
 from elastic_aio.store import replies, wire
 from elastic_aio.store.engine import RENEWALS, EngineStore
 from elastic_aio.store.engine_link import EngineAccess
-from elastic_aio.store.etcd_wire import prefix_end
 from elastic_aio.store.handles import Lease, Watch
-from elastic_aio.store.redis_feed import Channel, RedisFeed, WatchPages, escape
-from elastic_aio.store.redis_link import RedisLink
-from elastic_aio.store.redis_requests import RedisRequests
-from elastic_aio.store.redis_script import PAGE
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 _IDLE: Final = 10.0

@@ -15,16 +15,9 @@ from typing import Any, Final
 import msgspec
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.errors import StoreError, StoreRefused
-from elastic_aio.store.engine_link import (
-    EngineAccess,
-    EngineLink,
-    NotAnswered,
-    NotDone,
-    reason_of,
-)
-from elastic_aio.store.etcd_fence import EtcdFence
-from elastic_aio.store.etcd_wire import (
+from elastic_aio.engines.etcd.fence import EtcdFence
+from elastic_aio.engines.etcd.http import HttpConnection
+from elastic_aio.engines.etcd.wire import (
     AUTHENTICATE,
     MAX_OPS,
     RANGE,
@@ -45,7 +38,14 @@ from elastic_aio.store.etcd_wire import (
     watch_body,
     watch_error,
 )
-from elastic_aio.store.http import HttpConnection
+from elastic_aio.errors import StoreError, StoreRefused
+from elastic_aio.store.engine_link import (
+    EngineAccess,
+    EngineLink,
+    NotAnswered,
+    NotDone,
+    reason_of,
+)
 
 _CONNECTIONS: Final = 8
 """Requests at once; further ones wait."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from elastic_aio.store.etcd_wire import (
+from elastic_aio.engines.etcd.wire import (
     GRANT,
     LeaseReply,
     Request,

@@ -9,11 +9,16 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.aio import random_bytes
+from elastic_aio.engines.redis.connection import (
+    RedisConnection,
+    is_script_unknown,
+    pack,
+    pack_words,
+)
+from elastic_aio.engines.redis.link import RedisLink
+from elastic_aio.engines.redis.script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
 from elastic_aio.errors import StoreLost, StoreRefused
 from elastic_aio.store.keyspace import OperationRefused, parse_counter, wrap
-from elastic_aio.store.redis_connection import RedisConnection, is_script_unknown, pack, pack_words
-from elastic_aio.store.redis_link import RedisLink
-from elastic_aio.store.redis_script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
 
 _SHA: Final = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
 _BY_HASH: Final = pack_words([b"EVALSHA", _SHA.encode()])
@@ -28,7 +33,7 @@ _UNREPEATABLE: Final = ("add", "swap", "append", "push", "pop")
 
 
 class KnownHistory(Struct):
-    """What a client knows of the store's history: see `redis_script`."""
+    """What a client knows of the store's history: see `engines.redis.script`."""
 
     id: bytes = b""
     epoch: bytes = b""

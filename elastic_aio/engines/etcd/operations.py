@@ -23,8 +23,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from elastic_aio.store import wire
-from elastic_aio.store.etcd_wire import (
+from elastic_aio.engines.etcd.wire import (
     MAX_OPS,
     RangeReply,
     Request,
@@ -40,6 +39,7 @@ from elastic_aio.store.etcd_wire import (
     txn_body,
     txn_op,
 )
+from elastic_aio.store import wire
 from elastic_aio.store.keyspace import parse_counter, wrap
 
 Operation = Generator[Request, Any, Any]

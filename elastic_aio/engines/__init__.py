@@ -1,0 +1,1 @@
+"""Stores on engines outside a job: etcd v3, Redis."""

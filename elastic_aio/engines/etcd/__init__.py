@@ -1,0 +1,1 @@
+"""The store of a job on etcd v3, through its JSON gateway."""
