@@ -42,7 +42,7 @@ Waiting
 =======
 
 * No phase waits without an end.  Members obey their orders or count as lost, which is a
-  change of the membership (see `members`); all other waits have a time (see the table).
+  change of the membership (see `state`); all other waits have a time (see the table).
 * What is waited for is published: the nodes that are missing as `RoundForming`, the
   delay as `Restarting`, everything else, once it takes long, as `RoundWaiting`.
 
@@ -92,11 +92,454 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_aio.rendezvous.admission import admit, find_rank_holders, wait_for_ranks
-from elastic_aio.rendezvous.formation import form_when_possible, recover_round
-from elastic_aio.rendezvous.members import CoordinatorEffect
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
-from elastic_aio.rendezvous.supervision import apply_decision, back_off, decide_restart, supervise
+from msgspec.structs import replace
+
+from elastic_aio.events import AttemptFailed
+from elastic_aio.outcome import Failure, JobOutcome, JobState
+from elastic_aio.rendezvous.base import (
+    ChangePending,
+    RestartCause,
+    RestartPending,
+    StopRound,
+    pending_event,
+)
+from elastic_aio.rendezvous.formation import (
+    admit,
+    charge_node_loss,
+    find_rank_holders,
+    form_round,
+    form_when_possible,
+    recover_round,
+    stop_active,
+    wait_for_ranks,
+)
+from elastic_aio.rendezvous.messages import (
+    MemberPhase,
+    MembersDone,
+    ProbePeers,
+    StandBy,
+    truncate_failure,
+)
+from elastic_aio.rendezvous.state import (
+    NAMES_MAX,
+    CoordinatorEffect,
+    CoordinatorPhase,
+    CoordinatorState,
+    MemberRecord,
+    RequestDecision,
+    clock_offsets,
+    leaving,
+)
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
+from elastic_aio.text import counted, format_duration
+
+_BURST_S = 0.2
+"""Seconds for which ready joiners wait, at least, for others that arrive with them."""
+_DELAYS_MAX = 10
+"""For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
+_RETRY_S = 5.0
+"""Seconds after which a joiner that could not reach the other nodes probes again."""
+_SIGTERM_CODE = 143
+"""The shell's exit code of a process that SIGTERM ended: 128 + 15."""
+_FINISHED_S = 1.0
+"""Seconds from the first success of a member until the others learn of it: most end together."""
+_MORE_FINISHED_S = 50.0
+"""Seconds until they learn of further ones: shortly before they report it."""
+
+
+def supervise(state: CoordinatorState) -> None:
+    """Handle the reports of a running round."""
+    _restore(state)
+    active = state.active()
+    for record in active:
+        # All nodes stop at once, so that their workers save together.
+        if record.status.drain_reason and not state.has_succeeded(record):
+            state.add_change_reason(f"{record.name} {leaving(record)}")
+            state.round.is_excused = True
+    failed = next(filter(state.has_failed, active), None)
+    if failed is not None:
+        state.round.stop_reason = f"a worker on {failed.name} has failed"
+        state.phase = CoordinatorPhase.STOPPING
+        return
+    for record in active:
+        if record.status.drain_reason:
+            continue
+        if record.status.phase is MemberPhase.STOPPED and state.has_placement(record):
+            state.add_change_reason(f"the workers of {record.name} were stopped")
+        elif state.has_diverged(record):
+            state.add_change_reason(f"{record.name} did not take its place")
+    current = state.round
+    _take_requests(state, active)
+    succeeded = list(filter(state.has_succeeded, active))
+    done = current.members_done + sum(map(state.has_succeeded, current.gone.values()))
+    is_changing = bool(current.change_reasons) or current.cause is not None
+    have_succeeded = succeeded == active and not is_changing
+    informed, count = list(filter(state.has_placement, active)), done
+    if have_succeeded and state.settings.may_move:
+        # Nodes on standby go to other stores too.
+        informed += [one for one in state.unplaced() if one.status.placement is None]
+        count = current.size
+    running = [] if is_changing else [one for one in active if not state.has_succeeded(one)]
+    finished = _finished(state, running)
+    behind = [one for one in informed if _is_behind(state, one, count, finished[0])]
+    for record in behind:
+        state.outbox.send(record, MembersDone(current.number, count, *finished))
+    if is_changing:
+        _reform(state, active)
+    elif have_succeeded:
+        # A member that comes to another store knows of this end, or that there is none yet.
+        is_known = not behind and not state.arm(state.unsure_until)
+        if is_known or not state.settings.may_move:
+            state.end_job(JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0))
+    else:
+        _scale_up(state, active, is_closing=bool(succeeded or done))
+
+
+def _finished(state: CoordinatorState, running: list[MemberRecord]) -> tuple[int, float]:
+    """Return how many workers have finished elsewhere, as the members that run learn it.
+
+    With the seconds since the first success.  From `_MORE_FINISHED_S` on, each order waits for
+    twice as long as the one before, so that they are few, however many members succeed one after
+    the other.
+    """
+    current = state.round
+    if not running:
+        return 0, 0.0
+    world_size = current.placements[running[0].member].span.world_size
+    workers = world_size - sum(one.status.node.nproc for one in running)
+    if workers <= current.finished[0]:
+        return current.finished
+    if current.succeeded_at is None:
+        current.succeeded_at = state.now
+    former, ago = current.finished
+    after = max(_MORE_FINISHED_S, 2 * ago) if former else _FINISHED_S
+    if not state.arm(current.succeeded_at + after):
+        current.finished = workers, round(state.now - current.succeeded_at, 3)
+    return current.finished
+
+
+def _is_behind(state: CoordinatorState, record: MemberRecord, count: int, workers: int) -> bool:
+    """Whether a member has to learn how many others are done; see `MembersDone`."""
+    status = record.status
+    is_late = status.peers_finished < workers and not state.has_succeeded(record)
+    return is_late or status.members_done != count
+
+
+def _take_requests(state: CoordinatorState, active: list[MemberRecord]) -> None:
+    """Note the restarts that members request; a change of the membership comes first."""
+    asking = [one for one in active if one.status.restart_reason and state.has_placement(one)]
+    if asking and not state.round.change_reasons:
+        why = "; ".join(
+            f"{one.status.restart_reason} (on {one.name})" for one in asking[:NAMES_MAX]
+        )
+        attempt, restarts = state.round.attempt + 1, state.budget.restarts
+        state.round.cause = RestartCause(attempt, why, restarts, is_requested=True)
+
+
+def _restore(state: CoordinatorState) -> None:
+    """Give members their placement back that were wrongly counted as done."""
+    current = state.round
+    for record in state.unplaced():
+        placement = record.status.placement
+        if current.members_done and placement is not None and state.has_placement(record):
+            current.members_done -= 1
+            current.placements[record.member] = placement
+
+
+def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
+    """Form another round of the remaining nodes, or stop and wait for more nodes."""
+    if state.round.has_lost_member and charge_node_loss(state):
+        return
+    active = [one for one in active if not one.status.drain_reason]
+    waiting = [
+        one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
+    ]
+    if len(active) + len(waiting) >= state.settings.minimum:
+        form_round(state, [*active, *waiting])
+        return
+    state.round.cause = state.next_cause()
+    left = f"only {counted(len(active), 'node')} of {state.settings.nnodes} left"
+    state.round.stop_reason = f"{state.round.change_text}: {left}"
+    stop_active(state)
+    state.wait_for_nodes()
+
+
+# ------------------------------------------------------------------ joiners
+
+
+def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing: bool) -> None:
+    """Let joiners probe the other nodes, and form a round with those that succeed."""
+    free = 0 if is_closing else state.settings.maximum - len(state.round.placements)
+    ready = _probe_joiners(state, active, free)
+    why = f"{', '.join(record.name for record in ready[:NAMES_MAX])} joined"
+    until = _ready_until(state, ready)
+    limit = state.settings.scale_up_limit
+    is_delayed = len(ready) < free and state.arm(until)
+    has_agreed = limit == 0 or _have_agreed(state, active)
+    if ready and not is_delayed and (has_agreed or not state.arm(until + limit)):
+        form_round(state, [*active, *ready], why)
+    elif state.settings.scale_up_delay + limit > _BURST_S:
+        _announce_change(state, active, ready, why, until + limit)
+
+
+def _have_agreed(state: CoordinatorState, active: list[MemberRecord]) -> bool:
+    """Whether the workers of all members agree to the change that is pending."""
+    change = state.round.pending
+    if change is None or change.time_left is None:
+        return False
+    return all(one.status.agreed_change == change.number for one in active)
+
+
+def _ready_until(state: CoordinatorState, ready: list[MemberRecord]) -> float:
+    """Return until when ready joiners wait for others: a while after the latest of them."""
+    current = state.round
+    current.ready = {one.member: current.ready.get(one.member, state.now) for one in ready}
+    if not ready:
+        current.ready_since = None
+        return state.now
+    if current.ready_since is None:
+        current.ready_since = state.now
+    delay = max(state.settings.scale_up_delay, _BURST_S)
+    # A host that comes and goes does not postpone the round for ever.
+    last = current.ready_since + _DELAYS_MAX * delay
+    return min(max(current.ready.values()) + delay, last)
+
+
+def _announce_change(
+    state: CoordinatorState,
+    active: list[MemberRecord],
+    ready: list[MemberRecord],
+    why: str,
+    until: float,
+) -> None:
+    """Announce the round that joiners wait for, or that there is none; a change of either again."""
+    current = state.round
+    former = pending = current.pending
+    is_pending = any(one.status.is_change_pending for one in active)
+    if former is None:  # maybe that of another coordinator
+        number = max((one.status.change for one in active), default=-1) + (not is_pending)
+    else:
+        number = former.number + (bool(ready) and former.time_left is None)
+    if ready:
+        if former is None or (former.why, current.pending_until) != (why, until):
+            pending = ChangePending(current.number, why, round(until - state.now, 1), number)
+            current.pending_until = until
+    elif former is not None or is_pending:
+        pending = ChangePending(current.number, "no node is about to join any more", number=number)
+    if pending is None:
+        return
+    if pending != former:
+        current.pending = pending
+        state.outbox.publish(pending_event(pending, current.attempt))
+    for record in [*filter(state.has_placement, active), *ready]:
+        is_concerned = record.status.is_change_pending or isinstance(record.sent, ChangePending)
+        # An order that was not seen is not replaced by one that does not state the same.
+        is_unseen = isinstance(record.sent, MembersDone) and not record.has_acked
+        if (ready or is_concerned) and not is_unseen:
+            state.outbox.send(record, pending)
+
+
+def _probe_joiners(
+    state: CoordinatorState, active: list[MemberRecord], free: int
+) -> list[MemberRecord]:
+    """Return the joiners that reach the other nodes; at most `free` probe at a time."""
+    placements = state.round.placements
+    lead = next((one for one in active if not placements[one.member].span.group_rank), None)
+    number = state.next_round
+    address = None if lead is None else (lead.status.address, lead.status.port)
+    probe = None if address is None else ProbePeers(number, *address)
+    ready: list[MemberRecord] = []
+    probing = 0
+    for record in state.unplaced():
+        status = record.status
+        if status.is_in_round:
+            # A success in a round that the others have replaced is none: they repeat it.
+            why = "the others have formed another round meanwhile"
+            state.outbox.send(record, StopRound(status.round, why))
+        elif probe is None or len(ready) + probing >= free or _is_too_early(state, record):
+            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+        elif status.probed_round != number:
+            probing += 1
+            state.outbox.send(record, probe)
+        elif not status.probe_error:
+            record.refused_because = ""
+            ready.append(record)
+        else:
+            _retry_later(state, record, probe)
+    return ready
+
+
+def _is_too_early(state: CoordinatorState, record: MemberRecord) -> bool:
+    """Refuse a joiner for a while whose host has left soon after it had joined before."""
+    count, when = state.visits.admission(record.status.node.name)
+    if not state.arm(when):
+        return False
+    if not record.refused_because:
+        delay = when - state.now
+        visits = f"{record.status.node.name} has left {count} times soon after it had joined"
+        state.refuse(record, f"{visits}, it is taken in after {delay:.3g} s")
+    return True
+
+
+def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeers) -> None:
+    """Refuse a joiner that does not reach the other nodes, and repeat its probe later."""
+    if not record.refused_because:
+        state.refuse(record, f"it does not reach the others: {record.status.probe_error}")
+    if not state.arm(record.refused_at + _RETRY_S):
+        record.refused_at = state.now
+        state.arm(record.refused_at + _RETRY_S)
+        state.outbox.send(record, probe, again=True)
+
+
+# ----------------------------------------------------------------- failures
+
+
+def decide_restart(state: CoordinatorState) -> None:
+    """Consult the restart policy once all workers of the failed round have stopped."""
+    stop_active(state)
+    active = state.active()
+    if not all(map(state.is_stopped, active)):
+        return
+    current = state.round
+    members = [one for one in active if state.has_placement(one)]
+    for record in members:
+        if state.has_left_by_signal(record):
+            state.add_change_reason(f"{record.name} {leaving(record)}")
+            current.is_excused = True
+    if _may_be_leaving(state, members):
+        return
+    failures = current.failures = _root_cause_first(state, members)
+    if failures:
+        event = AttemptFailed(attempt=current.attempt, root=failures[0], failures=failures)
+        state.outbox.publish(event)
+    permanent = next((one.status for one in members if one.status.is_permanent), None)
+    inherited = next(filter(None, map(state.inherited_restart, members)), None)
+    forbidden = next(filter(state.budget.forbids, failures), None)
+    if permanent is not None:
+        state.fail_job(permanent.permanent_reason, permanent.exit_code)
+    elif inherited is not None:
+        _restart(state, inherited)
+    elif forbidden is not None and current.is_excused:
+        code = forbidden.status.shell_code
+        state.fail_job(f"exit code {code} is in the never-on list", code)
+    elif current.is_excused or not failures:
+        # The connections of a lost node's workers end before its lease does, so the
+        # failures that they cause arrive first.
+        if not current.change_reasons:
+            state.add_change_reason("a node has failed and is gone")
+        if current.has_lost_member and charge_node_loss(state):
+            return
+        current.cause = state.next_cause()
+        state.wait_for_nodes()
+    elif state.settings.has_decide and not state.budget.is_exhausted(_runtime(state)):
+        current.wait_until = state.now + DECIDE_TIMEOUT
+        state.phase = CoordinatorPhase.DECIDING
+        state.outbox.publish(RequestDecision(failures[0]))
+    else:
+        _consult_policy(state, RestartAction.DEFAULT)
+
+
+def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> tuple[Failure, ...]:
+    """Return the failures of a round, the farthest from the root cause last, the others by time.
+
+    The clocks of two hosts may be hours apart, and a status may be long on its way.
+    """
+    gone = [one for one in state.round.gone.values() if state.has_placement(one)]
+    offsets = clock_offsets([*state.members.values(), *gone], state.now)
+    found = [
+        (offsets[one.member] + failure.time, failure, one)
+        for one in members
+        for failure in one.status.failures
+    ]
+    found.sort(key=lambda item: (*item[1].distance, item[0], item[1].order))
+    early = [
+        (offsets[one.member] + one.status.first_success[1], one)
+        for one in (*members, *gone)
+        if one.status.first_success is not None
+    ]
+    failures = [failure for _, failure, _ in found]
+    if found and early:
+        failures[0] = _with_early_success(*found[0], *min(early, key=lambda item: item[0]))
+    return tuple(failures)
+
+
+def _with_early_success(
+    at: float, failure: Failure, own: MemberRecord, early_at: float, early: MemberRecord
+) -> Failure:
+    """Return a failure, with a note if a worker of another node exited with 0 before it.
+
+    The one of its own node is in a note already.
+    """
+    if early is own or early_at >= at or early.status.first_success is None:
+        return failure
+    who = f"rank {early.status.first_success[0]} (on {early.status.node.name})"
+    note = f"{who} exited with 0, {format_duration(at - early_at)} before"
+    return replace(failure, notes=(note, *failure.notes))
+
+
+def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:
+    """Whether a node may be about to leave: SIGTERM may have ended a worker there just now.
+
+    A service manager sends the signal to all processes of a node.  The agent acts on it
+    some milliseconds after the worker.
+    """
+    current = state.round
+    if current.stopped_at is None:
+        current.stopped_at = state.now
+    codes = {failure.status.shell_code for one in members for failure in one.status.failures}
+    # Members of an earlier version state the code only.
+    is_ended = _SIGTERM_CODE in codes or any(one.status.may_be_leaving for one in members)
+    return is_ended and not current.is_excused and state.arm(current.stopped_at + LEAVING_S)
+
+
+def apply_decision(state: CoordinatorState) -> None:
+    """Apply the answer of the user's callback once it is there."""
+    match state.round.decision:
+        case RestartAction() as action:
+            _consult_policy(state, action)
+        case str() as error:
+            state.fail_job(error)
+        case None if not state.arm(state.round.wait_until):
+            state.fail_job(f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
+
+
+def back_off(state: CoordinatorState) -> None:
+    """Form another round once the delay is over."""
+    if not state.arm(state.round.wait_until):
+        state.wait_for_nodes()
+
+
+def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
+    root = state.round.failures[0]
+    decision = state.budget.decide(root, action, _runtime(state), state.now)
+    if not decision.restart:
+        state.fail_job(decision.why)
+        return
+    attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
+    root, returned = truncate_failure(root), state.budget.returned
+    cause = RestartCause(attempt, decision.why, restarts, decision.delay, root, returned=returned)
+    _restart(state, cause)
+
+
+def _runtime(state: CoordinatorState) -> float:
+    """Return how many seconds the workers of the round ran."""
+    members = [one.status for one in state.active() if state.has_placement(one)]
+    return max((status.runtime for status in members), default=0.0)
+
+
+def _restart(state: CoordinatorState, cause: RestartCause) -> None:
+    """Back off and announce the restart to all members.
+
+    Members keep the announcement in their status, so the next coordinator knows of it.
+    The restart is counted when the round begins: one that no member has seen can be
+    decided again.
+    """
+    state.round.cause = cause
+    state.round.wait_until = state.now + cause.delay
+    state.phase = CoordinatorPhase.BACKING_OFF
+    for record in state.eligible():
+        state.outbox.send(record, RestartPending(cause))
+
 
 _STEPS: dict[CoordinatorPhase, Callable[[CoordinatorState], None]] = {
     CoordinatorPhase.RECOVERING: recover_round,

@@ -19,12 +19,6 @@ from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import AgentPort, EndJob, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.event_stream import EventStreamWriter, delete_events
-from elastic_aio.rendezvous.members import (
-    CoordinatorEffect,
-    RequestDecision,
-    RoundSettings,
-    SendOrder,
-)
 from elastic_aio.rendezvous.messages import (
     PROTOCOL,
     MessageError,
@@ -34,7 +28,13 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
-from elastic_aio.rendezvous.state import CoordinatorState
+from elastic_aio.rendezvous.state import (
+    CoordinatorEffect,
+    CoordinatorState,
+    RequestDecision,
+    RoundSettings,
+    SendOrder,
+)
 from elastic_aio.spec.restart import RestartAction
 from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch

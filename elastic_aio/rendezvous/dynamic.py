@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
-from collections.abc import Awaitable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -27,7 +28,7 @@ from elastic_aio.aio import Notifier, create_task, random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.errors import HostError, StoreError
+from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.events import Event, WorkerStoreRefused
 from elastic_aio.node_events import (
     RendezvousStoreAwaited,
@@ -51,22 +52,174 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
-from elastic_aio.rendezvous.entry import FormerStay
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePeers
-from elastic_aio.rendezvous.other_runs import OtherRuns
-from elastic_aio.rendezvous.session import StoreSession
-from elastic_aio.rendezvous.silence import SilenceWatch
+from elastic_aio.rendezvous.session import FormerStay, StoreSession
+from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import Command, LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, changed_settings
 from elastic_aio.spec.restart_budget import RestartBudget
 from elastic_aio.store import Dropped
+from elastic_aio.text import truncate
 
 if TYPE_CHECKING:
     from elastic_aio.discovery.engine import EngineLocator
+
+
+_AFTER_S: Final = 5.0
+"""Seconds without enough nodes: those of one command start within fewer."""
+_TIMEOUT_S: Final = 5.0
+_READ_MAX: Final = 64
+"""Runs of which the state is read."""
+_NAMED_MAX: Final = 8
+_NAME_MAX: Final = 64
+
+
+class OtherRuns:
+    """Looks once for other runs; the coordinator's node does it for its run."""
+
+    def __init__(
+        self, spec: RendezvousSpec, run_id: str, publish: Callable[[RoundForming], object]
+    ) -> None:
+        """Prepare; `publish` gets the latest event again when there are other runs."""
+        self._spec = spec
+        self._run_id = run_id
+        self._publish = publish
+        self._names: tuple[str, ...] = ()
+        self._latest: tuple[RoundForming, float] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<OtherRuns: {', '.join(self._names) or 'none'}>"
+
+    def complete(self, event: RoundForming, *, looks: bool) -> RoundForming:
+        """Return an event with the other runs that are known; with `looks`, look for some."""
+        self._latest = event, asyncio.get_running_loop().time()
+        if looks and self._task is None and event.joined < event.minimum:
+            self._task = create_task(self._look(), name="look for other runs")
+        return replace(event, others=self._names) if self._names else event
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """Look no more: the run has formed a round, or this node leaves; return the task."""
+        task, self._latest, self._names = self._task, None, ()
+        if task is not None:
+            task.cancel()
+        return task
+
+    async def _look(self) -> None:
+        from elastic_aio.rendezvous.job_list import JobList, ListedState  # most runs need none
+
+        # Time is the condition; `stop` ends the wait when the round is formed.
+        await asyncio.sleep(_AFTER_S)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                async with JobList(self._spec, timeout=_TIMEOUT_S) as jobs:
+                    listed = await jobs.read(limit=_READ_MAX)
+        except (StoreError, SpecError, OSError):  # a TimeoutError too; it is a hint only
+            return
+        names = [
+            job.run_id
+            for job in listed
+            if job.state is ListedState.WAITING and job.run_id != self._run_id
+        ]
+        self._names = tuple(truncate(name, _NAME_MAX) for name in names[-_NAMED_MAX:])
+        if self._names and self._latest is not None:
+            event, since = self._latest
+            passed = asyncio.get_running_loop().time() - since
+            left = None if event.time_left is None else max(0.0, event.time_left - passed)
+            self._publish(replace(event, others=self._names, time_left=left))
+
+
+SILENT = "the store has been silent"
+"""How the reason begins for which a node stops its workers that has lost no connection."""
+
+_LATE_S = 0.1
+"""A timer this late, in seconds, shows that this process was suspended."""
+_ANSWER_S = 0.25
+"""Seconds that the store then has for its answer to the next ping."""
+
+
+def silence_limits(spec: LaunchSpec) -> tuple[float, float] | None:
+    """Return after how many seconds without a reply of the store this node stops its workers.
+
+    And after how many it kills them: then its lease is about to end.  The stop plan has the time
+    between, if half of the time of the lease remains for the store to come back.  None: the
+    workers run on.
+    """
+    settings = spec.rendezvous
+    limit, grace = settings.heartbeat_timeout - FENCE, settings.store_grace
+    if grace is None:
+        if settings.is_on_engine:
+            return None
+        grace = max(settings.heartbeat_timeout / 2, limit - spec.stop.grace)
+    return grace, max(grace, limit)
+
+
+class SilenceWatch:
+    """Isolates a member whose workers run, before the other nodes replace it."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        member: Member,
+        session: Callable[[], StoreSession | None],
+        perform: Callable[[Iterable[MemberEffect]], None],
+    ) -> None:
+        """Prepare; `session` returns the present one."""
+        self._limits = silence_limits(spec)
+        self._connected_min = spec.rendezvous.heartbeat_timeout / 2  # above the ping interval
+        self._member, self._session, self._perform = member, session, perform
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at = 0.0
+        """When the last store that was joined has sent its last reply, in loop seconds."""
+        self._lost_because = ""
+        self._cut_off_round = -1
+        """The last round whose workers were killed."""
+
+    def on_lost(self, heard_at: float, why: str) -> None:
+        """Take the loss of a store that was joined, whose last reply came at `heard_at`."""
+        self._heard_at, self._lost_because = heard_at, why
+        self.check()
+
+    def check(self, due: float = math.inf) -> None:
+        """Isolate the member if it is time, and check again later, as long as its workers run.
+
+        `due` is when this was to be called, in loop seconds.
+        """
+        self.cancel()
+        status = self._member.status
+        if self._limits is None or not status.is_busy or status.round == self._cut_off_round:
+            return
+        loop, session = asyncio.get_running_loop(), self._session()
+        stop_after, kill_after = self._limits
+        now, why = loop.time(), f"no store could be found for {{:g}} s ({self._lost_because})"
+        if session is not None and session.has_joined:
+            self._heard_at, why = session.last_received_at, f"{SILENT} for {{:g}} s"
+            stop_after = max(stop_after, self._connected_min)
+        silent = now - self._heard_at
+        if now - due > _LATE_S and silent < kill_after:
+            # This process was suspended: the store is asked again before it counts as silent.
+            when = now + _ANSWER_S
+        elif silent < stop_after:
+            when = self._heard_at + stop_after
+        else:
+            is_over = silent >= kill_after
+            if is_over:
+                self._cut_off_round = status.round
+            self._perform(self._member.isolate(why.format(round(silent, 1)), is_cut_off=is_over))
+            if is_over:
+                return
+            when = self._heard_at + kill_after
+        self._timer = loop.call_at(when, self.check, when)
+
+    def cancel(self) -> None:
+        """Check no more.  Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
 
 _LAST_STATUS_S = 0.5
 """Seconds for which a node that leaves waits until its last status has been written."""

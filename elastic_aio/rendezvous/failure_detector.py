@@ -33,9 +33,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Never
 
 from elastic_aio.aio import Notifier, random_bytes, wait_forever
-from elastic_aio.discovery.addresses import resolve, wildcard_addresses
 from elastic_aio.discovery.choice import RECONNECT_FOR
-from elastic_aio.discovery.network import StoreNetwork
+from elastic_aio.discovery.network import StoreNetwork, resolve, wildcard_addresses
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import format_host_port

@@ -35,8 +35,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.rendezvous.dynamic import DynamicRendezvous
-from elastic_aio.rendezvous.silence import SILENT
+from elastic_aio.rendezvous.dynamic import SILENT, DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing.invariants import InvariantChecker

@@ -15,8 +15,7 @@ from random import Random
 from typing import Any, Final
 
 from elastic_aio.rendezvous import coordinator_runner
-from elastic_aio.rendezvous.members import CoordinatorEffect, SendOrder
-from elastic_aio.rendezvous.state import CoordinatorState
+from elastic_aio.rendezvous.state import CoordinatorEffect, CoordinatorState, SendOrder
 from elastic_aio.spec.checks import check_number
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.testing.scenarios import Scenario

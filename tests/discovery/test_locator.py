@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_aio.aio import wait_forever
-from elastic_aio.discovery import dialer, search
+from elastic_aio.discovery import dialer
 from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.jobs import enter_run
@@ -244,8 +244,8 @@ async def test_a_refused_node_says_so_once_and_tries_seldom() -> None:
 
 async def test_a_long_search_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reason of each endpoint; a refusal that comes later is reported too."""
-    monkeypatch.setattr(search, "_NOTICE", 0.2)
-    monkeypatch.setattr(search, "_NOTICE_REFUSED", 0.2)
+    monkeypatch.setattr(locator_module, "_NOTICE", 0.2)
+    monkeypatch.setattr(locator_module, "_NOTICE_REFUSED", 0.2)
     waits: asyncio.Queue[str] = asyncio.Queue()
     port = free_port()
     spec = RendezvousSpec(endpoint=f"127.0.0.1:{port}", is_host=False, read_timeout=60)
@@ -623,14 +623,14 @@ async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another attempt would cost it the same work again."""
-    monkeypatch.setattr(search, "_SILENT_AFTER", 0.1)
+    monkeypatch.setattr(locator_module, "_SILENT_AFTER", 0.1)
     states: list[tuple[EndpointState, str]] = []
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
         proxy.delay = 0.2
         changed = asyncio.Event()
         spec = RendezvousSpec(endpoint=proxy.endpoint, heartbeat_timeout=30.0)
         connector = dialer.Dialer(spec, RUN, StoreNetwork())
-        watched = search.EndpointMonitor(
+        watched = locator_module.EndpointMonitor(
             dialer.Endpoint.parse(0, proxy.endpoint), connector, changed.set
         )
         try:

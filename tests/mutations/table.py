@@ -45,7 +45,7 @@ MUTATIONS: Final = (
     # ------------------------------------------------- rendezvous: the coordinator
     Mutation(
         "order-not-resent",
-        "rendezvous/members.py",
+        "rendezvous/state.py",
         "record.checks in _RESENT_AT and",
         "not record.checks and",
         "an order without an acknowledgement is sent again",
@@ -53,7 +53,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "lost-starter-not-stopped",
-        "rendezvous/members.py",
+        "rendezvous/state.py",
         "if isinstance(record.sent, StartRound):  # it must",
         "if not record.sent:  # it must",
         "a member that counts as lost must not start its round later",
@@ -61,7 +61,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "unsynchronized-is-stopped",
-        "rendezvous/members.py",
+        "rendezvous/state.py",
         "return self.first_sent is not None and self.status.acked >= self.first_sent",
         "return True",
         "a member may still obey a predecessor until it has seen an order of this coordinator",
@@ -69,7 +69,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "clock-offsets-ignored",
-        "rendezvous/members.py",
+        "rendezvous/state.py",
         "least = min(one.offset_bound(now) for one in host)",
         "least = 0.0",
         "failures are ordered by the time at their own node",
@@ -146,7 +146,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "admitted-without-check",
-        "rendezvous/admission.py",
+        "rendezvous/formation.py",
         "if (status.minimum, status.maximum) != (settings.minimum, settings.maximum):",
         "if False:",
         "nodes of one job have the same nnodes",
@@ -154,7 +154,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "rank-holder-not-found",
-        "rendezvous/admission.py",
+        "rendezvous/formation.py",
         "        if holder is not record:\n",
         "        if False:\n",
         "one member holds a fixed rank",
@@ -244,14 +244,14 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "one-success-is-enough",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "have_succeeded = succeeded == active and not is_changing",
         "have_succeeded = bool(succeeded) and not is_changing",
         "the job has succeeded when all members have",
     ),
     Mutation(
         "failure-not-waited-for",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "    if not all(map(state.is_stopped, active)):\n        return\n",
         "",
         "the policy is consulted when all workers have stopped",
@@ -259,7 +259,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "done-members-forgotten",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "done = current.members_done + sum(map(state.has_succeeded, current.gone.values()))",
         "done = 0",
         "members learn how many have left after their success",
@@ -267,7 +267,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "success-sent-at-once",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "if former else _FINISHED_S",
         "if former else 0.0",
         "members that succeed together get no order",
@@ -276,7 +276,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "success-not-sent",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "return is_late or status.members_done != count",
         "return status.members_done != count",
         "members whose workers run learn of the success of others",
@@ -285,7 +285,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "later-success-noted",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "early is own or early_at >= at",
         "early is own",
         "only a success before the root failure is noted",
@@ -293,7 +293,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "returned-member-stays-done",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "            current.placements[record.member] = placement\n",
         "",
         "a member that was wrongly counted as done gets its placement back",
@@ -301,7 +301,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "joiner-without-probe",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "elif status.probed_round != number:",
         "elif False:",
         "a joiner probes the other nodes before it is taken in",
@@ -309,7 +309,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "joiner-after-success",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "is_closing=bool(succeeded or done)",
         "is_closing=False",
         "joiners stand by once a member has succeeded",
@@ -317,7 +317,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "joiners-wait-from-the-first",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "max(current.ready.values()) + delay",
         "current.ready_since + delay",
         "joiners share a round, after a delay from the latest of them",
@@ -325,7 +325,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "joiners-wait-for-ever",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "+ _DELAYS_MAX * delay",
         "+ 1_000_000 * delay",
         "one joiner after the other does not postpone a round for ever",
@@ -333,7 +333,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "pending-change-not-withdrawn",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "(ready or is_concerned) and",
         "ready and",
         "a change is withdrawn when the joiners have gone",
@@ -341,7 +341,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "agreement-to-a-withdrawn-change",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "(bool(ready) and former.time_left is None)",
         "0",
         "an agreement to a change that was withdrawn does not count for the next one",
@@ -349,7 +349,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "start-replaced-by-a-change",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "*filter(state.has_placement, active)",
         "*active",
         "no order to begin a round is replaced before it was seen",
@@ -372,21 +372,21 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "lost-budget",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "state.round.attempt + 1, state.budget.restarts + 1",
         "state.round.attempt + 1, state.budget.restarts",
         "a restart counts",
     ),
     Mutation(
         "outcomes-differ",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         'JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0)',
         'JobOutcome(JobState.FAILED, "all workers have finished", 1)',
         "a job whose workers have all succeeded has succeeded",
     ),
     Mutation(
         "failure-unnoticed",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "if failed is not None:",
         "if failed is not None and failed.rank_holder:",
         "a failure stops the round",
@@ -394,7 +394,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "change-unnoticed",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "is_changing = bool(current.change_reasons) or current.cause is not None",
         "is_changing = current.cause is not None",
         "a round that loses a member is replaced",
@@ -462,7 +462,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "workers-kept-without-store",
-        "rendezvous/silence.py",
+        "rendezvous/dynamic.py",
         "self._perform(self._member.isolate(why.format(round(silent, 1)), is_cut_off=is_over))",
         "pass",
         "a node without a store stops its workers before it is replaced",
@@ -486,7 +486,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "joiners-wait-for-no-others",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "    delay = max(state.settings.scale_up_delay, _BURST_S)\n",
         "    delay = _BURST_S\n",
         "joiners that come one soon after the other cause one round",
@@ -500,7 +500,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "pause-is-a-silence",
-        "rendezvous/silence.py",
+        "rendezvous/dynamic.py",
         "stop_after = max(stop_after, self._connected_min)",
         "stop_after = 0.3",
         "a short pause of a host stops no worker",
@@ -635,7 +635,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "suspension-counts",
-        "discovery/search.py",
+        "discovery/locator.py",
         "self._uncounted += max(0.0, now - latest)",
         "pass",
         "a suspension does not count as a search",
@@ -795,7 +795,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "committed-node-without-lease-enters",
-        "rendezvous/entry.py",
+        "rendezvous/session.py",
         "return self._former.is_leased and (is_open or may_go_on)",
         "return is_open or may_go_on",
         "a node whose lease may have ended does not know that its job goes on",
@@ -803,7 +803,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "seen-failure-goes-on",
-        "rendezvous/entry.py",
+        "rendezvous/session.py",
         "is_final = self._former.knows_failure and is_spent",
         "is_final = False",
         "a failure that its coordinator has seen may have ended the job",
@@ -811,7 +811,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "unseen-failure-ends-the-job",
-        "rendezvous/entry.py",
+        "rendezvous/session.py",
         "is_final = self._former.knows_failure and is_spent",
         "is_final = is_spent",
         "a failure that no coordinator has seen ends no job",
@@ -827,7 +827,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "standby-not-informed-of-success",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "informed += [one for one in state.unplaced() if one.status.placement is None]",
         "pass",
         "a node on standby knows of the success before the job ends",
@@ -835,7 +835,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "informed-standby-goes-on",
-        "rendezvous/entry.py",
+        "rendezvous/session.py",
         "self._may_have_ended or self._member.has_seen_success",
         "self._may_have_ended",
         "a node on standby that knows of the success goes on nowhere",
@@ -883,7 +883,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "success-not-announced",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "if have_succeeded and state.settings.may_move:",
         "if False:",
         "all members know of the success of all before the job ends",
@@ -891,7 +891,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "lost-lease-not-waited-for",
-        "rendezvous/supervision.py",
+        "rendezvous/coordinator.py",
         "is_known = not behind and not state.arm(state.unsure_until)",
         "is_known = not behind",
         "a member that was lost may still hold its lease by its own clock",

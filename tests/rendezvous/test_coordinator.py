@@ -32,7 +32,6 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.member import Member
-from elastic_aio.rendezvous.members import MemberRecord, RoundSettings
 from elastic_aio.rendezvous.messages import (
     Order,
     ProbePeers,
@@ -42,7 +41,7 @@ from elastic_aio.rendezvous.messages import (
     WaitForNodes,
     encode,
 )
-from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.state import CoordinatorPhase, MemberRecord, RoundSettings
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure, status
 

@@ -16,7 +16,7 @@ from elastic_aio.node_events import (
     RoundWaiting,
 )
 from elastic_aio.outcome import JobState
-from elastic_aio.rendezvous import members
+from elastic_aio.rendezvous import state
 from elastic_aio.rendezvous.base import RoundStopped
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
 from elastic_aio.rendezvous.messages import ProbePeers
@@ -121,7 +121,7 @@ async def test_a_restart_window_survives_its_coordinators() -> None:
 @pytest.mark.slow
 async def test_a_node_that_never_stops_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is extended, but its agent does not report the end of the workers."""
-    monkeypatch.setattr(members, "MARGIN_S", 1.0)
+    monkeypatch.setattr(state, "MARGIN_S", 1.0)
     spec = job_spec(free_endpoint(), "1:2", max_restarts=3)
     spec = spec.replace(stop=StopPlan((), reap_timeout=1.0))
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):

@@ -17,8 +17,8 @@ from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import LeaderRecord, encode
+from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.store import Lease, MemoryStore
 from tests.support.coordinator_harness import status
 

@@ -8,9 +8,8 @@ import pytest
 
 from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, EndJob, RoundSucceeded
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import MembersDone
-from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import SimNode, Simulation, WorkerBehavior

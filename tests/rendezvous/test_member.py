@@ -25,7 +25,6 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MembersDone,
@@ -36,6 +35,7 @@ from elastic_aio.rendezvous.messages import (
     StandBy,
     WaitForNodes,
 )
+from elastic_aio.rendezvous.state import RoundSettings
 from tests.support.coordinator_harness import failure, status
 
 END = EndJob(JobOutcome(JobState.SUCCEEDED, "all is well", 0))

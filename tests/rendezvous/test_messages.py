@@ -20,7 +20,6 @@ from elastic_aio.rendezvous.base import (
     StartRound,
 )
 from elastic_aio.rendezvous.member import Member
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,
@@ -33,6 +32,7 @@ from elastic_aio.rendezvous.messages import (
     truncate_failure,
     truncate_failures,
 )
+from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.spec.restart_budget import RestartHistory
 from tests.support.coordinator_harness import failure, status
 

@@ -9,8 +9,7 @@ import pytest
 from elastic_aio.node_events import MembershipChanged, NodeRefused, RoundFormed
 from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import NodeDraining, RoundFailing, RoundStopped, StopRound
-from elastic_aio.rendezvous.members import RoundSettings
-from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.restart import LEAVING_S, Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elastic_aio.node_events import RoundForming
-from elastic_aio.rendezvous import other_runs
+from elastic_aio.rendezvous import dynamic
 from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_runs, "_AFTER_S", 0.3)
+    monkeypatch.setattr(dynamic, "_AFTER_S", 0.3)
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import pytest
 from elastic_aio.node_events import NodeLost, RoundFormed, RoundWaiting
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous.base import EndJob, RoundStopped, StartRound, StopRound
-from elastic_aio.rendezvous.members import MARGIN_S, RoundSettings
 from elastic_aio.rendezvous.messages import MemberPhase, ProbePeers
-from elastic_aio.rendezvous.state import CoordinatorPhase
+from elastic_aio.rendezvous.state import MARGIN_S, CoordinatorPhase, RoundSettings
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_aio.rendezvous.base import ChangePending, NodeInfo, PeersFinished
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import MembersDone
+from elastic_aio.rendezvous.state import RoundSettings
 from tests.support.coordinator_harness import CoordinatorHarness
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from elastic_aio.events import Restarting
 from elastic_aio.node_events import RoundFormed
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import StandBy
+from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness
 from tests.support.restarts import at_once

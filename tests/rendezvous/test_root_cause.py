@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.reasons import LOST_PEER
 from elastic_aio.rendezvous.base import RoundFailing, RoundStopped, RoundSucceeded
-from elastic_aio.rendezvous.members import RoundSettings
+from elastic_aio.rendezvous.state import RoundSettings
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
 HOUR = 3600.0

@@ -7,8 +7,8 @@ import pytest
 from elastic_aio.node_events import MembershipChanged, MembershipPending
 from elastic_aio.rendezvous.base import ChangeAgreed, ChangePending, StartRound
 from elastic_aio.rendezvous.member import MemberEffect
-from elastic_aio.rendezvous.members import RoundSettings
 from elastic_aio.rendezvous.messages import StandBy
+from elastic_aio.rendezvous.state import RoundSettings
 from tests.support.coordinator_harness import CoordinatorHarness
 
 WITHDRAWN = "no node is about to join any more"

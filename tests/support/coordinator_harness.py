@@ -22,7 +22,6 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import RequestDecision, RoundSettings, SendOrder
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
@@ -34,7 +33,13 @@ from elastic_aio.rendezvous.messages import (
     decode_status,
     encode,
 )
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState
+from elastic_aio.rendezvous.state import (
+    CoordinatorPhase,
+    CoordinatorState,
+    RequestDecision,
+    RoundSettings,
+    SendOrder,
+)
 from elastic_aio.spec.restart import RestartAction, RestartPolicy
 from elastic_aio.spec.restart_budget import RestartBudget
 from tests.support.restarts import AT_ONCE

@@ -13,9 +13,14 @@ from elastic_aio.rendezvous.base import EndJob, StopRound
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.member import Member, MemberEffect
-from elastic_aio.rendezvous.members import MemberRecord, Outbox
 from elastic_aio.rendezvous.messages import MemberStatus, Order, RoundRecord, StandBy
-from elastic_aio.rendezvous.state import CoordinatorPhase, CoordinatorState, Visits
+from elastic_aio.rendezvous.state import (
+    CoordinatorPhase,
+    CoordinatorState,
+    MemberRecord,
+    Outbox,
+    Visits,
+)
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Lease
