@@ -210,7 +210,10 @@ async def soak(arguments: argparse.Namespace, directory: Path) -> bool:
             violation = str(error)
         finally:
             hung, orphans = await cluster.shut_down()
-    print(f"rounds formed: {len(cluster.rounds)}; hung agents: {hung}; orphans: {orphans}")
+    print(
+        f"rounds formed: {len(cluster.rounds)}; nodes that left for another job:"
+        f" {cluster.cut_off}; hung agents: {hung}; orphans: {orphans}"
+    )
     _print_figures(run)
     if violation:
         print(violation, file=sys.stderr)

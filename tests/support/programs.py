@@ -58,6 +58,11 @@ class Program:
         return not self._exit.done()
 
     @property
+    def exit_code(self) -> int | None:
+        """As a shell has it; None while it runs."""
+        return self._exit.result() if self._exit.done() else None
+
+    @property
     def out(self) -> str:
         """The content of stdout by now."""
         return (self.directory / "out").read_text(errors="replace")
