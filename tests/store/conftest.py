@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import subprocess
 import sys
 import uuid
@@ -16,6 +17,7 @@ import pytest
 from elastic_aio.engines.etcd.store import EtcdStore
 from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
+from tests.support.leaks import SESSION_VARIABLE
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -35,8 +37,11 @@ for line in sys.stdin:
 def torch_server() -> Iterator[Callable[[str], int]]:
     """Return a function that starts a torch server, `libuv` or `legacy`, and returns its port."""
     pytest.importorskip("torch", reason="needs torch's server")
+    # Without the mark of this session: it outlives the test that begins with it.
+    env = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-c", _TORCH_SERVERS],
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
