@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
         "worker_error",
     },
     {"aio", "hardware", "worker"},
-    {"channel", "signals"},
+    {"channel", "signals", "sockets"},
     {"process", "logs", "store"},
     {"engines"},
     {"discovery", "control"},

@@ -39,10 +39,10 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous
+from elastic_aio.sockets import Address
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartAction
-from elastic_aio.store.sockets import Address
 from tests.support.sockets import LOOPBACK, Traffic, free_port, traffic_of
 
 _RUN_ID = "members"

@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError, StoreError
+from elastic_aio.sockets import BACKLOG, bind_listeners, port_owner, without_idna
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.store.sockets import BACKLOG, bind_listeners, port_owner, without_idna
 
 if TYPE_CHECKING:
     from elastic_aio.store.limits import Dropped

@@ -16,11 +16,11 @@ from elastic_aio.discovery.jobs import job_to_join
 from elastic_aio.discovery.keys import claim_store
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreError, StoreRefused
+from elastic_aio.sockets import Address, format_endpoint
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import RemoteStore, connect
-from elastic_aio.store.sockets import Address, format_endpoint
 from elastic_aio.text import one_line
 
 _CONNECT_TIMEOUT: Final = 2.0

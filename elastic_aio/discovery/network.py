@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from elastic_aio.aio import run_in_thread
-from elastic_aio.store.sockets import Address, bind_addresses, port_owner
+from elastic_aio.sockets import Address, bind_addresses, port_owner
 
 _LOOPBACK_NAMES: Final = frozenset(
     {"localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost"}

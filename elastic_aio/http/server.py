@@ -39,9 +39,9 @@ from elastic_aio.http.responses import (
     server_sent,
 )
 from elastic_aio.logs.log_file import read_end
+from elastic_aio.sockets import bind_addresses
 from elastic_aio.spec.checks import format_host_port, parse_host_port
 from elastic_aio.status import StatusTracker
-from elastic_aio.store.sockets import bind_addresses
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from elastic_aio.aio import create_task
-from elastic_aio.store.sockets import BACKLOG
+from elastic_aio.sockets import BACKLOG
 
 _BATCH: Final = 64
 """Connections to accept before other work of the loop."""

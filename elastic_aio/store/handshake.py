@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.errors import StoreRefused
+from elastic_aio.sockets import enable_keepalive
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import replies, wire
 from elastic_aio.store.link import LinkLost
 from elastic_aio.store.link_plain import NO_STORE, PlainLink
 from elastic_aio.store.link_tagged import TaggedLink
-from elastic_aio.store.sockets import enable_keepalive
 
 if TYPE_CHECKING:
     from elastic_aio.store.tls import TlsContext

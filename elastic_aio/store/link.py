@@ -9,8 +9,8 @@ import asyncio
 from typing import Any, Final, cast
 
 from elastic_aio.aio import Notifier
+from elastic_aio.sockets import discard_unsent, limit_read_size
 from elastic_aio.store import wire
-from elastic_aio.store.sockets import discard_unsent, limit_read_size
 
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose reply can only be parsed with the number of keys of the request."""

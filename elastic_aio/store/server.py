@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from elastic_aio.aio import random_bytes, run_shielded, running_loop
 from elastic_aio.errors import HostError
+from elastic_aio.sockets import bind_listeners, format_endpoint
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import wire
@@ -28,7 +29,6 @@ from elastic_aio.store.limits import Dropped, ServerLimits
 from elastic_aio.store.reply_queue import Buffers
 from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.server_link import ServerLink
-from elastic_aio.store.sockets import bind_listeners, format_endpoint
 
 if TYPE_CHECKING:
     from elastic_aio.store.tls import TlsContext

@@ -8,12 +8,12 @@ from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 from elastic_aio.aio import random_bytes
+from elastic_aio.sockets import limit_read_size
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import PENDING, Client
 from elastic_aio.store.limits import KEYS_AT_ONCE, OperationRefused, in_parts
 from elastic_aio.store.replies import ENCODER_OF, HelloReply, Pieces, RawChange, tagged
 from elastic_aio.store.server_link import FLUSH_SIZE, ConnectionServer, ServerLink
-from elastic_aio.store.sockets import limit_read_size
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
 _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)

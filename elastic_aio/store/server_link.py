@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
+from elastic_aio.sockets import format_endpoint
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import Dropped, ServerLimits
 from elastic_aio.store.replies import Pieces
 from elastic_aio.store.reply_queue import Buffers, ReplyQueue
-from elastic_aio.store.sockets import format_endpoint
 from elastic_aio.store.wire import Request
 
 FLUSH_SIZE: Final = 1 << 20

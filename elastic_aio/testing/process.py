@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.store.sockets import Address
+from elastic_aio.sockets import Address
 from elastic_aio.testing.event_loop import SimLoop
 from elastic_aio.testing.network import Network
 from elastic_aio.testing.virtual_time import SimHost

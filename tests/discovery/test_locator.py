@@ -27,9 +27,9 @@ from elastic_aio.discovery.locator import (
 )
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import SpecError, StoreClosed
+from elastic_aio.sockets import Address
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer, connect
-from elastic_aio.store.sockets import Address
 from tests.discovery.conftest import RUN, MakeLocator, StartNode
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until

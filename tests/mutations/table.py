@@ -739,12 +739,12 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "given-up-writes-arrive",
-        "store/sockets.py",
+        "sockets.py",
         "sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)",
         "pass",
         "a write of a connection that was given up does not arrive",
-        _STORE
-        + "test_sockets.py::test_the_kernel_drops_what_a_connection_that_is_given_up_has_not_sent",
+        "tests/"
+        "test_sockets.py::test_the_kernel_drops_what_a_connection_that_is_given_up_has_not_sent",
     ),
     Mutation(
         "gone-client-pops",

@@ -12,8 +12,8 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
+from elastic_aio.sockets import enable_keepalive
 from elastic_aio.spec.checks import format_host_port
-from elastic_aio.store.sockets import enable_keepalive
 
 _HEAD_MAX: Final = 64 << 10
 _BODY_MAX: Final = 256 << 20

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import SpecError, StoreRefused
+from elastic_aio.sockets import discard_unsent, enable_keepalive
 from elastic_aio.store.engine_link import NotDone, reason_of
-from elastic_aio.store.sockets import discard_unsent, enable_keepalive
 from elastic_aio.text import one_line
 
 try:

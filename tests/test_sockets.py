@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.store import sockets
-from elastic_aio.store.sockets import discard_unsent, enable_keepalive, port_owner
+from elastic_aio import sockets
+from elastic_aio.sockets import discard_unsent, enable_keepalive, port_owner
 
 _LISTENER = """
 import socket, sys

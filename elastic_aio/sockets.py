@@ -1,4 +1,4 @@
-"""TCP sockets of stores: bound listeners, keepalive, and the owner of a port in use."""
+"""TCP sockets: bound listeners, keepalive, and the owner of a port in use."""
 
 from __future__ import annotations
 
