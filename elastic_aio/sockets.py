@@ -1,13 +1,14 @@
-"""TCP sockets: bound listeners, keepalive, and the owner of a port in use."""
+"""Listening sockets: bound, accepting, with keepalive, and who owns a port in use."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from elastic_aio.errors import HostError
@@ -20,6 +21,12 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 BACKLOG: Final = 65535
 """Connections that wait to be accepted: as many as the kernel allows, listen(2).  `SOMAXCONN` is
 what the kernel headers allowed with which Python was built, which may be 128."""
+
+_BATCH: Final = 64
+"""Connections to accept before other work of the loop."""
+
+_RETRY: Final = 1.0
+"""Seconds until the next attempt to accept after a lack of descriptors or memory."""
 
 _BIND_ATTEMPTS: Final = 16
 """How many free ports to try until one is free in both families."""
@@ -191,6 +198,103 @@ def _bind(
         sock.close()
         raise
     return sock
+
+
+class Acceptor:
+    """Accepts connections on bound sockets, which it owns, and pauses while it can take no more.
+
+    asyncio's own servers retry at once when no descriptor is left, and libuv accepts and
+    closes: either costs a whole processor while clients try again.  A paused acceptor leaves
+    the connections in the queue of the kernel.
+
+    Attributes:
+        sockets: bound sockets; empty once closed.
+        on_connection: called with each connection, whose owner it is from then on.
+        has_room: whether one more is accepted; `resume` is to be called when that is true again.
+    """
+
+    def __init__(
+        self,
+        sockets: Iterable[socket.socket],
+        on_connection: Callable[[socket.socket], None],
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.sockets = list(sockets)
+        self.on_connection = on_connection
+        self.has_room = has_room
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_accepting = False
+        self._retry: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Listen, on the running loop; clients can connect from now on.
+
+        Raises:
+            OSError: another program listens at the port; the sockets are closed.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            for sock in self.sockets:
+                sock.setblocking(False)  # a client may be gone again before accept(2)
+                sock.listen(BACKLOG)
+        except OSError:
+            self.close()
+            raise
+        self.resume()
+
+    def resume(self) -> None:
+        """Accept again, if accepting was paused and there is room."""
+        if self._loop is None or self._is_accepting or not self.sockets or not self.has_room():
+            return
+        self._is_accepting = True
+        self._cancel_retry()
+        for sock in self.sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def release(self) -> list[socket.socket]:
+        """Accept no more; return the sockets, which the caller owns from now on."""
+        self._pause()
+        sockets, self.sockets = self.sockets, []
+        return sockets
+
+    def close(self) -> None:
+        """Stop listening.  Idempotent; needs no running loop."""
+        for sock in self.release():
+            sock.close()
+
+    def _pause(self) -> None:
+        if self._is_accepting and self._loop is not None and not self._loop.is_closed():
+            for sock in self.sockets:
+                self._loop.remove_reader(sock)
+        self._is_accepting = False
+        self._cancel_retry()
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _accept(self, sock: socket.socket) -> None:
+        assert self._loop is not None, "it accepts since `start`"
+        for _ in range(_BATCH):
+            if not self.has_room():
+                self._pause()
+            if not self._is_accepting:  # `on_connection` may have closed it
+                return
+            try:
+                connection, _ = sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue  # the client has closed it already
+            except OSError:
+                # No descriptor or no memory is left.
+                self._pause()
+                # A poll: other parts of the program close descriptors without notice.
+                self._retry = self._loop.call_later(_RETRY, self.resume)
+                return
+            connection.setblocking(False)
+            self.on_connection(connection)
 
 
 def port_owner(port: int) -> str | None:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from elastic_aio.aio import cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError, StoreError
-from elastic_aio.sockets import BACKLOG, bind_listeners, port_owner, without_idna
+from elastic_aio.sockets import Acceptor, bind_listeners, port_owner, without_idna
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.spec.job import LaunchSpec
 
@@ -59,13 +59,15 @@ class WorkerStore:
             HostError: the port cannot be bound.
         """
         self._on_drop = on_drop
-        self._loop = asyncio.get_running_loop()
         self._token = token
-        self._sockets = bind_listeners(host, port, _PEER_TIMEOUT_S)
-        self.port: int = self._sockets[0].getsockname()[1]
+        sockets = bind_listeners(host, port, _PEER_TIMEOUT_S)
+        self.port: int = sockets[0].getsockname()[1]
         self._server: StoreServer | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._listen()
+        self._acceptor = Acceptor(sockets, self._on_first_connection)
+        try:
+            self._acceptor.start()
+        except OSError as error:  # another process bound the port too, and listened first
+            raise HostError(f"cannot listen on port {self.port}: {error.strerror}") from None
 
     def __repr__(self) -> str:
         return f"<WorkerStore on port {self.port}: {self._server or 'no connection yet'}>"
@@ -75,41 +77,22 @@ class WorkerStore:
 
         Idempotent; safe to call again after cancellation.
         """
-        if self._starting is None:
-            for listener in self._sockets:
-                self._loop.remove_reader(listener)
-                listener.close()
-            return
-        await asyncio.wait([self._starting])
-        if self._server is not None:
+        if self._server is None:
+            self._acceptor.close()
+        else:
             await self._server.aclose()
 
-    def _listen(self) -> None:
-        try:
-            for listener in self._sockets:
-                listener.listen(BACKLOG)
-        except OSError as error:  # another process bound the port too, and listened first
-            for listener in self._sockets:
-                listener.close()
-            raise HostError(f"cannot listen on port {self.port}: {error.strerror}") from None
-        for listener in self._sockets:
-            self._loop.add_reader(listener, self._on_first_connection)
-
-    def _on_first_connection(self) -> None:
-        for listener in self._sockets:
-            self._loop.remove_reader(listener)
-        self._starting = create_task(self._serve(), name=f"store on port {self.port}")
-
-    async def _serve(self) -> None:
+    def _on_first_connection(self, connection: socket.socket) -> None:
         from elastic_aio.store.server import StoreServer
 
         self._server = StoreServer(
-            listening=self._sockets,
+            listening=self._acceptor.release(),
             token=self._token,
             admit_hosts=self._token is not None,
             on_drop=self._on_drop,
         )
-        await self._server.start()
+        self._server.serve()
+        self._server.open(connection)
 
 
 async def bind_store(

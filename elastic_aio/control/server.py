@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from elastic_aio.aio import create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
 from elastic_aio.process.base import reason_of
+from elastic_aio.sockets import Acceptor
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX: Final = 64
 """Connections at a time."""
 
-_BACKLOG: Final = 16
-_RETRY_S: Final = 1.0
-"""Seconds without accepting after a lack of descriptors."""
 _REMADE_AFTER_S: Final = 1.0
 """Seconds from the removal of the socket to the next one: a directory is removed in steps."""
 _WATCHED_AFTER_S: Final = 10.0
@@ -59,7 +57,7 @@ class ControlServer:
         self._on_unavailable = on_unavailable
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._socket: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._watcher: InotifyWatcher | None = None
         self._timer: asyncio.TimerHandle | None = None  # until it is watched, or made anew
         self._watched_after = _WATCHED_AFTER_S
@@ -80,18 +78,18 @@ class ControlServer:
         name = f"{self._pid}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
         unfinished = os.path.join(directory, f".{name}")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        acceptor = Acceptor([listener], self._on_connection)
         try:
             listener.bind(unfinished)
             os.chmod(unfinished, 0o600)
-            listener.listen(_BACKLOG)
+            acceptor.start()
             self.path = os.path.join(directory, name)
             os.rename(unfinished, self.path)
         except OSError:
-            listener.close()
+            acceptor.close()
             self.path = ""
             raise
-        self._socket = listener
-        self._loop.add_reader(listener, self._accept)
+        self._acceptor = acceptor
         self._timer = self._loop.call_later(self._watched_after, self._watch)
 
     def _watch(self) -> None:
@@ -112,12 +110,10 @@ class ControlServer:
         """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._socket is None or os.getpid() != self._pid:
+        if self._acceptor is None or os.getpid() != self._pid:
             return
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket)
-        self._socket.close()
-        self._socket = None
+        self._acceptor.close()
+        self._acceptor = None
         if self._watcher is not None:
             self._watcher.close()
         try:
@@ -141,17 +137,7 @@ class ControlServer:
         if self._sessions:
             await asyncio.wait(self._sessions)
 
-    def _accept(self) -> None:
-        assert self._socket is not None, "the reader is removed before"
-        try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:  # no descriptor left; the socket stays readable meanwhile
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_RETRY_S, self._resume)
-            return
-        connection.setblocking(False)
+    def _on_connection(self, connection: socket.socket) -> None:
         job = self._job()
         if job is None or not is_peer_allowed(connection):
             connection.close()
@@ -170,7 +156,3 @@ class ControlServer:
         if not session.cancelled() and (error := session.exception()) is not None:
             context = {"message": "a control request failed", "exception": error}
             self._loop.call_exception_handler(context)
-
-    def _resume(self) -> None:
-        if self._socket is not None:
-            self._loop.add_reader(self._socket, self._accept)

@@ -13,17 +13,18 @@ serves only clients that speak TLS, and torch's do not.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
-from elastic_aio.aio import random_bytes, run_shielded, running_loop
+from elastic_aio.aio import create_task, random_bytes, run_shielded, running_loop
 from elastic_aio.errors import HostError
-from elastic_aio.sockets import bind_listeners, format_endpoint
+from elastic_aio.sockets import Acceptor, bind_listeners, format_endpoint
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import wire
-from elastic_aio.store.acceptor import Acceptor
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import Dropped, ServerLimits
 from elastic_aio.store.reply_queue import Buffers
@@ -38,6 +39,9 @@ PAUSE_RESOLUTION: Final = 1.0
 
 _LATE: Final = 0.05
 """A timer this late, in seconds, may run before the data in the sockets has been read."""
+
+_SPARE_DESCRIPTORS: Final = 64
+"""Descriptors of this process that are left for the rest of the program."""
 
 _CLOSE_TIMEOUT: Final = 1.0
 """Seconds for the last replies to leave when the server closes."""
@@ -119,15 +123,16 @@ class StoreServer:
         self._has_later = False
         self.buffers = Buffers()
         self._connections: dict[Connection, None] = {}  # ordered
-        self._sockets = list(listening)
-        self._acceptor: Acceptor | None = None
+        self._acceptor = Acceptor(listening, self.open, self._has_room)
+        self._connections_max = sys.maxsize
+        self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._is_late = False
         self._all_gone: asyncio.Event | None = None
 
     def __repr__(self) -> str:
-        state = f"on {self.endpoint}" if self._sockets else "not listening"
+        state = f"on {self.endpoint}" if self._acceptor.sockets else "not listening"
         return f"<StoreServer {state}, {len(self._connections)} connections, {self.keyspace!r}>"
 
     async def __aenter__(self) -> Self:
@@ -141,14 +146,15 @@ class StoreServer:
     @property
     def port(self) -> int:
         """The bound port; before `start`, the configured one."""
-        return int(self._sockets[0].getsockname()[1]) if self._sockets else self._address[1]
+        sockets = self._acceptor.sockets
+        return int(sockets[0].getsockname()[1]) if sockets else self._address[1]
 
     @property
     def endpoint(self) -> str:
         """`host:port` of the first bound address; before `start`, as configured."""
-        if not self._sockets:
+        if not self._acceptor.sockets:
             return f"{self._address[0] or '*'}:{self._address[1]}"
-        return format_endpoint(self._sockets[0].getsockname())
+        return format_endpoint(self._acceptor.sockets[0].getsockname())
 
     @property
     def connection_count(self) -> int:
@@ -163,18 +169,41 @@ class StoreServer:
         Raises:
             HostError: the host has no address, or the port cannot be bound.
         """
+        if not self._acceptor.sockets:
+            sockets = bind_listeners(*self._address, self.limits.peer_timeout)
+            self._acceptor.sockets = sockets
+        self.serve()
+
+    def serve(self) -> None:
+        """Serve the sockets that were given as `listening`; on return clients can connect.
+
+        Raises:
+            HostError: another program listens at the port.
+        """
         self.loop = asyncio.get_running_loop()
-        if not self._sockets:
-            self._sockets = bind_listeners(*self._address, self.limits.peer_timeout)
-        self._acceptor = Acceptor(
-            self._sockets, self._make_protocol, lambda: len(self._connections)
-        )
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if descriptors != resource.RLIM_INFINITY:
+            self._connections_max = max(1, descriptors - _SPARE_DESCRIPTORS)
+        where = self.endpoint
         try:
             self._acceptor.start()
         except OSError as error:
-            where = self.endpoint
-            self._stop_listening()
             raise HostError(f"cannot listen on {where}: {error.strerror}") from None
+
+    def open(self, connection: socket.socket) -> None:
+        """Serve a connection that has been accepted."""
+        task = create_task(self._open(connection), name="accepted connection")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self.loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:
+            connection.close()  # the client has closed it already
+
+    def _has_room(self) -> bool:
+        return len(self._connections) + len(self._opening) < self._connections_max
 
     async def aclose(self) -> None:
         """Stop listening, send the pending replies and end all connections.
@@ -183,13 +212,13 @@ class StoreServer:
 
         Cancellation: raised when all is closed.
         """
-        if self._sockets:
+        if self._acceptor.sockets:
             await run_shielded(self._close)
 
     async def _close(self) -> None:
-        self._stop_listening()
-        if self._acceptor is not None:
-            await self._acceptor.wait_opened()
+        self._acceptor.close()
+        if self._opening:
+            await asyncio.wait(self._opening)  # an iteration of the loop
         if self._timer is not None:
             self._timer.cancel()
         if not self._connections:
@@ -204,13 +233,6 @@ class StoreServer:
                 connection.abort()
             # connection_lost is called in the next iteration of the loop.
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
-
-    def _stop_listening(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.close()
-        for sock in self._sockets:
-            sock.close()
-        self._sockets.clear()
 
     def _make_protocol(self) -> asyncio.Protocol:
         connection = Connection(self)
@@ -230,8 +252,7 @@ class StoreServer:
         """Register a new connection; return whether it may stay."""
         is_room = len(self._connections) < self.limits.connections or self._evict_stranger()
         self._connections[connection] = None
-        assert self._acceptor is not None
-        return is_room and not self._acceptor.is_closed
+        return is_room and bool(self._acceptor.sockets)
 
     def _evict_stranger(self) -> bool:
         """Drop the oldest client in its handshake; return whether there was one."""
@@ -250,8 +271,7 @@ class StoreServer:
         self._flush()
         if had_deadlines:
             self._rearm()
-        if self._acceptor is not None:
-            self._acceptor.resume()
+        self._acceptor.resume()
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
