@@ -59,7 +59,7 @@ def discard_unsent(transport: Any) -> None:
 
     Otherwise it goes on sending in the background, and a write of a connection that was
     given up would arrive after those of the connection in its place.  The peer gets a reset,
-    which tells it from the end of this process (see `elastic_aio.store.lease_table`).
+    which tells it from the end of this process (see `elastic_aio.store.keyspace`).
     """
     sock = transport.get_extra_info("socket")
     # A TLS transport that has ended has none; closed ones raise, and uvloop's a ValueError.

@@ -99,11 +99,8 @@ PURE = {
     "engines.redis.script",
     "store.wire",
     "store.keyspace",
-    "store.lease_table",
     "store.limits",
     "store.replies",
-    "store.wait_table",
-    "store.watch_table",
 }
 NOT_PURE = {
     "anyio",

@@ -12,19 +12,22 @@ the hooks of `Client`.  Operations that torch's TCPStore has behave as there:
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from elastic_aio.store import wire
-from elastic_aio.store.lease_table import LeaseHolder, LeaseRecord, LeaseTable
 from elastic_aio.store.limits import (
     BYTES_AT_ONCE,
     ENTRY,
     KEYS_AT_ONCE,
     TARGET,
+    WAIT,
     WORK_AT_ONCE,
     KeyspaceLimits,
     Usage,
@@ -32,9 +35,14 @@ from elastic_aio.store.limits import (
     in_parts,
 )
 from elastic_aio.store.limits import OperationRefused as OperationRefused
-from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_SET, WatchSnapshot
-from elastic_aio.store.wait_table import ITEM, VALUES, WOKEN, Waiter, WaitHolder, WaitTable
-from elastic_aio.store.watch_table import PresentPairs, Watcher, WatchTable
+from elastic_aio.store.replies import (
+    CHANGE_CLOSED,
+    CHANGE_DELETED,
+    CHANGE_EXPIRED,
+    CHANGE_SET,
+    RawChange,
+    WatchSnapshot,
+)
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 _LONGEST: Final = 64
@@ -45,6 +53,690 @@ _LISTED: Final = 1 << 20
 
 PENDING: Final = object()
 """In place of a result: the client receives it later, through one of its hooks."""
+
+
+# Modes of a waiter: what it is sent when it is done.
+WOKEN, VALUES, ITEM = range(3)
+
+
+class WaitHolder:
+    """The wait half of a client: its pending waits, by tag."""
+
+    is_gone = False
+    """Whether it receives nothing any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: dict[Any, Waiter] = {}
+        self.awaited = 0
+        """The number of pairs of a pending wait and a missing key."""
+
+    def on_woken(self, tag: Any) -> None:
+        """A WAIT or BARRIER is done: all its keys are present."""
+        raise NotImplementedError
+
+    def on_values(self, tag: Any, values: list[bytes]) -> None:
+        """A GET_WHEN_SET is done: all its keys are present, with these values."""
+        raise NotImplementedError
+
+    def on_present(self, tag: Any, keys: Sequence[bytes]) -> bool:
+        """A GET_WHEN_SET is done; return whether the client reads its values itself, in parts."""
+        return False
+
+    def on_item(self, tag: Any, item: bytes) -> None:
+        """A POP_WHEN_PUSHED is done and takes `item`."""
+        raise NotImplementedError
+
+    def on_refused(self, tag: Any, why: str) -> None:
+        """A GET_WHEN_SET is done: all its keys are present, but cannot be sent."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One pending wait; `requested` are the keys of a GET_WHEN_SET."""
+
+    client: WaitHolder
+    tag: Any
+    mode: int
+    requested: Sequence[bytes] = ()
+    keys: Sequence[bytes] = ()
+    missing: int = 0
+    size: int = 0
+
+
+class WaitTable:
+    """All pending waits of one store."""
+
+    def __init__(
+        self,
+        limits: KeyspaceLimits,
+        usage: Usage,
+        work: Work,
+        values: Mapping[bytes, bytes],
+        queues: Mapping[bytes, object],
+        collect: Callable[[Sequence[bytes]], list[bytes]],
+    ) -> None:
+        """Begin without waits.
+
+        Args:
+            limits: those of the store.
+            usage: the account of the store's bytes.
+            work: takes the notifications.
+            values: those of the store.
+            queues: those of the store that are not empty.
+            collect: returns the values of keys as one reply; may refuse.
+        """
+        self._limits = limits
+        self._usage = usage
+        self._work = work
+        self._values = values
+        self._queues = queues
+        self._collect = collect
+        # An ordered set for each key.
+        self.by_key: dict[bytes, dict[Waiter, None]] = {}
+        """By missing key: the waiters that end when it is written."""
+        # Of a dict that has been emptied from the front, the first key takes long to find.
+        self.by_queue: dict[bytes, OrderedDict[Waiter, None]] = {}
+        """By empty queue: the waiters that end when an item is pushed; WAIT is in both."""
+        self.count = 0
+        """The number of pairs of a pending wait and a missing key."""
+
+    def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
+        """Wait for the `missing` keys; replaces a wait of the client with the same tag.
+
+        Raises:
+            OperationRefused: there are too many waits.
+        """
+        if waiter.tag in waiter.client.waits:
+            self.cancel(waiter.client, waiter.tag)
+        keys = tuple(dict.fromkeys(missing)) if len(missing) > 1 else missing
+        if self.count + len(keys) > self._limits.waits:
+            raise OperationRefused(f"too many waits: {self.count} keys are being waited for")
+        limit = self._limits.waits_each
+        if waiter.client.awaited + len(keys) > limit:
+            raise OperationRefused(f"too many waits of one client: the limit is {limit} keys")
+        size = WAIT * (len(keys) + 1) + sum(map(len, keys))
+        if len(waiter.requested) > 1:
+            size += sum(map(len, waiter.requested)) + 48 * len(waiter.requested)
+        self._usage.take(size)
+        waiter.size = size
+        self._work.spend(len(keys) // 4)
+        self._add(waiter, keys)
+
+    def cancel(self, client: WaitHolder, tag: Any) -> bool:
+        """End the wait `tag`; return whether there was one."""
+        waiter = client.waits.get(tag)
+        if waiter is None:
+            return False
+        waiter.missing = 0
+        self._end(waiter)
+        self._work.run(self._remove_keys(waiter))
+        return True
+
+    def forget(self, client: WaitHolder) -> bool:
+        """End some waits of a client that is gone; return whether it has more."""
+        left = KEYS_AT_ONCE
+        while client.waits and left > 0:
+            tag, waiter = client.waits.popitem()
+            waiter.missing = 0
+            kept = max(0, len(waiter.keys) - left)
+            left -= len(waiter.keys) - kept + 1
+            for key in waiter.keys[kept:]:
+                self._remove(key, waiter)
+            waiter.keys = waiter.keys[:kept]
+            if kept:
+                client.waits[tag] = waiter
+            else:
+                self._usage.left += waiter.size
+        return bool(client.waits)
+
+    def on_written(self, key: bytes) -> None:
+        """Notify the waiters for `key`, which has been written, oldest first."""
+        self._work.run(self._notify(key, list(self.by_key[key])))
+
+    def on_pushed(self, key: bytes, take: Callable[[bytes], bytes]) -> None:
+        """Notify the waiters for the queue `key`, which has got an item, oldest first.
+
+        `take` removes the oldest item of a queue and returns it.
+        """
+        if key in self.by_queue:
+            self._work.run(self._notify_queue(key, take))
+
+    def _add(self, waiter: Waiter, keys: Sequence[bytes]) -> None:
+        waiter.keys = keys
+        waiter.missing = len(keys)
+        waiter.client.waits[waiter.tag] = waiter
+        for key in keys[:KEYS_AT_ONCE]:
+            self._await(key, waiter)
+        if len(keys) > KEYS_AT_ONCE:
+            self._work.run(self._await_others(waiter, keys))
+
+    def _await(self, key: bytes, waiter: Waiter) -> None:
+        self.count += 1
+        waiter.client.awaited += 1
+        if waiter.mode != ITEM:
+            self.by_key.setdefault(key, {})[waiter] = None
+        if waiter.mode != VALUES:
+            self.by_queue.setdefault(key, OrderedDict())[waiter] = None
+
+    def _await_others(self, waiter: Waiter, keys: Sequence[bytes]) -> Iterator[int]:
+        for key in islice(keys, KEYS_AT_ONCE, None):
+            if waiter.missing <= 0:
+                return  # it has ended
+            if key in self._values or (waiter.mode == WOKEN and key in self._queues):
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
+                    return
+            else:
+                self._await(key, waiter)
+            yield 1
+
+    def _remove(self, key: bytes, waiter: Waiter) -> bool:
+        """Remove `waiter` from the waiters for `key`; return whether it was one."""
+        was_one = False
+        tables: tuple[dict[bytes, Any], ...] = self.by_key, self.by_queue
+        for table in tables:
+            waiters = table.get(key)
+            if waiters is not None and waiters.pop(waiter, self) is None:
+                was_one = True
+                if not waiters:
+                    del table[key]
+        if was_one:
+            self.count -= 1
+            waiter.client.awaited -= 1
+        return was_one
+
+    def _remove_keys(self, waiter: Waiter) -> Iterator[int]:
+        for key in waiter.keys:
+            self._remove(key, waiter)
+            yield 1
+
+    def _notify(self, key: bytes, waiters: list[Waiter]) -> Iterator[int]:
+        for waiter in waiters:
+            # Its wait may have ended since the key was written.
+            if self._remove(key, waiter):
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
+            yield 1 + len(waiter.requested) // 4
+
+    def _notify_queue(self, key: bytes, take: Callable[[bytes], bytes]) -> Iterator[int]:
+        while key in self.by_queue and key in self._queues:
+            waiter = next(iter(self.by_queue[key]))
+            self._remove(key, waiter)
+            if waiter.mode == ITEM and not waiter.client.is_gone:
+                self._end(waiter)
+                waiter.client.on_item(waiter.tag, take(key))
+            elif not waiter.client.is_gone:
+                # The item stays: a torch client pops it with another request once woken.
+                waiter.missing -= 1
+                if not waiter.missing:
+                    self._complete(waiter)
+                    return
+            yield 1
+
+    def _complete(self, waiter: Waiter) -> None:
+        if waiter.mode == WOKEN:
+            self._end(waiter)
+            waiter.client.on_woken(waiter.tag)
+            return
+        if waiter.client.on_present(waiter.tag, waiter.requested):
+            self._end(waiter)
+            return
+        # A key may have been set and deleted while others were missing: wait for it again.
+        missing = [key for key in waiter.requested if key not in self._values]
+        if missing:
+            self._add(waiter, tuple(dict.fromkeys(missing)))
+            return
+        self._end(waiter)
+        try:
+            values = self._collect(waiter.requested)
+        except OperationRefused as error:
+            waiter.client.on_refused(waiter.tag, str(error))
+        else:
+            waiter.client.on_values(waiter.tag, values)
+
+    def _end(self, waiter: Waiter) -> None:
+        del waiter.client.waits[waiter.tag]
+        self._usage.left += waiter.size
+
+
+class LeaseHolder:
+    """The lease half of a client: the leases it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: set[LeaseRecord] = set()
+        self.last_received_at = 0.0
+        """When the server last received bytes from the client, by the server's clock."""
+        self.has_closed = False
+        """Whether the connection has come to an orderly end, which is not a reset."""
+
+    def is_unread(self) -> bool:
+        """Return whether the server itself does not read what the client sends."""
+        return False
+
+    def on_lease_ended(self, tag: Any) -> None:
+        """The lease granted or resumed by the request `tag` has expired; its keys are gone."""
+        raise NotImplementedError
+
+    def on_released(self, tag: Any) -> None:
+        """The keys of the lease that the request `tag` has released are gone."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LeaseRecord:
+    """A lease as the server keeps it; times in seconds."""
+
+    lease_id: bytes
+    ttl: float
+    linger: float
+    keys: dict[bytes, None] = field(default_factory=dict)  # ordered
+    holder: LeaseHolder | None = None
+    tag: Any = None
+    ends_at: float = 0.0
+    entry: int = 0
+    """The number of its valid heap entry; older entries are stale.  0: it has ended."""
+    has_closed: bool = False
+    """Whether its last holder has, as in `LeaseHolder`."""
+
+    def deadline(self) -> float:
+        return self.ends_at if self.holder is None else self.holder.last_received_at + self.ttl
+
+    def kind_of_end(self) -> int:
+        return CHANGE_CLOSED if self.has_closed else CHANGE_EXPIRED
+
+
+class LeaseTable:
+    """All leases of one store, and the keys bound to them."""
+
+    def __init__(
+        self, remove: Callable[[bytes, int], object], limits: KeyspaceLimits, work: Work
+    ) -> None:
+        """Begin without leases.
+
+        `remove` is called with each key of a lease that ends and the kind of the change;
+        `work` takes the calls.
+        """
+        self._remove = remove
+        self._limits = limits
+        self._work = work
+        self._departed: OrderedDict[LeaseRecord, None] = OrderedDict()
+        self._leases: dict[bytes, LeaseRecord] = {}
+        self.lease_of: dict[bytes, LeaseRecord] = {}
+        """The lease of each key that is bound to one."""
+        # Every frame received postpones a deadline.  The heap is only updated when
+        # its earliest entry is due, so that a renewal costs nothing.
+        self._heap: list[tuple[float, int, LeaseRecord]] = []
+        self._count = 0
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a lease that has not ended."""
+        return bool(self._leases)
+
+    def find(self, lease_id: bytes) -> LeaseRecord | None:
+        """Return the lease, or None if it has ended."""
+        return self._leases.get(lease_id)
+
+    def grant(
+        self, holder: LeaseHolder, tag: Any, lease_id: bytes, ttl: float, linger: float, now: float
+    ) -> bool:
+        """Create a lease; return False if there are too many."""
+        limits = self._limits
+        if len(self._leases) >= limits.leases or len(holder.leases) >= limits.leases_each:
+            return False
+        lease = self._leases[lease_id] = LeaseRecord(lease_id, ttl, linger)
+        self._attach(lease, holder, tag, now)
+        return True
+
+    def resume(self, holder: LeaseHolder, tag: Any, lease_id: bytes, now: float) -> bool:
+        """Bind a lease to another connection of its holder; return False if it has ended."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        if lease.holder is not None:
+            # The former connection is broken, but the server has not noticed yet.
+            lease.holder.leases.discard(lease)
+        self._attach(lease, holder, tag, now)
+        return True
+
+    def release(
+        self, lease: LeaseRecord, kind: int, then: Callable[[], None] | None = None
+    ) -> None:
+        """End a lease, remove its keys by changes of a `kind`, and call `then`, maybe later."""
+        lease.entry = 0
+        self._leases.pop(lease.lease_id, None)
+        self._departed.pop(lease, None)
+        if lease.holder is not None:
+            lease.holder.leases.discard(lease)
+        self._work.spend(1)
+        self._work.run(self._remove_keys(lease, kind, then))
+
+    def bind(self, lease: LeaseRecord, key: bytes) -> None:
+        """Bind `key`, which has just been written, to `lease`."""
+        lease.keys[key] = None
+        self.lease_of[key] = lease
+
+    def unbind(self, key: bytes) -> None:
+        """Release `key`, which was deleted or written without its lease."""
+        lease = self.lease_of.pop(key, None)
+        if lease is not None:
+            lease.keys.pop(key, None)
+
+    def forget(self, holder: LeaseHolder, now: float) -> bool:
+        """End or detach leases of `holder`, whose connection has ended; return if it has more."""
+        while holder.leases:
+            lease = holder.leases.pop()
+            lease.holder, lease.has_closed = None, holder.has_closed
+            if lease.linger <= 0:
+                self.release(lease, lease.kind_of_end())
+            else:
+                lease.ends_at = now + lease.linger
+                # The new deadline may be earlier than the heap's entry.
+                self._push(lease)
+                self._departed[lease] = None
+                if len(self._departed) > self._limits.departed:
+                    oldest = next(iter(self._departed))
+                    self.release(oldest, oldest.kind_of_end())
+            if self._work.left <= 0:
+                break
+        return bool(holder.leases)
+
+    def extend_all(self, seconds: float, now: float) -> None:
+        """Postpone every deadline by `seconds`: the server received nothing for so long.
+
+        Only by the pause: a server that pauses again and again must still expire a lease.
+        """
+        for holder in {lease.holder for lease in self._leases.values() if lease.holder}:
+            # Not beyond `now`: the bytes of some holders have been read since the pause.
+            holder.last_received_at = min(now, holder.last_received_at + seconds)
+        for lease in self._leases.values():
+            # The ends of some connections have been read since the pause, too.
+            lease.ends_at = min(lease.ends_at + seconds, now + lease.linger)
+        # The earlier deadlines have passed, and would be taken for another pause.
+        for lease in self._leases.values():
+            self._push(lease)
+
+    def next_deadline(self) -> float | None:
+        """Return when `expire` is due, or None."""
+        while self._heap and self._heap[0][1] != self._heap[0][2].entry:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def expire(self, now: float) -> None:
+        """End leases whose deadline has passed, until the work is spent."""
+        while (due := self.next_deadline()) is not None and due <= now and self._work.left > 0:
+            self._work.spend(1)
+            lease = heapq.heappop(self._heap)[2]
+            holder = lease.holder
+            if holder is not None and holder.is_unread():
+                holder.last_received_at = now
+            if lease.deadline() > now:
+                self._push(lease)
+                continue
+            then = None if holder is None else partial(holder.on_lease_ended, lease.tag)
+            self.release(lease, lease.kind_of_end(), then)
+
+    def _push(self, lease: LeaseRecord) -> None:
+        self._count += 1
+        lease.entry = self._count
+        heapq.heappush(self._heap, (lease.deadline(), self._count, lease))
+        if len(self._heap) > 2 * len(self._leases) + 64:
+            # Stale entries of leases with distant deadlines.
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
+            heapq.heapify(self._heap)
+
+    def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
+        self._departed.pop(lease, None)
+        lease.holder, lease.has_closed = holder, False
+        lease.tag = tag
+        holder.leases.add(lease)
+        holder.last_received_at = now
+        # The new deadline may be earlier than the heap's entry.
+        self._push(lease)
+
+    def _remove_keys(
+        self, lease: LeaseRecord, kind: int, then: Callable[[], None] | None
+    ) -> Iterator[int]:
+        # Another lease may take a key, or a value without one, before it is removed (`unbind`).
+        while lease.keys:
+            self._remove(lease.keys.popitem()[0], kind)
+            yield 1
+        if then is not None:
+            then()
+
+
+LINGER: Final = 60.0
+"""Seconds for which changes are recorded for a watch whose connection has ended."""
+
+
+class Watcher:
+    """The watch half of a client: the watches it has open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watches: dict[Any, _Target] = {}
+
+    def on_change(self, tag: Any, change: RawChange) -> None:
+        """A key of the watch `tag` has changed."""
+        raise NotImplementedError
+
+
+class PresentPairs(Watcher):
+    """The pairs of a watched prefix while they are read in parts.
+
+    It has the present value of each key that has been read, or has changed since the watch began.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: dict[bytes, bytes] = {}
+
+    def on_change(self, tag: Any, change: RawChange) -> None:
+        if change.kind == CHANGE_SET:
+            self.pairs[change.key] = change.value
+        else:
+            self.pairs.pop(change.key, None)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Target:
+    """A watched key or prefix; it outlives its last watcher by `LINGER` seconds."""
+
+    key: bytes
+    is_prefix: bool
+    since: int
+    # With the last revision that their snapshots, or the changes sent after them, include.
+    watchers: dict[tuple[Watcher, Any], int] = field(default_factory=dict)
+    # The changes that some watchers have not received yet.
+    pending: deque[RawChange] = field(default_factory=deque)
+
+    def covers(self, key: bytes) -> bool:
+        return key.startswith(self.key) if self.is_prefix else key == self.key
+
+
+class WatchTable:
+    """All watches of one store, and the recent changes of the watched keys."""
+
+    def __init__(self, limits: KeyspaceLimits, usage: Usage, work: Work) -> None:
+        """Begin without watches.
+
+        `usage` accounts for the watched keys, and `work` takes the notifications.
+        """
+        self._limit = limits.watches
+        self._limit_each = limits.watches_each
+        self._usage = usage
+        self._work = work
+        self._history_limit = limits.history
+        self._size_limit = limits.history_size
+        self.targets: dict[tuple[bytes, bool], _Target] = {}
+        """The watched keys and prefixes; while there are none, changes need not be recorded."""
+        # The number of watched prefixes of each length: a changed key is looked up
+        # once per length instead of being compared with every prefix.
+        self._lengths: Counter[int] = Counter()
+        # Until when a target is kept for clients that reconnect; in order of time,
+        # since every entry is made `LINGER` seconds before it is due.
+        self._kept_until: OrderedDict[_Target, float] = OrderedDict()
+        self._history: deque[RawChange] = deque()
+        self._size = 0
+        self._dropped_revision = 0
+        self._revision = 0
+        self._count = 0
+
+    def begin(
+        self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, last_revision: int
+    ) -> WatchSnapshot:
+        """Begin a watch, or continue one after `last_revision` if that is not negative.
+
+        It replaces a watch of the client with the same tag.
+
+        Returns:
+            The snapshot, whose `pairs` the caller must fill in if it `is_whole`; after
+            any other the caller must send the changes `since`.
+
+        Raises:
+            OperationRefused: there are too many watches.
+        """
+        self.cancel(watcher, tag)
+        if self._count >= self._limit:
+            raise OperationRefused("there are too many watches")
+        if len(watcher.watches) >= self._limit_each:
+            limit = self._limit_each
+            raise OperationRefused(f"too many watches of one client: the limit is {limit}")
+        target = self.targets.get((key, is_prefix)) or self._add(key, is_prefix)
+        target.watchers[watcher, tag] = self._revision
+        watcher.watches[tag] = target
+        self._count += 1
+        if not max(target.since, self._dropped_revision) <= last_revision <= self._revision:
+            return WatchSnapshot(True, self._revision, ())
+        return WatchSnapshot(False, last_revision, ())
+
+    def since(self, watcher: Watcher, tag: Any, last_revision: int) -> list[RawChange]:
+        """Return the recorded changes of a continued watch after `last_revision`."""
+        target = watcher.watches[tag]
+        changes = []
+        for change in reversed(self._history):
+            if change.revision <= last_revision:
+                break
+            if target.covers(change.key):
+                changes.append(change)
+        self._work.spend(self._revision - max(last_revision, self._dropped_revision) >> 3)
+        return changes[::-1]
+
+    def catch_up(self, watcher: Watcher, tag: Any) -> None:
+        """Notify a watcher now of all changes that it has not received, others perhaps again."""
+        for change in watcher.watches[tag].pending:
+            watcher.on_change(tag, change)
+
+    def cancel(self, watcher: Watcher, tag: Any) -> bool:
+        """End the watch `tag`; return whether there was one."""
+        target = watcher.watches.pop(tag, None)
+        if target is None:
+            return False
+        self._remove(target, watcher, tag)
+        if not target.watchers and target not in self._kept_until:
+            self._drop(target)
+        return True
+
+    def forget(self, watcher: Watcher, now: float) -> None:
+        """End the watches of a broken connection; record their changes `LINGER` seconds more."""
+        for tag, target in watcher.watches.items():
+            self._remove(target, watcher, tag)
+            self._kept_until.pop(target, None)
+            self._kept_until[target] = now + LINGER
+        watcher.watches.clear()
+
+    def record(self, kind: int, key: bytes, value: bytes) -> None:
+        """Record a change and notify the watchers, if `key` is watched.
+
+        Each watch receives its changes in order; if there are many watches, later.
+        """
+        self._work.spend(self.units(len(key)))
+        targets = list(self._covering(key))
+        if not targets:
+            return
+        self._revision += 1
+        change = RawChange(kind, self._revision, key, value)
+        self._history.append(change)
+        self._size += len(key) + len(value)
+        while len(self._history) > self._history_limit or self._size > self._size_limit:
+            oldest = self._history.popleft()
+            self._size -= len(oldest.key) + len(oldest.value)
+            self._dropped_revision = oldest.revision
+        for target in targets:
+            target.pending.append(change)
+            if len(target.pending) == 1:
+                self._work.run(self._notify(target))
+            else:
+                self._work.spend(WORK_AT_ONCE)
+
+    def units(self, size: int) -> int:
+        """Return the work to look up the watches of a key of `size` bytes, hashed per length."""
+        return len(self._lengths) * (size + 256) >> 12
+
+    def next_deadline(self) -> float | None:
+        """Return when `expire` is due, or None."""
+        return next(iter(self._kept_until.values()), None)
+
+    def expire(self, now: float) -> None:
+        """Drop targets whose watchers have not returned in time, until the work is spent."""
+        while (due := self.next_deadline()) is not None and due <= now and self._work.left > 0:
+            self._drop_oldest()
+            self._work.spend(1)
+
+    def _drop_oldest(self) -> None:
+        target, _ = self._kept_until.popitem(last=False)
+        if not target.watchers:
+            self._drop(target)
+
+    def _add(self, key: bytes, is_prefix: bool) -> _Target:
+        while len(self.targets) >= self._limit:
+            # One of them has no watcher: its reader gets a whole snapshot if it returns.
+            self._drop_oldest()
+        self._usage.take(TARGET + len(key))
+        target = self.targets[key, is_prefix] = _Target(key, is_prefix, self._revision)
+        if is_prefix:
+            self._lengths[len(key)] += 1
+        return target
+
+    def _notify(self, target: _Target) -> Iterator[int]:
+        watchers = target.watchers
+        while target.pending:
+            change = target.pending[0]
+            for watch in list(watchers):
+                # It may have ended, or begun again, since the change was made.
+                if watchers.get(watch, change.revision) < change.revision:
+                    watch[0].on_change(watch[1], change)
+                yield 1
+            target.pending.popleft()
+
+    def _covering(self, key: bytes) -> Iterator[_Target]:
+        if (target := self.targets.get((key, False))) is not None:
+            yield target
+        for length in self._lengths:
+            target = self.targets.get((key[:length], True)) if length <= len(key) else None
+            if target is not None:
+                yield target
+
+    def _remove(self, target: _Target, watcher: Watcher, tag: Any) -> None:
+        target.watchers.pop((watcher, tag), None)
+        self._count -= 1
+
+    def _drop(self, target: _Target) -> None:
+        del self.targets[target.key, target.is_prefix]
+        self._usage.left += TARGET + len(target.key)
+        if target.is_prefix:
+            length = len(target.key)
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]
+        if not self.targets:
+            self._dropped_revision = self._revision
+            self._history.clear()
+            self._size = 0
 
 
 class Client(LeaseHolder, Watcher, WaitHolder):

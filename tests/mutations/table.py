@@ -659,7 +659,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "expired-is-deleted",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "self.release(lease, lease.kind_of_end(), then)",
         "self.release(lease, 1, then)",
         "an expired key differs from a deleted one",
@@ -676,7 +676,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "reset-is-a-death",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "lease.holder, lease.has_closed = None, holder.has_closed",
         "lease.holder, lease.has_closed = None, True",
         "a node may live whose connection was reset",
@@ -685,14 +685,14 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "resumed-lease-expires",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "            if lease.deadline() > now:\n",
         "            if False:\n",
         "a lease lives while its holder sends",
     ),
     Mutation(
         "lease-never-expires",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "else self.holder.last_received_at + self.ttl",
         "else self.holder.last_received_at + 1e9",
         "the lease of a silent holder ends",
@@ -707,7 +707,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "pause-expires-leases",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "holder.last_received_at = min(now, holder.last_received_at + seconds)",
         "pass",
         "a store that was suspended expires no lease by that",
@@ -715,7 +715,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "lease-does-not-linger",
-        "store/lease_table.py",
+        "store/keyspace.py",
         "if lease.linger <= 0:",
         "if True:",
         "a lease lingers after its connection has ended",
@@ -723,7 +723,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "watch-loses-a-change",
-        "store/watch_table.py",
+        "store/keyspace.py",
         "if change.revision <= last_revision:",
         "if change.revision <= last_revision + 1:",
         "a continued watch has every change",
@@ -731,7 +731,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "watch-has-a-gap",
-        "store/watch_table.py",
+        "store/keyspace.py",
         "if not max(target.since, self._dropped_revision) <= last_revision <= self._revision:",
         "if not target.since <= last_revision <= self._revision:",
         "a watch beyond the history begins with a whole snapshot",
@@ -748,7 +748,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "gone-client-pops",
-        "store/wait_table.py",
+        "store/keyspace.py",
         "if waiter.mode == ITEM and not waiter.client.is_gone:",
         "if waiter.mode == ITEM:",
         "a client that is gone takes no item",

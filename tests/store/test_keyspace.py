@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from elastic_aio.store.keyspace import PENDING, Client, Keyspace
+from elastic_aio.store.keyspace import LINGER, PENDING, Client, Keyspace
 from elastic_aio.store.limits import KeyspaceLimits, OperationRefused, Work
 from elastic_aio.store.replies import CHANGE_DELETED, CHANGE_EXPIRED, CHANGE_SET, RawChange
-from elastic_aio.store.watch_table import LINGER
 from tests.support.usage import counted, occupied
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused
 from elastic_aio.store import ChangeKind, KeyspaceLimits, RemoteStore, StoreServer, connect, wire
-from elastic_aio.store.lease_table import LeaseHolder, LeaseTable
+from elastic_aio.store.keyspace import LeaseHolder, LeaseTable
 from elastic_aio.store.limits import Work
 from elastic_aio.store.replies import CHANGE_CLOSED, CHANGE_DELETED, CHANGE_EXPIRED
 from elastic_aio.store.wire import RequestReader, WireLimits
