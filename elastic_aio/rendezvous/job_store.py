@@ -9,7 +9,7 @@ from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Store, connect
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handshake import client_context
+from elastic_aio.store.link import client_context
 
 _TURN: Final = 2.0
 """Seconds for which one of several endpoints is tried before the next."""

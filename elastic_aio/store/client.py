@@ -30,10 +30,15 @@ from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import wire
 from elastic_aio.store.base import MIN_TTL, Store, check_timeout
 from elastic_aio.store.handles import Lease, Watch
-from elastic_aio.store.handshake import LinkOptions, client_context, open_link
-from elastic_aio.store.link import LinkLost
-from elastic_aio.store.link_plain import PLAIN_PEER, PlainLink
-from elastic_aio.store.link_tagged import TaggedLink
+from elastic_aio.store.link import (
+    PLAIN_PEER,
+    LinkLost,
+    LinkOptions,
+    PlainLink,
+    TaggedLink,
+    client_context,
+    open_link,
+)
 
 _READS: Final = frozenset(
     {wire.CHECK, wire.GET, wire.GET_WHEN_SET, wire.LIST_KEYS, wire.MULTI_GET}

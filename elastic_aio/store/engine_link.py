@@ -20,7 +20,7 @@ from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreTimeout
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.store.handshake import client_context
+from elastic_aio.store.link import client_context
 
 _RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
 

@@ -25,11 +25,9 @@ from elastic_aio.sockets import Acceptor, bind_listeners, format_endpoint
 from elastic_aio.spec.checks import checked_part, checked_port, checked_text, checked_token
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import wire
+from elastic_aio.store.connection import Buffers, Connection, ServerLink
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import Dropped, ServerLimits
-from elastic_aio.store.reply_queue import Buffers
-from elastic_aio.store.server_connection import Connection
-from elastic_aio.store.server_link import ServerLink
 
 if TYPE_CHECKING:
     from elastic_aio.store.tls import TlsContext

@@ -30,7 +30,7 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.rendezvous.state import Outbox
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.store import SimStore, Written

@@ -15,10 +15,10 @@ from elastic_aio.rendezvous.messages import (
     decode_order,
     decode_status,
 )
+from elastic_aio.store.connection import ConnectionServer
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
 from elastic_aio.store.server import StoreServer
-from elastic_aio.store.server_link import ConnectionServer
 from elastic_aio.testing.network import Listener
 from elastic_aio.testing.process import SimProcess
 from elastic_aio.testing.virtual_time import VirtualTime

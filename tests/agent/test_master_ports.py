@@ -25,7 +25,7 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import connect
-from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import ADD, OPENING, encode
 from tests.support.children import noting, shell
 from tests.support.fake_rendezvous import HERE, member, node_spec

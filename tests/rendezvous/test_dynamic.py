@@ -36,7 +36,7 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import KeyspaceLimits, RemoteStore, ServerLimits, StoreServer, connect, wire
-from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until

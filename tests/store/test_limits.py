@@ -25,7 +25,7 @@ from elastic_aio.store import (
     replies,
     wire,
 )
-from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.store.test_server import Peer, connected, limited
 from tests.support.children import until

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.store.connection import Buffers, ReplyQueue
 from elastic_aio.store.replies import LARGE
-from elastic_aio.store.reply_queue import Buffers, ReplyQueue
 
 
 class SlowTransport:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_aio.store import StoreServer, wire
-from elastic_aio.store.server_connection import Connection
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import encode
 
 _MODULES = "elastic_aio/store/"

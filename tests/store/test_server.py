@@ -23,9 +23,9 @@ from elastic_aio.store import (
     replies,
     wire,
 )
+from elastic_aio.store.connection import Connection
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import KeyspaceLimits
-from elastic_aio.store.server_connection import Connection
 from elastic_aio.store.wire import OPENING, RequestReader, WireLimits, encode
 
 pytestmark = pytest.mark.both_loops
