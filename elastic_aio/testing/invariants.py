@@ -418,10 +418,10 @@ class InvariantChecker:
 
     def _on_accepted(self, listener: Listener, protocol: object) -> None:
         if isinstance(protocol, Connection):
-            server = protocol._server
-            if server.instance not in self.stores:
-                store = SimStore(self._time, listener, server, self._on_change)
-                self.stores[server.instance] = store
+            service = protocol.service
+            if service.instance not in self.stores:
+                store = SimStore(self._time, listener, service, self._on_change)
+                self.stores[service.instance] = store
 
     def _on_change(self, store: SimStore, member: str, value: Written) -> None:
         if isinstance(value, Order):

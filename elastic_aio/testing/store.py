@@ -15,7 +15,7 @@ from elastic_aio.rendezvous.messages import (
     decode_order,
     decode_status,
 )
-from elastic_aio.store.connection import ConnectionServer
+from elastic_aio.store.connection import Service
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
 from elastic_aio.store.server import StoreServer
@@ -52,7 +52,7 @@ class SimStore(Client):
     """
 
     def __init__(
-        self, time: VirtualTime, listener: Listener, server: ConnectionServer, on_change: OnChange
+        self, time: VirtualTime, listener: Listener, service: Service, on_change: OnChange
     ) -> None:
         """Watch; `on_change` is called with each new order or leader, and its member.
 
@@ -61,8 +61,8 @@ class SimStore(Client):
         super().__init__()
         self.listener = listener
         self.host = listener.loop.host
-        self.keyspace = server.keyspace
-        self.instance = server.instance
+        self.keyspace = service.keyspace
+        self.instance = service.instance
         self.leader: LeaderRecord | None = None
         self._led = "0"
         self.statuses: dict[str, MemberStatus] = {}

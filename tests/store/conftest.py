@@ -97,7 +97,7 @@ _KINDS = [
 
 def hide_extensions(server: StoreServer) -> None:
     """Make a server of this package look like torch's: without the reserved key."""
-    server._handlers[wire.CHECK] = server.keyspace.check
+    server.service.handlers[wire.CHECK] = server.keyspace.check
 
 
 @pytest.fixture(params=_KINDS)

@@ -520,7 +520,10 @@ async def test_a_broken_wait_on_a_plain_server_is_sent_again(
 async def test_both_ends_enable_keepalive(server: StoreServer, store: RemoteStore) -> None:
     """Only the kernel can detect a lost network on an idle connection."""
     assert store._link is not None
-    ends = [store._link._transport, *(connection._transport for connection in server._connections)]
+    ends = [
+        store._link._transport,
+        *(connection._transport for connection in server.service.connections),
+    ]
     for transport, seconds in zip(ends, (10, 60), strict=True):
         sock = transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -563,11 +566,11 @@ async def test_a_server_proves_that_it_knows_the_token(
     """One that does not gets no request, even if it sends the client's proof back."""
     token = "secret-of-this-test"
 
-    def answer(self: StoreServer, message: bytes, nonce: bytes) -> bytes:
+    def answer(message: bytes, nonce: bytes) -> bytes:
         return message[wire.NONCE_SIZE :] if is_reflected else bytes(32)
 
-    monkeypatch.setattr(StoreServer, "_answer_proof", answer)
     async with StoreServer("127.0.0.1", token=token) as server, ChaosProxy(server.port) as proxy:
+        monkeypatch.setattr(server.service, "answer_proof", answer)
         with pytest.raises(StoreRefused, match=r"^token: the server does not know it"):
             await connect(proxy.endpoint, token=token, timeout=5).__aenter__()
         reader = wire.RequestReader(wire.WireLimits())

@@ -161,7 +161,7 @@ async def fuzz(server: StoreServer, dropped: list[Dropped]) -> None:
     gc.collect()
     assert failures == []
     assert dropped
-    assert server.buffers.size == 0
+    assert server.service.buffers.size == 0
     assert keyspace.waits.count == 0
     # Values that the requests have stored remain; their size is bounded.
     assert memory() - (first or memory()) < 40 << 20

@@ -90,12 +90,12 @@ async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Drop
         for peer in peers:
             pause(peer)
             peer.send(encode(wire.GET, b"/k", None))
-        await until(lambda: sum(one._is_paused for one in server._connections) == 8)
-        assert 0 < server.buffers.size < 21 * MIB
+        await until(lambda: sum(one._is_paused for one in server.service.connections) == 8)
+        assert 0 < server.service.buffers.size < 21 * MIB
         for peer in peers:
             peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert await peer.receive(8 + len(value)) == struct.pack("<Q", len(value)) + value
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
         assert dropped == []
 
 
@@ -113,9 +113,9 @@ async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) ->
             pause(peer)
             server.keyspace.set(b"/k", os.urandom(20 * MIB))
             peer.send(encode(wire.GET, b"/k", None))
-            served = list(server._connections)[-1]
+            served = list(server.service.connections)[-1]
             await until(lambda: served._is_paused or served.is_gone)  # noqa: B023
-        assert server.buffers.size <= 24 * MIB
+        assert server.service.buffers.size <= 24 * MIB
         assert dropped
         assert {drop.reason for drop in dropped} == {
             "does not read its replies, or sends parts of requests, and holds the most"
@@ -123,7 +123,7 @@ async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) ->
         await small.settled()
         await stack.aclose()
         await until(lambda: server.connection_count == 1)
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
 
 
 async def test_notifications_of_one_operation_are_limited(dropped: list[Dropped]) -> None:
@@ -138,7 +138,7 @@ async def test_notifications_of_one_operation_are_limited(dropped: list[Dropped]
         async with connect(server.endpoint) as store:
             await store.set("k", bytes(30_000))
         assert [drop.reason for drop in dropped] == ["does not read its notifications"]
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
         await until(lambda: server.keyspace.waits.count == 0)
 
 
@@ -151,8 +151,8 @@ async def test_snapshots_of_one_burst_are_limited(dropped: list[Dropped]) -> Non
         await peer.receive(33)
         pause(peer)
         peer.send(b"".join(encode(wire.WATCH_PREFIX, b"/n/", -1, tag) for tag in range(100)))
-        await until(lambda: any(one._is_paused for one in server._connections))
-        assert server.buffers.size < 4 * MIB
+        await until(lambda: any(one._is_paused for one in server.service.connections))
+        assert server.service.buffers.size < 4 * MIB
         peer.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a read transport
         for tag in range(100):
             head = struct.Struct("<IBI")
@@ -349,7 +349,7 @@ async def test_a_client_without_the_token_occupies_next_to_nothing(
         await stranger.ended()
         await until(lambda: dropped)
         assert [drop.reason for drop in dropped] == [reason]
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
 
 
 async def test_a_client_without_the_token_makes_room(dropped: list[Dropped]) -> None:
@@ -395,7 +395,7 @@ async def test_torch_clients_are_served_once_their_host_has_proved_the_token(
         await early.settled()
         early.send(encode(wire.ADD, b"/n", 1) * 3)
         large.send(encode(wire.SET, b"/k", bytes(1 << 20)) + encode(wire.ADD, b"/m", 1))
-        await until(lambda: all(one._is_held for one in server._connections))
+        await until(lambda: all(one._is_held for one in server.service.connections))
         assert server.keyspace.num_keys() == 0
         async with connect(server.endpoint, token=TOKEN):
             pass

@@ -271,13 +271,13 @@ async def test_a_late_timer_expires_no_lease_before_the_sockets_are_read(
     """The next timer expires the lease, if the holder has sent nothing."""
 
     def run_timer(late: float) -> None:
-        assert server._timer is not None
-        server._timer.cancel()
-        server._timer_at = server._now() - late
-        server._on_timer()
+        assert server.service._timer is not None
+        server.service._timer.cancel()
+        server.service._timer_at = server.service.now() - late
+        server.service._on_timer()
 
     async with connect(server.endpoint) as store, store.lease(2.0) as lease:
-        monkeypatch.setattr(server, "_now", lambda: server.loop.time() + 3.0)
+        monkeypatch.setattr(server.service, "now", lambda: server.service.loop.time() + 3.0)
         run_timer(late=0.2)
         assert [server.keyspace.leases.has_any] == [True]
         if has_sent:
@@ -293,23 +293,23 @@ async def test_a_pause_extends_leases_once(
 ) -> None:
     """Requests arrive in the first iteration after it, before the timer and after it."""
     paused: list[float] = []
-    server._on_pause = paused.append
+    server.service._on_pause = paused.append
     async with connect(server.endpoint) as store, store.lease(2.0, linger=0.2) as lease:
         await lease.set("here", "1")
         leases = server.keyspace.leases
         (record,) = leases._leases.values()
         assert record.holder is not None
-        leases.forget(record.holder, server._now())
-        server._rearm()
-        assert server._timer is not None
-        now = server.loop.time() + 5.0
-        monkeypatch.setattr(server, "_now", lambda: now)
-        server._rearm()  # as by a request
-        server._timer.cancel()
-        server._on_timer()
+        leases.forget(record.holder, server.service.now())
+        server.service.rearm()
+        assert server.service._timer is not None
+        now = server.service.loop.time() + 5.0
+        monkeypatch.setattr(server.service, "now", lambda: now)
+        server.service.rearm()  # as by a request
+        server.service._timer.cancel()
+        server.service._on_timer()
         for _ in range(3):
-            server._rearm()
-            assert server._timer_at > now - 1.0
+            server.service.rearm()
+            assert server.service._timer_at > now - 1.0
         assert len(paused) == 1
         assert 4.0 < paused[0] <= 5.0
         assert record.ends_at < now + 0.3
@@ -445,7 +445,7 @@ async def test_connecting_over_a_socket(server: StoreServer) -> None:
         await store.connect_over(await _connected_socket(server.port))
     assert await store.add("n") == 1
     assert store.instance == server.instance
-    for connection in list(server._connections):
+    for connection in list(server.service.connections):
         connection.abort()
     assert await store.num_keys() == 1
     await store.aclose()

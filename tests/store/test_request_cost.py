@@ -68,7 +68,7 @@ def cost(connection: Connection, data: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("name", _COSTS)
 async def test_a_request_costs_no_more_than_is_recorded(server: StoreServer, name: str) -> None:
     request, reply, alone, of_many = _COSTS[name]
-    transport, connection = Transport(), cast("Connection", server._make_protocol())
+    transport, connection = Transport(), Connection(server.service)
     connection.connection_made(cast("Any", transport))
     try:
         connection.data_received(wire.OPENING)
@@ -85,7 +85,7 @@ async def test_a_request_costs_no_more_than_is_recorded(server: StoreServer, nam
 
 
 async def test_a_connection_has_no_dict_of_its_own(server: StoreServer) -> None:
-    connection = cast("Connection", server._make_protocol())
+    connection = Connection(server.service)
     connection.connection_made(cast("Any", Transport()))
     connection.data_received(wire.OPENING + encode(wire.SET, b"/key", b"value"))
     try:

@@ -171,7 +171,7 @@ async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) 
             peers.append(await stack.enter_async_context(connected(server)))
             await peers[-1].settled()
             peers[-1].send(frame)
-            while server.buffers.size < len(frame) * min(len(peers), 2) and not dropped:
+            while server.service.buffers.size < len(frame) * min(len(peers), 2) and not dropped:
                 await asyncio.sleep(0.001)  # nothing tells that bytes have arrived
         while not dropped:
             await asyncio.sleep(0.001)
@@ -179,7 +179,7 @@ async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) 
         await stack.aclose()
         while server.connection_count:
             await asyncio.sleep(0.001)
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
 
 
 async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Dropped]) -> None:
@@ -191,7 +191,7 @@ async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Droppe
         request = encode(wire.GET, b"/k", None)
         peer.send(request * 100_000)
         while not dropped:
-            connections = list(server._connections)
+            connections = list(server.service.connections)
             for connection in connections:
                 assert connection._transport.get_write_buffer_size() < 12 << 20
             await asyncio.sleep(0.01)
@@ -298,12 +298,12 @@ async def test_dropped_connections_leak_nothing(
         await peer.ended()
     while server.connection_count:
         await asyncio.sleep(0.001)
-    assert server.buffers.size == 0
+    assert server.service.buffers.size == 0
     assert len(dropped) == 1
     await asyncio.sleep(0)  # the transport releases its protocol after connection_lost
     gc.collect()
     connections = [thing for thing in gc.get_objects() if type(thing) is Connection]
-    assert [one for one in connections if one._server.instance == server.instance] == []
+    assert [one for one in connections if one.service.instance == server.instance] == []
 
 
 async def test_the_port_is_bound_on_entering_and_closed_on_leaving() -> None:
@@ -368,7 +368,7 @@ async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> N
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
         peer.send(encode(wire.SET, b"/k", bytes(8 << 20)))
         peer.send(encode(wire.GET, b"/k", None) * 20)
-        while not any(connection._is_paused for connection in server._connections):
+        while not any(connection._is_paused for connection in server.service.connections):
             await asyncio.sleep(0.01)  # until its replies have filled the socket
         async with asyncio.timeout(5):
             await server.aclose()
@@ -401,17 +401,17 @@ async def test_an_idle_server_sets_no_timer(server: StoreServer) -> None:
         await store.num_keys()
         timers = [handle for handle in _scheduled(server) if not handle.cancelled()]
         assert all("Connection" not in repr(handle) for handle in timers)
-        assert [server._timer] == [None]
-        assert all(connection._timer is None for connection in server._connections)
+        assert [server.service._timer] == [None]
+        assert all(connection._timer is None for connection in server.service.connections)
         async with store.lease(2):
-            assert [server._timer] != [None]
+            assert [server.service._timer] != [None]
         for task in waits:
             task.cancel()
         await asyncio.wait(waits)
 
 
 def _scheduled(server: StoreServer) -> list[asyncio.TimerHandle]:
-    return list(getattr(server.loop, "_scheduled", []))
+    return list(getattr(server.service.loop, "_scheduled", []))
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -575,7 +575,7 @@ async def test_a_snapshot_is_limited(dropped: list[Dropped]) -> None:
             async with store.watch("n/", is_prefix=True):
                 pass
         assert not server.keyspace.watches.targets
-        assert not server.buffers.size
+        assert not server.service.buffers.size
     assert dropped == []
 
 
@@ -725,7 +725,7 @@ async def test_many_changes_of_one_moment_are_one_write(monkeypatch: pytest.Monk
         clients = [await stack.enter_async_context(connect(server.endpoint)) for _ in range(20)]
         reader = await stack.enter_async_context(connect(server.endpoint))
         watch = await stack.enter_async_context(reader.watch("t/", is_prefix=True))
-        (watching,) = (one for one in server._connections if one.watches)
+        (watching,) = (one for one in server.service.connections if one.watches)
         writes: list[bool] = []
         flush = watching.flush
         monkeypatch.setattr(watching, "flush", lambda: writes.append(flush()))

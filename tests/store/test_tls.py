@@ -232,8 +232,8 @@ async def test_a_client_that_does_not_read_occupies_little(
         server.keyspace.set(b"/k", os.urandom(MIB))
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
         peer.writer.write(OPENING + encode(wire.GET, b"/k", None) * 60)
-        await until(lambda: any(one._is_paused for one in server._connections))
-        assert server.buffers.size < 4 * MIB
+        await until(lambda: any(one._is_paused for one in server.service.connections))
+        assert server.service.buffers.size < 4 * MIB
         peer.writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
         async with asyncio.timeout(30):
             for _ in range(60):
@@ -524,7 +524,7 @@ async def test_a_client_reconnects_with_renewed_certificates(
         async with connect(server.endpoint, tls=node) as other:
             assert await other.peek("k") == b"v", "the former certificate is still used"
         install(elsewhere)
-        for connection in server._connections:
+        for connection in server.service.connections:
             connection.abort()
         assert await store.get("k") == b"v"
         async with connect(server.endpoint, tls=elsewhere) as other:

@@ -94,7 +94,7 @@ async def test_a_batch_ends_with_its_connection(
         await until(lambda: server.connection_count == 0)
         assert [drop.reason for drop in dropped] == ["does not read its notifications"]
         assert server.keyspace.peek(b"/end") is None
-        assert server.buffers.size == 0
+        assert server.service.buffers.size == 0
 
 
 async def test_a_push_does_not_look_at_waits_for_a_value(server: StoreServer) -> None:
@@ -228,16 +228,16 @@ async def test_a_client_whose_reading_is_resumed_was_not_silent(server: StoreSer
         await tagged_peer(peer)
         peer.send(encode(wire.GRANT_LEASE, b"", (60_000, 0), 1))
         await peer.receive(33)
-        (connection,) = server._connections
+        (connection,) = server.service.connections
         for flag in ("_is_postponed", "_is_reading_keys"):
             setattr(connection, flag, True)
-            server.keyspace.expire(server._now() + 1_000)
+            server.keyspace.expire(server.service.now() + 1_000)
             assert server.keyspace.leases.has_any
             setattr(connection, flag, False)
             connection.last_received_at = 0.0
             connection._resume()
             assert connection.last_received_at > 0
-        server.keyspace.expire(server._now() + 59)
+        server.keyspace.expire(server.service.now() + 59)
         assert server.keyspace.leases.has_any
 
 
@@ -277,7 +277,7 @@ async def test_many_keys_are_looked_up_in_parts(
         assert await peer.receive(3) == b"\0\1\0"
         await until(lambda: server.keyspace.waits.count == 1)
         server.keyspace.set(b"absent", b"")
-        server._flush()
+        server.service.flush()
         assert await peer.receive(1) == b"\0"
         await tagged_peer(peer)
         peer.send(encode(wire.CHECK, b"", (*keys, b"x"), 1) + encode(wire.WAIT, b"", keys, 2))
@@ -328,7 +328,7 @@ async def test_large_notifications_are_more_work(server: StoreServer) -> None:
         server.keyspace.work.begin(lambda: None)
         server.keyspace.set(b"/k", bytes(60_000))
         assert server.keyspace.work.later
-        server._flush()
+        server.service.flush()
         await peer.receive(200 * (9 + 17 + 2 + 60_000))
 
 
