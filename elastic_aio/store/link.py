@@ -696,7 +696,7 @@ async def _connect_protocol(
 async def _connect_tls(
     link: PlainLink, options: LinkOptions, tls: TlsContext, sock: socket.socket | None
 ) -> None:
-    from elastic_aio.store.tls_transport import TlsTransport
+    from elastic_aio.store.tls import TlsTransport
 
     # The zone of an IPv6 address is a matter of this host.
     name = tls.spec.server_name or options.host.partition("%")[0]

@@ -182,7 +182,7 @@ class StoreServer:
         connection = Connection(self.service)
         if self._tls is None:
             return connection
-        from elastic_aio.store.tls_transport import TlsTransport
+        from elastic_aio.store.tls import TlsTransport
 
         return TlsTransport(connection, self._tls.current())
 

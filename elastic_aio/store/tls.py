@@ -1,20 +1,27 @@
-"""The TLS contexts of servers and clients, from the files that a `TlsSpec` names.
+"""TLS of the store: contexts from the files of a `TlsSpec`, and the layer of a connection.
 
 Every mistake that the files show by themselves is found before a connection: a file that
 is missing or is no PEM, a key of another certificate or with a passphrase, and, by a
 handshake in memory, a certificate that has expired or that its own CA does not verify.
+
+The loops' own TLS cannot take the place of `TlsTransport`: when a handshake fails, asyncio
+(3.11 to 3.13) and uvloop close without sending the alert.  In TLS 1.3 the client's handshake
+is over by then, so it sees `connection_made` and `connection_lost(None)`, and tries again for
+a minute, where an alert says that its certificate is missing; a server sees a reset.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import ssl
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol, cast
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.store.wire import TLS_ALERT
 
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN (X509 |TRUSTED )?CERTIFICATE-----")
 _KEY: Final = re.compile(rb"-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY-----")
@@ -201,3 +208,269 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
                 side.do_handshake()
             except ssl.SSLWantReadError:
                 pass
+
+
+_RECORD_TYPES: Final = range(20, 24)
+"""First bytes of a TLS record (RFC 8446, 5.1)."""
+
+_NO_ISSUER: Final = (2, 18, 19, 20, 21)
+_OTHER_NAME: Final = (62, 64)
+"""Codes of OpenSSL (X509_V_ERR_...): self-signed or without its CA; another host or address."""
+
+_RECORD: Final = 16 << 10
+_EOF: Final = "the peer closed the connection in the TLS handshake: it may not speak TLS"
+
+_CLIENT_REASONS: Final = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the store requires a client certificate (give tls_cert"
+    " and tls_key)",
+    "TLSV1_ALERT_UNKNOWN_CA": "tls_cert: is not signed by a CA of the store",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "tls_cert: has expired, says the store",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "tls_cert: is refused by the store",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "tls_cert: is not for clients, says the store",
+}
+_SERVER_REASONS: Final = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "presented no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA of this store's certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "refuses this store's certificate, which has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refuses this store's certificate, whose name is another",
+}
+
+
+def _client_reason(error: ssl.SSLCertVerificationError) -> str:
+    """Return why the certificate of a server is refused, and which setting decides it."""
+    message = error.verify_message.rstrip(".")
+    if error.verify_code in _NO_ISSUER:
+        return f"tls_ca does not verify it: {message}"
+    if error.verify_code in _OTHER_NAME:
+        return f"{message} (tls_server_name sets another name)"
+    return message
+
+
+class TlsUser(Protocol):
+    """An `asyncio.Protocol` that may be run over TLS.
+
+    `tls_failed` closes the connection: it cannot be encrypted, or a side is not accepted.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+    def connection_lost(self, error: Exception | None) -> None: ...
+    def data_received(self, data: bytes) -> None: ...
+    def eof_received(self) -> bool | None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+    def tls_failed(self, reason: str) -> None: ...
+
+
+class TlsTransport(asyncio.Transport, asyncio.Protocol):
+    """The transport of a protocol, and the protocol of the connection below.
+
+    The protocol's `connection_made` comes with the connection, which so counts, and has its
+    deadline, from its first byte.  What it writes before the end of the handshake is sent
+    after it.  There is no buffer and no flow control of its own: what arrives is decrypted and
+    delivered at once, and what is written is encrypted and passed on at once.
+    """
+
+    def __init__(
+        self, user: TlsUser, context: ssl.SSLContext, server_name: str | None = None
+    ) -> None:
+        """Prepare the layer of one connection.
+
+        Args:
+            user: the protocol.
+            context: of this side.
+            server_name: name or address of the server, whose certificate must have it; None:
+                this side is the server.
+
+        Raises:
+            ValueError: the name cannot be one.
+        """
+        super().__init__()
+        self._user = user
+        self._is_server = server_name is None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=self._is_server,
+            server_hostname=server_name,
+        )
+        self._is_open = self._has_received = self._has_failed = False
+        self._unsent: list[bytes] = []
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait_open(self) -> None:
+        """Wait until the handshake is complete.
+
+        Cancellation: leaves the connection open.
+
+        Raises:
+            ConnectionError: the connection has ended; the protocol knows why.
+        """
+        await asyncio.shield(self._opened)
+
+    # The protocol of the connection.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not subclasses of asyncio's.
+        self._raw = cast("asyncio.Transport", transport)
+        self._user.connection_made(self)
+        if not self._is_server:
+            self._advance()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(ConnectionError(_EOF))
+            self._opened.exception()  # mark it as retrieved: the waiter may have been cancelled
+            if not isinstance(error, TimeoutError):
+                error = ConnectionError(_EOF)
+        self._user.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._has_received:
+            self._has_received = True
+            if data[0] not in _RECORD_TYPES:
+                self._refuse_plain()
+                return
+        self._incoming.write(data)
+        if self._is_open or self._advance():
+            self._read()
+
+    def eof_received(self) -> None:
+        self._user.eof_received()
+
+    def pause_writing(self) -> None:
+        self._user.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._user.resume_writing()
+
+    def _advance(self) -> bool:
+        """Continue the handshake; return whether it is complete."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+            return False
+        except ssl.SSLError as error:
+            self._fail(error)
+            return False
+        self._is_open = True
+        self._flush()
+        unsent, self._unsent = self._unsent, []
+        for data in unsent:
+            self.write(data)
+        if not self._opened.done():
+            self._opened.set_result(None)
+        return True
+
+    def _read(self) -> None:
+        """Decrypt what has arrived, and deliver it."""
+        received: list[bytes] = []
+        failure: ssl.SSLError | None = None
+        is_over = False
+        try:
+            while not is_over and (self._incoming.pending or self._tls.pending()):
+                received.append(self._tls.read(_RECORD))
+                is_over = not received[-1]
+        except ssl.SSLWantReadError:
+            pass  # the rest of a record is to come
+        except ssl.SSLError as error:
+            failure = error
+        self._flush()  # the peer may have asked for new keys
+        if failure is not None:
+            self._has_failed = True  # OpenSSL takes no answer to what came before the alert
+        if data := b"".join(received):
+            self._user.data_received(data)
+        if is_over:
+            self.close()
+        elif failure is not None:
+            self._fail(failure)
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        self._flush()  # the alert
+        if isinstance(error, ssl.SSLCertVerificationError):
+            if self._is_server:
+                reason = f"presented a certificate that is refused: {error.verify_message}"
+            else:
+                reason = f"the certificate of the store is refused: {_client_reason(error)}"
+        else:
+            reasons = _SERVER_REASONS if self._is_server else _CLIENT_REASONS
+            reason = reasons.get(error.reason, f"failed in TLS: {tls_reason(error)}")
+        self._end(reason)
+
+    def _refuse_plain(self) -> None:
+        if self._is_server:
+            self._raw.write(TLS_ALERT)
+            self._end("does not speak TLS, which this store requires")
+        else:
+            self._end("the store does not speak TLS (remove tls_ca)")
+
+    def _end(self, reason: str) -> None:
+        self._has_failed = True
+        self._user.tls_failed(reason)
+
+    def _flush(self) -> None:
+        if self._outgoing.pending and not self._raw.is_closing():
+            self._raw.write(self._outgoing.read())
+
+    # The transport of the protocol.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Encrypt and send; before the end of the handshake, keep; after a failure, drop."""
+        if not self._is_open:
+            self._unsent.append(bytes(data))
+            return
+        if self._has_failed or self._raw.is_closing():
+            return
+        try:
+            with memoryview(data) as view:
+                sent = 0
+                while sent < len(view):
+                    sent += self._tls.write(view[sent:])
+        except ssl.SSLError as error:
+            self._has_failed = True
+            # Later: the protocol is about to register what it has written.
+            asyncio.get_running_loop().call_soon(self._fail, error)
+            return
+        self._flush()
+
+    def close(self) -> None:
+        """Send what was written, and the end of the stream; close the connection."""
+        if self._is_open and not self._raw.is_closing():
+            try:
+                self._tls.unwrap()
+            except ssl.SSLError:
+                pass  # the peer's end of the stream is not waited for
+            self._flush()
+        self._raw.close()
+
+    def abort(self) -> None:
+        """Close the connection now; after an alert, once that is sent."""
+        if self._has_failed:
+            self._raw.close()
+        else:
+            self._raw.abort()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closing or closed."""
+        return self._raw.is_closing()
+
+    def pause_reading(self) -> None:
+        """Receive nothing until `resume_reading`."""
+        self._raw.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive again."""
+        self._raw.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Replace the protocol."""
+        self._user = cast("TlsUser", protocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """Return the protocol."""
+        return cast("asyncio.BaseProtocol", self._user)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return the information of the connection, or the `ssl_object`."""
+        return self._tls if name == "ssl_object" else self._raw.get_extra_info(name, default)

@@ -22,8 +22,7 @@ import pytest
 from elastic_aio.errors import SpecError, StoreRefused, StoreTimeout
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import ChangeKind, Dropped, ServerLimits, StoreServer, connect, wire
-from elastic_aio.store.tls import TlsContext, check_tls
-from elastic_aio.store.tls_transport import TlsTransport
+from elastic_aio.store.tls import TlsContext, TlsTransport, check_tls
 from elastic_aio.store.wire import OPENING, encode
 from tests.support.certificates import Authority
 from tests.support.children import until
