@@ -20,6 +20,8 @@ from elastic_aio.spec.checks import check_number, checked_text
 from elastic_aio.store import replies, wire
 from elastic_aio.store.handles import (
     LIMITS,
+    FedWatch,
+    HeldLease,
     Lease,
     Value,
     Watch,
@@ -170,7 +172,7 @@ class Store(abc.ABC):
         """
         check_number("ttl", ttl, at_least=self._min_ttl)
         check_number("linger", linger, at_least=0)
-        lease = Lease(self.call, self.change_all, self._prefix, min(ttl, 1e6), min(linger, 1e6))
+        lease = HeldLease(self.call, self.change_all, self._prefix, min(ttl, 1e6), min(linger, 1e6))
         return _LeaseBlock(self, lease)
 
     def watch(self, name: str, *, is_prefix: bool = False) -> AbstractAsyncContextManager[Watch]:
@@ -180,7 +182,7 @@ class Store(abc.ABC):
             StoreRefused: on entering; the peer is a plain torch server.
         """
         op = wire.WATCH_PREFIX if is_prefix else wire.WATCH_KEY
-        return _WatchBlock(self, Watch(op, self._key(name), self._prefix))
+        return _WatchBlock(self, FedWatch(op, self._key(name), self._prefix))
 
     def prefixed(self, name: str) -> Store:
         """Return a view of this store in which the key `k` is this store's `name/k`.
@@ -217,19 +219,19 @@ class Store(abc.ABC):
         await asyncio.gather(*(self.call(op, key, argument) for key, argument in requests))
 
     @abc.abstractmethod
-    async def _grant(self, lease: Lease) -> None:
-        """Set the id of `lease`, and call its `_end` when the store ends it."""
+    async def _grant(self, lease: HeldLease) -> None:
+        """Set the id of `lease`, and call its `end` when the store ends it."""
 
     @abc.abstractmethod
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         """End `lease` for its holder, with its keys."""
 
     @abc.abstractmethod
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         """Feed `watch` from now on; return when it has got its snapshot."""
 
     @abc.abstractmethod
-    def _close_watch(self, watch: Watch) -> None:
+    def _close_watch(self, watch: FedWatch) -> None:
         """Stop feeding `watch`."""
 
     def _key(self, key: str) -> bytes:
@@ -248,7 +250,7 @@ class Store(abc.ABC):
             keys = _describe((key,) if argument is None else argument)
             raise StoreTimeout(f"{keys} not there after {timeout:g} s") from None
 
-    async def _try_release(self, lease: Lease) -> None:
+    async def _try_release(self, lease: HeldLease) -> None:
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
                 await self._release(lease)
@@ -256,13 +258,13 @@ class Store(abc.ABC):
             # The server deletes the keys when the lease expires.
             pass
         finally:
-            lease._end()
+            lease.end()
 
 
 # Classes, and not `asynccontextmanager`: the collector finalizes a dropped generator, which
 # would release the lease of a program that keeps the lease alone.
 class _LeaseBlock(AbstractAsyncContextManager[Lease]):
-    def __init__(self, store: Store, lease: Lease) -> None:
+    def __init__(self, store: Store, lease: HeldLease) -> None:
         self._store = store
         self._lease = lease
 
@@ -275,7 +277,7 @@ class _LeaseBlock(AbstractAsyncContextManager[Lease]):
 
 
 class _WatchBlock(AbstractAsyncContextManager[Watch]):
-    def __init__(self, store: Store, watch: Watch) -> None:
+    def __init__(self, store: Store, watch: FedWatch) -> None:
         self._store = store
         self._watch = watch
 
@@ -305,16 +307,16 @@ class PrefixedStore(Store):
     async def change_all(self, op: int, requests: Sequence[tuple[bytes, Any]]) -> None:
         await self._store.change_all(op, requests)
 
-    async def _grant(self, lease: Lease) -> None:
+    async def _grant(self, lease: HeldLease) -> None:
         await self._store._grant(lease)
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         await self._store._release(lease)
 
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         await self._store._open_watch(watch)
 
-    def _close_watch(self, watch: Watch) -> None:
+    def _close_watch(self, watch: FedWatch) -> None:
         self._store._close_watch(watch)
 
     async def aclose(self) -> None:

@@ -29,7 +29,7 @@ from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import wire
 from elastic_aio.store.base import MIN_TTL, Store, check_timeout
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.link import (
     PLAIN_PEER,
     LinkLost,
@@ -128,8 +128,8 @@ class RemoteStore(Store):
         self._keeper: asyncio.Task[None] | None = None
         """Reopens the connection."""
         self._heartbeat_timer: asyncio.TimerHandle | None = None
-        self._leases: dict[Lease, None] = {}
-        self._watches: dict[Watch, None] = {}
+        self._leases: dict[HeldLease, None] = {}
+        self._watches: dict[FedWatch, None] = {}
 
     def __repr__(self) -> str:
         state = "connected" if self._link else "not connected"
@@ -265,7 +265,7 @@ class RemoteStore(Store):
 
     # Leases and watches.
 
-    async def _grant(self, lease: Lease) -> None:
+    async def _grant(self, lease: HeldLease) -> None:
         link = await self._tagged_link()
         try:
             lease.lease_id = await link.lease(wire.GRANT_LEASE, lease)
@@ -274,7 +274,7 @@ class RemoteStore(Store):
         self._leases[lease] = None
         self._schedule_heartbeat()
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         self._leases.pop(lease, None)
         self._schedule_heartbeat()
         link = self._link
@@ -282,7 +282,7 @@ class RemoteStore(Store):
             link.unlease(lease)
             await self.call(wire.RELEASE_LEASE, lease.lease_id, None)
 
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         while True:
             link = await self._tagged_link()
             try:
@@ -299,7 +299,7 @@ class RemoteStore(Store):
                 self._watches[watch] = None
                 return
 
-    def _close_watch(self, watch: Watch) -> None:
+    def _close_watch(self, watch: FedWatch) -> None:
         self._watches.pop(watch, None)
         if isinstance(self._link, TaggedLink):
             self._link.unwatch(watch)
@@ -382,7 +382,7 @@ class RemoteStore(Store):
         end = asyncio.get_running_loop().time() + self._reconnect_for
         for lease in [lease for lease in self._leases if not lease.linger]:
             # The server has ended it together with the connection.
-            lease._end()
+            lease.end()
             del self._leases[lease]
         while True:
             link = await self._open(max(0.0, end - asyncio.get_running_loop().time()))
@@ -406,18 +406,18 @@ class RemoteStore(Store):
                 and await link.lease(wire.RESUME_LEASE, lease)
             )
             if not is_alive:
-                lease._end()
+                lease.end()
                 self._leases.pop(lease, None)
         for watch in list(self._watches):
             if not isinstance(link, TaggedLink):
-                watch._fail(StoreLost(PLAIN_PEER))
+                watch.fail(StoreLost(PLAIN_PEER))
                 continue
             if not is_same_server:
                 watch.revision = -1
             try:
                 await link.watch(watch)
             except StoreRefused as error:
-                watch._fail(error)
+                watch.fail(error)
 
     async def _open(self, timeout: float) -> PlainLink | TaggedLink:
         """Try to connect until an attempt succeeds.
@@ -464,10 +464,10 @@ class RemoteStore(Store):
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
         for lease in self._leases:
-            lease._end()
+            lease.end()
         self._leases.clear()
         for watch in self._watches:
-            watch._fail(self._error)
+            watch.fail(self._error)
         self._link_changed.notify_all()
 
     async def _close(self) -> None:

@@ -16,7 +16,7 @@ from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import replies, wire
 from elastic_aio.store.base import Store, check_timeout
 from elastic_aio.store.engine_link import EngineAccess, EngineLink
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 
 RENEWALS: Final = 3
 """Times that a lease is renewed in its time to live."""
@@ -79,8 +79,8 @@ class EngineStore(Store):
         self._connect_timeout = timeout
         self._retention = retention
         self._retained = retained
-        self._leases: dict[Lease, None] = {}
-        self._watches: dict[Watch, asyncio.Task[None]] = {}
+        self._leases: dict[HeldLease, None] = {}
+        self._watches: dict[FedWatch, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         members = parse_endpoints("endpoints", endpoints, self._port)
@@ -240,14 +240,14 @@ class EngineStore(Store):
 
     # ----------------------------------------------------------------------- leases
 
-    def _on_granted(self, lease: Lease, lease_id: bytes) -> None:
+    def _on_granted(self, lease: HeldLease, lease_id: bytes) -> None:
         lease.lease_id = lease_id
         self._leases[lease] = None
         self._wake.set()
 
-    def _on_lease_ended(self, lease: Lease) -> None:
+    def _on_lease_ended(self, lease: HeldLease) -> None:
         self._leases.pop(lease, None)
-        lease._end()
+        lease.end()
 
     async def _keep_alive(self) -> None:
         """Renew the leases and the retention when they are due."""
@@ -270,7 +270,7 @@ class EngineStore(Store):
     async def _renew(self) -> None:
         """Renew the leases, and the retention if that is due."""
 
-    def _close_watch(self, watch: Watch) -> None:
+    def _close_watch(self, watch: FedWatch) -> None:
         following = self._watches.pop(watch, None)
         if following is not None and following not in self._watches.values():
             following.cancel()

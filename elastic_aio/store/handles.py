@@ -167,8 +167,12 @@ class Lease:
         """
         await self._ended.wait()
 
-    def _end(self) -> None:
-        """Mark the lease as ended; the store calls it."""
+
+class HeldLease(Lease):
+    """A lease as its store has it."""
+
+    def end(self) -> None:
+        """Mark the lease as ended."""
         self._ended.set()
 
 
@@ -217,7 +221,11 @@ class Watch:
             await self._changed.wait()
         return self._unread.popleft()
 
-    def _feed(self, message: RawChange | WatchSnapshot) -> None:
+
+class FedWatch(Watch):
+    """A watch as its store has it."""
+
+    def feed(self, message: RawChange | WatchSnapshot) -> None:
         """Take a message from the store."""
         if isinstance(message, RawChange):
             self.revision = message.revision
@@ -227,7 +235,7 @@ class Watch:
             self._resync(dict(message.pairs))
         self._changed.notify_all()
 
-    def _fail(self, error: StoreError) -> None:
+    def fail(self, error: StoreError) -> None:
         """End the watch: the reader gets the unread changes, then `error`."""
         self._error = self._error or error
         self._changed.notify_all()
@@ -250,7 +258,7 @@ class Watch:
         else:
             self._values.pop(key, None)
         if len(self._unread) >= _MAX_UNREAD:
-            self._fail(StoreLost(f"the watch has more than {_MAX_UNREAD} unread changes"))
+            self.fail(StoreLost(f"the watch has more than {_MAX_UNREAD} unread changes"))
         if self._error is None:
             new_value = value if is_set else None
             name = user_key(key, self._prefix)

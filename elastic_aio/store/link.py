@@ -23,7 +23,7 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.sockets import discard_unsent, enable_keepalive, limit_read_size
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import replies, wire
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.replies import KIND_OF, ReplyReader, ReplyTooLarge, TaggedReader
 from elastic_aio.store.wire import WireError, encode
 
@@ -402,8 +402,8 @@ class TaggedLink(Link):
         self._reader = TaggedReader()
         self._last_tag = 0
         self._pending: dict[int, _PendingRequest] = {}
-        self._listeners: dict[int, Watch | Lease] = {}
-        self._watch_tags: dict[Watch, int] = {}
+        self._listeners: dict[int, FedWatch | HeldLease] = {}
+        self._watch_tags: dict[FedWatch, int] = {}
 
     def data_received(self, data: bytes) -> None:
         self._is_reading_late = self._is_late()
@@ -457,9 +457,9 @@ class TaggedLink(Link):
 
     def _on_notification(self, tag: int, payload: bytes) -> None:
         listener = self._listeners.get(tag)
-        if isinstance(listener, Lease):
+        if isinstance(listener, HeldLease):
             del self._listeners[tag]
-            listener._end()
+            listener.end()
             return
         # The first message is also the reply to the request that opened the watch.
         request = self._pending.pop(tag, None)
@@ -467,7 +467,7 @@ class TaggedLink(Link):
             self._on_sign_of_life()
             self._replies_due -= 1
         if listener is not None:
-            listener._feed(replies.decode_notification(payload))
+            listener.feed(replies.decode_notification(payload))
         if request is not None:
             set_result_if_pending(request.future, None)
 
@@ -509,7 +509,7 @@ class TaggedLink(Link):
             await self._write_resumed.wait()
         await asyncio.gather(*[self._request(op, *request)[1] for request in requests])
 
-    async def watch(self, watch: Watch) -> None:
+    async def watch(self, watch: FedWatch) -> None:
         """Feed `watch` from now on; return when it has got its snapshot.
 
         Raises:
@@ -520,13 +520,13 @@ class TaggedLink(Link):
         self._watch_tags[watch] = tag
         await future
 
-    def unwatch(self, watch: Watch) -> None:
+    def unwatch(self, watch: FedWatch) -> None:
         """Stop feeding `watch`."""
         tag = self._watch_tags.pop(watch, None)
         if tag is not None and self._listeners.pop(tag, None) is not None:
             self._post(wire.CANCEL, b"", tag)
 
-    async def lease(self, op: int, lease: Lease) -> Any:
+    async def lease(self, op: int, lease: HeldLease) -> Any:
         """Grant or resume `lease`, by the opcode `op`; return the result of the request.
 
         Raises:
@@ -544,7 +544,7 @@ class TaggedLink(Link):
                 self._post(wire.RELEASE_LEASE, future.result(), None)
             raise
 
-    def unlease(self, lease: Lease) -> None:
+    def unlease(self, lease: HeldLease) -> None:
         """Ignore the end of `lease` from now on."""
         for tag, listener in list(self._listeners.items()):
             if listener is lease:

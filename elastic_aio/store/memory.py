@@ -15,7 +15,7 @@ from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreClosed, StoreRefused
 from elastic_aio.store import wire
 from elastic_aio.store.base import Store
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace
 from elastic_aio.store.limits import OperationRefused, Work
 from elastic_aio.store.link import fail_if_pending
@@ -38,10 +38,10 @@ class _MemoryClient(Client):
         fail_if_pending(tag, StoreRefused(why))
 
     def on_change(self, tag: Any, change: RawChange) -> None:
-        tag._feed(change)
+        tag.feed(change)
 
     def on_lease_ended(self, tag: Any) -> None:
-        tag._end()
+        tag.end()
 
 
 class MemoryStore(Store):
@@ -61,8 +61,8 @@ class MemoryStore(Store):
         self._keyspace = Keyspace(work=Work(sys.maxsize))
         self._client = _MemoryClient()
         self._lease_numbers = itertools.count(1)
-        self._leases: dict[Lease, None] = {}
-        self._watches: dict[Watch, None] = {}
+        self._leases: dict[HeldLease, None] = {}
+        self._watches: dict[FedWatch, None] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class MemoryStore(Store):
     def expire_leases(self) -> None:
         """End the leases of this client, as if it had stopped sending heartbeats."""
         for lease in self._leases:
-            lease._end()
+            lease.end()
         self._leases.clear()
         self._keyspace.leases.forget(self._client, 0.0)
 
@@ -105,7 +105,7 @@ class MemoryStore(Store):
                 self._keyspace.queue_unpop(key, future.result())
             raise
 
-    async def _grant(self, lease: Lease) -> None:
+    async def _grant(self, lease: HeldLease) -> None:
         self._check_open()
         lease_id = b"%d-%d" % (id(self), next(self._lease_numbers))
         terms = (int(lease.ttl * 1000), 0)
@@ -114,17 +114,17 @@ class MemoryStore(Store):
         lease.lease_id = lease_id
         self._leases[lease] = None
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         self._leases.pop(lease, None)
         self._keyspace.release_lease(self._client, None, lease.lease_id, None)
 
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         self._check_open()
         is_prefix = watch.op == wire.WATCH_PREFIX
-        watch._feed(self._keyspace.watch(self._client, watch, watch.key, -1, is_prefix=is_prefix))
+        watch.feed(self._keyspace.watch(self._client, watch, watch.key, -1, is_prefix=is_prefix))
         self._watches[watch] = None
 
-    def _close_watch(self, watch: Watch) -> None:
+    def _close_watch(self, watch: FedWatch) -> None:
         self._watches.pop(watch, None)
         self._keyspace.cancel(self._client, watch)
 
@@ -136,7 +136,7 @@ class MemoryStore(Store):
         for future in list(self._client.waits):
             fail_if_pending(future, error)
         for watch in self._watches:
-            watch._fail(error)
+            watch.fail(error)
         self.expire_leases()
         while self._keyspace.forget(self._client, 0.0):
             pass

@@ -38,7 +38,7 @@ from elastic_aio.spec.rendezvous import ETCD_PORT
 from elastic_aio.store import replies, wire
 from elastic_aio.store.engine import RENEWALS, EngineStore
 from elastic_aio.store.engine_link import EngineAccess
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
@@ -198,13 +198,13 @@ class EtcdStore(EngineStore):
 
     # ----------------------------------------------------------------------- leases
 
-    async def _grant(self, lease: Lease) -> None:
+    async def _grant(self, lease: HeldLease) -> None:
         self._check_open()
         body = {"TTL": str(math.ceil(lease.ttl))}
         reply: LeaseReply = await self._ask(GRANT, body)
         self._on_granted(lease, b"%d" % reply.ID)
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         self._leases.pop(lease, None)
         if not lease.is_alive:
             return
@@ -235,7 +235,7 @@ class EtcdStore(EngineStore):
         except EtcdError as error:
             raise StoreRefused(str(error)) from None
 
-    async def _renew_lease(self, lease: Lease) -> None:
+    async def _renew_lease(self, lease: HeldLease) -> None:
         reply: LeaseReply = await self._ask(KEEP_ALIVE, {"ID": lease.lease_id.decode()})
         if reply.TTL <= 0:
             self._on_lease_ended(lease)
@@ -266,20 +266,20 @@ class EtcdStore(EngineStore):
 
     # ---------------------------------------------------------------------- watches
 
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         self._check_open()
         await self._resync(watch)
         if self._opening is None or self._opening.cancelling():
             self._opening = create_task(self._follow(), "watches")
         self._watches[watch] = self._opening
 
-    def _range(self, watch: Watch) -> tuple[bytes, bytes]:
+    def _range(self, watch: FedWatch) -> tuple[bytes, bytes]:
         place = self._keys.value(watch.key)
         return place, prefix_end(place) if watch.op == wire.WATCH_PREFIX else b""
 
-    async def _resync(self, watch: Watch) -> None:
+    async def _resync(self, watch: FedWatch) -> None:
         revision, pairs = await self._run(lambda: self._operations.read_all(*self._range(watch)))
-        watch._feed(WatchSnapshot(True, revision, pairs))
+        watch.feed(WatchSnapshot(True, revision, pairs))
 
     async def _follow(self) -> None:
         """Feed the watches that are opened in one turn of the loop, until all are closed."""
@@ -294,15 +294,15 @@ class EtcdStore(EngineStore):
                 await asyncio.gather(*map(self._resync, watches))
         except StoreError as error:
             for watch in watches:
-                watch._fail(error)
+                watch.fail(error)
 
-    async def _feed(self, watches: Sequence[Watch]) -> None:
+    async def _feed(self, watches: Sequence[FedWatch]) -> None:
         fed = {WatchRange(*self._range(one), one.revision + 1): one for one in watches}
         try:
             async with contextlib.aclosing(self._link.changes(list(fed))) as changes:
                 async for changed, event in changes:
                     if fed[changed] in self._watches:
-                        fed[changed]._feed(await self._change(event))
+                        fed[changed].feed(await self._change(event))
         except EtcdError as error:
             if error.fault is not Fault.COMPACTED:
                 raise StoreRefused(str(error)) from None
@@ -324,7 +324,7 @@ class EtcdStore(EngineStore):
 
     def _end_watches(self, error: StoreError) -> None:
         for watch in self._watches:
-            watch._fail(error)
+            watch.fail(error)
 
     def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:
         leases = [lease.lease_id.decode() for lease in self._leases]

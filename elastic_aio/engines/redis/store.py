@@ -23,7 +23,7 @@ from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT
 from elastic_aio.store import replies, wire
 from elastic_aio.store.engine import RENEWALS, EngineStore
 from elastic_aio.store.engine_link import EngineAccess
-from elastic_aio.store.handles import Lease, Watch
+from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 _IDLE: Final = 10.0
@@ -200,13 +200,13 @@ class RedisStore(EngineStore):
 
     # ----------------------------------------------------------------------- leases
 
-    async def _grant(self, lease: Lease) -> None:
+    async def _grant(self, lease: HeldLease) -> None:
         self._check_open()
         lease_id = random_bytes(8).hex().encode()
         await self._run("grant", lease_id, b"%d" % round(lease.ttl * 1000))
         self._on_granted(lease, lease_id)
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: HeldLease) -> None:
         self._leases.pop(lease, None)
         if lease.is_alive:
             await self._run("release", lease.lease_id)
@@ -233,7 +233,7 @@ class RedisStore(EngineStore):
 
     # ---------------------------------------------------------------------- watches
 
-    async def _open_watch(self, watch: Watch) -> None:
+    async def _open_watch(self, watch: FedWatch) -> None:
         self._check_open()
         opened = asyncio.get_running_loop().create_future()
         self._watches[watch] = create_task(self._follow(watch, opened), f"{watch!r}")
@@ -243,7 +243,7 @@ class RedisStore(EngineStore):
             self._close_watch(watch)
             raise
 
-    async def _follow(self, watch: Watch, opened: asyncio.Future[None]) -> None:
+    async def _follow(self, watch: FedWatch, opened: asyncio.Future[None]) -> None:
         """Feed a watch until it is closed or the store is lost."""
         is_prefix = watch.op == wire.WATCH_PREFIX
         channel = self._value(watch.key)
@@ -257,17 +257,17 @@ class RedisStore(EngineStore):
                     async for message in messages:
                         if message is None:
                             pages = await self._read_pages(watch.key, is_prefix=is_prefix)
-                            watch._feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
+                            watch.feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
                             if not opened.done():
                                 opened.set_result(None)
                             continue
                         key = message.channel[start:]
                         if message.revision > pages.revision_of(key):
                             change = RawChange(message.kind, message.revision, key, message.value)
-                            watch._feed(change)
+                            watch.feed(change)
                         self._on_lease_seen(message.ttl / 1000)
         except StoreError as error:
-            watch._fail(error)
+            watch.fail(error)
             if not opened.done():
                 opened.set_exception(error)
 
