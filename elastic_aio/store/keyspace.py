@@ -1,9 +1,10 @@
-"""Contents of a store: values, queues and pending waits, with its leases and watches.
+"""Contents of a store: values and queues, and the waits, leases and watches of its clients.
 
 Pure: the server passes in times and lease ids, and receives notifications through
 the hooks of `Client`.  Operations that torch's TCPStore has behave as there:
 
-* A wait ends when each key that was missing has been written once (`wait_table`).
+* A wait ends when each key that was missing has been written once, even if a key has been
+  deleted since.
 * A non-empty queue counts as a present key for CHECK and WAIT, but has no value.
 * A counter is decimal text under its key.
 * COMPARE_SET of an absent key with a non-empty expectation stores nothing and
@@ -59,17 +60,31 @@ PENDING: Final = object()
 WOKEN, VALUES, ITEM = range(3)
 
 
-class WaitHolder:
-    """The wait half of a client: its pending waits, by tag."""
+class Client:
+    """One client of a keyspace: its waits, leases and watches, and its notifications.
+
+    Subclasses implement the hooks that they need.  A hook is called in the middle of an
+    operation and must not change the keyspace.  `tag` is the client's identifier of the
+    request that the notification is about.
+    """
 
     is_gone = False
     """Whether it receives nothing any more."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.waits: dict[Any, Waiter] = {}
         self.awaited = 0
         """The number of pairs of a pending wait and a missing key."""
+        self.leases: set[LeaseRecord] = set()
+        self.last_received_at = 0.0
+        """When the server last received bytes from the client, by the server's clock."""
+        self.has_closed = False
+        """Whether the connection has come to an orderly end, which is not a reset."""
+        self.watches: dict[Any, _Target] = {}
+
+    def is_unread(self) -> bool:
+        """Return whether the server itself does not read what the client sends."""
+        return False
 
     def on_woken(self, tag: Any) -> None:
         """A WAIT or BARRIER is done: all its keys are present."""
@@ -91,12 +106,23 @@ class WaitHolder:
         """A GET_WHEN_SET is done: all its keys are present, but cannot be sent."""
         raise NotImplementedError
 
+    def on_lease_ended(self, tag: Any) -> None:
+        """The lease granted or resumed by the request has expired; its keys are gone."""
+        raise NotImplementedError
+
+    def on_released(self, tag: Any) -> None:
+        """The keys of the lease that the request has released are gone."""
+
+    def on_change(self, tag: Any, change: RawChange) -> None:
+        """A watched key has changed."""
+        raise NotImplementedError
+
 
 @dataclass(slots=True, eq=False)
 class Waiter:
     """One pending wait; `requested` are the keys of a GET_WHEN_SET."""
 
-    client: WaitHolder
+    client: Client
     tag: Any
     mode: int
     requested: Sequence[bytes] = ()
@@ -106,7 +132,7 @@ class Waiter:
 
 
 class WaitTable:
-    """All pending waits of one store."""
+    """All pending waits of one store, oldest first; a wait records what is missing as it begins."""
 
     def __init__(
         self,
@@ -117,16 +143,7 @@ class WaitTable:
         queues: Mapping[bytes, object],
         collect: Callable[[Sequence[bytes]], list[bytes]],
     ) -> None:
-        """Begin without waits.
-
-        Args:
-            limits: those of the store.
-            usage: the account of the store's bytes.
-            work: takes the notifications.
-            values: those of the store.
-            queues: those of the store that are not empty.
-            collect: returns the values of keys as one reply; may refuse.
-        """
+        """Begin without waits; `collect` returns the values of keys as one reply, or refuses."""
         self._limits = limits
         self._usage = usage
         self._work = work
@@ -142,8 +159,11 @@ class WaitTable:
         self.count = 0
         """The number of pairs of a pending wait and a missing key."""
 
-    def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> None:
+    def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
         """Wait for the `missing` keys; replaces a wait of the client with the same tag.
+
+        Returns:
+            PENDING.
 
         Raises:
             OperationRefused: there are too many waits.
@@ -163,8 +183,9 @@ class WaitTable:
         waiter.size = size
         self._work.spend(len(keys) // 4)
         self._add(waiter, keys)
+        return PENDING
 
-    def cancel(self, client: WaitHolder, tag: Any) -> bool:
+    def cancel(self, client: Client, tag: Any) -> bool:
         """End the wait `tag`; return whether there was one."""
         waiter = client.waits.get(tag)
         if waiter is None:
@@ -174,7 +195,7 @@ class WaitTable:
         self._work.run(self._remove_keys(waiter))
         return True
 
-    def forget(self, client: WaitHolder) -> bool:
+    def forget(self, client: Client) -> bool:
         """End some waits of a client that is gone; return whether it has more."""
         left = KEYS_AT_ONCE
         while client.waits and left > 0:
@@ -303,29 +324,6 @@ class WaitTable:
         self._usage.left += waiter.size
 
 
-class LeaseHolder:
-    """The lease half of a client: the leases it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leases: set[LeaseRecord] = set()
-        self.last_received_at = 0.0
-        """When the server last received bytes from the client, by the server's clock."""
-        self.has_closed = False
-        """Whether the connection has come to an orderly end, which is not a reset."""
-
-    def is_unread(self) -> bool:
-        """Return whether the server itself does not read what the client sends."""
-        return False
-
-    def on_lease_ended(self, tag: Any) -> None:
-        """The lease granted or resumed by the request `tag` has expired; its keys are gone."""
-        raise NotImplementedError
-
-    def on_released(self, tag: Any) -> None:
-        """The keys of the lease that the request `tag` has released are gone."""
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class LeaseRecord:
     """A lease as the server keeps it; times in seconds."""
@@ -334,13 +332,13 @@ class LeaseRecord:
     ttl: float
     linger: float
     keys: dict[bytes, None] = field(default_factory=dict)  # ordered
-    holder: LeaseHolder | None = None
+    holder: Client | None = None
     tag: Any = None
     ends_at: float = 0.0
     entry: int = 0
     """The number of its valid heap entry; older entries are stale.  0: it has ended."""
     has_closed: bool = False
-    """Whether its last holder has, as in `LeaseHolder`."""
+    """Whether its last holder has, as in `Client`."""
 
     def deadline(self) -> float:
         return self.ends_at if self.holder is None else self.holder.last_received_at + self.ttl
@@ -350,16 +348,21 @@ class LeaseRecord:
 
 
 class LeaseTable:
-    """All leases of one store, and the keys bound to them."""
+    """All leases of one store: keys that exist as long as their holder keeps sending.
+
+    A lease is bound to its holder's connection.  It ends when the holder releases it,
+    when the server has received nothing from the holder for `ttl` seconds (a suspended
+    process keeps its connection), or `linger` seconds after the connection has ended.
+    Until then the holder can resume it on another connection.
+
+    A client that lives resets a connection that it gives up, tcp(7).  So an orderly end (FIN)
+    is that of its process, whose kernel has closed the connection, and the change says so.
+    """
 
     def __init__(
         self, remove: Callable[[bytes, int], object], limits: KeyspaceLimits, work: Work
     ) -> None:
-        """Begin without leases.
-
-        `remove` is called with each key of a lease that ends and the kind of the change;
-        `work` takes the calls.
-        """
+        """Begin without leases; `remove` is called with each key that ends, and how it ends."""
         self._remove = remove
         self._limits = limits
         self._work = work
@@ -382,7 +385,7 @@ class LeaseTable:
         return self._leases.get(lease_id)
 
     def grant(
-        self, holder: LeaseHolder, tag: Any, lease_id: bytes, ttl: float, linger: float, now: float
+        self, holder: Client, tag: Any, lease_id: bytes, ttl: float, linger: float, now: float
     ) -> bool:
         """Create a lease; return False if there are too many."""
         limits = self._limits
@@ -392,7 +395,7 @@ class LeaseTable:
         self._attach(lease, holder, tag, now)
         return True
 
-    def resume(self, holder: LeaseHolder, tag: Any, lease_id: bytes, now: float) -> bool:
+    def resume(self, holder: Client, tag: Any, lease_id: bytes, now: float) -> bool:
         """Bind a lease to another connection of its holder; return False if it has ended."""
         lease = self._leases.get(lease_id)
         if lease is None:
@@ -426,7 +429,7 @@ class LeaseTable:
         if lease is not None:
             lease.keys.pop(key, None)
 
-    def forget(self, holder: LeaseHolder, now: float) -> bool:
+    def forget(self, holder: Client, now: float) -> bool:
         """End or detach leases of `holder`, whose connection has ended; return if it has more."""
         while holder.leases:
             lease = holder.leases.pop()
@@ -489,7 +492,7 @@ class LeaseTable:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
             heapq.heapify(self._heap)
 
-    def _attach(self, lease: LeaseRecord, holder: LeaseHolder, tag: Any, now: float) -> None:
+    def _attach(self, lease: LeaseRecord, holder: Client, tag: Any, now: float) -> None:
         self._departed.pop(lease, None)
         lease.holder, lease.has_closed = holder, False
         lease.tag = tag
@@ -513,19 +516,7 @@ LINGER: Final = 60.0
 """Seconds for which changes are recorded for a watch whose connection has ended."""
 
 
-class Watcher:
-    """The watch half of a client: the watches it has open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watches: dict[Any, _Target] = {}
-
-    def on_change(self, tag: Any, change: RawChange) -> None:
-        """A key of the watch `tag` has changed."""
-        raise NotImplementedError
-
-
-class PresentPairs(Watcher):
+class _PresentPairs(Client):
     """The pairs of a watched prefix while they are read in parts.
 
     It has the present value of each key that has been read, or has changed since the watch began.
@@ -550,7 +541,7 @@ class _Target:
     is_prefix: bool
     since: int
     # With the last revision that their snapshots, or the changes sent after them, include.
-    watchers: dict[tuple[Watcher, Any], int] = field(default_factory=dict)
+    watchers: dict[tuple[Client, Any], int] = field(default_factory=dict)
     # The changes that some watchers have not received yet.
     pending: deque[RawChange] = field(default_factory=deque)
 
@@ -559,19 +550,19 @@ class _Target:
 
 
 class WatchTable:
-    """All watches of one store, and the recent changes of the watched keys."""
+    """All watches of one store: changes of a key or a prefix, in order and without gaps.
+
+    Every change of a watched key gets the next revision and is kept in a bounded history.
+    When a connection breaks, the changes of its watches are recorded for `LINGER` seconds
+    more, so that a watch can continue after the last revision its reader has received.  If
+    the history no longer reaches back that far, the watch restarts with a whole snapshot.
+    """
 
     def __init__(self, limits: KeyspaceLimits, usage: Usage, work: Work) -> None:
-        """Begin without watches.
-
-        `usage` accounts for the watched keys, and `work` takes the notifications.
-        """
-        self._limit = limits.watches
-        self._limit_each = limits.watches_each
+        """Begin without watches."""
+        self._limits = limits
         self._usage = usage
         self._work = work
-        self._history_limit = limits.history
-        self._size_limit = limits.history_size
         self.targets: dict[tuple[bytes, bool], _Target] = {}
         """The watched keys and prefixes; while there are none, changes need not be recorded."""
         # The number of watched prefixes of each length: a changed key is looked up
@@ -587,7 +578,7 @@ class WatchTable:
         self._count = 0
 
     def begin(
-        self, watcher: Watcher, tag: Any, key: bytes, is_prefix: bool, last_revision: int
+        self, watcher: Client, tag: Any, key: bytes, is_prefix: bool, last_revision: int
     ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative.
 
@@ -601,10 +592,10 @@ class WatchTable:
             OperationRefused: there are too many watches.
         """
         self.cancel(watcher, tag)
-        if self._count >= self._limit:
+        if self._count >= self._limits.watches:
             raise OperationRefused("there are too many watches")
-        if len(watcher.watches) >= self._limit_each:
-            limit = self._limit_each
+        limit = self._limits.watches_each
+        if len(watcher.watches) >= limit:
             raise OperationRefused(f"too many watches of one client: the limit is {limit}")
         target = self.targets.get((key, is_prefix)) or self._add(key, is_prefix)
         target.watchers[watcher, tag] = self._revision
@@ -614,7 +605,7 @@ class WatchTable:
             return WatchSnapshot(True, self._revision, ())
         return WatchSnapshot(False, last_revision, ())
 
-    def since(self, watcher: Watcher, tag: Any, last_revision: int) -> list[RawChange]:
+    def since(self, watcher: Client, tag: Any, last_revision: int) -> list[RawChange]:
         """Return the recorded changes of a continued watch after `last_revision`."""
         target = watcher.watches[tag]
         changes = []
@@ -626,12 +617,12 @@ class WatchTable:
         self._work.spend(self._revision - max(last_revision, self._dropped_revision) >> 3)
         return changes[::-1]
 
-    def catch_up(self, watcher: Watcher, tag: Any) -> None:
+    def catch_up(self, watcher: Client, tag: Any) -> None:
         """Notify a watcher now of all changes that it has not received, others perhaps again."""
         for change in watcher.watches[tag].pending:
             watcher.on_change(tag, change)
 
-    def cancel(self, watcher: Watcher, tag: Any) -> bool:
+    def cancel(self, watcher: Client, tag: Any) -> bool:
         """End the watch `tag`; return whether there was one."""
         target = watcher.watches.pop(tag, None)
         if target is None:
@@ -641,7 +632,7 @@ class WatchTable:
             self._drop(target)
         return True
 
-    def forget(self, watcher: Watcher, now: float) -> None:
+    def forget(self, watcher: Client, now: float) -> None:
         """End the watches of a broken connection; record their changes `LINGER` seconds more."""
         for tag, target in watcher.watches.items():
             self._remove(target, watcher, tag)
@@ -658,11 +649,12 @@ class WatchTable:
         targets = list(self._covering(key))
         if not targets:
             return
+        limits = self._limits
         self._revision += 1
         change = RawChange(kind, self._revision, key, value)
         self._history.append(change)
         self._size += len(key) + len(value)
-        while len(self._history) > self._history_limit or self._size > self._size_limit:
+        while len(self._history) > limits.history or self._size > limits.history_size:
             oldest = self._history.popleft()
             self._size -= len(oldest.key) + len(oldest.value)
             self._dropped_revision = oldest.revision
@@ -693,7 +685,7 @@ class WatchTable:
             self._drop(target)
 
     def _add(self, key: bytes, is_prefix: bool) -> _Target:
-        while len(self.targets) >= self._limit:
+        while len(self.targets) >= self._limits.watches:
             # One of them has no watcher: its reader gets a whole snapshot if it returns.
             self._drop_oldest()
         self._usage.take(TARGET + len(key))
@@ -721,7 +713,7 @@ class WatchTable:
             if target is not None:
                 yield target
 
-    def _remove(self, target: _Target, watcher: Watcher, tag: Any) -> None:
+    def _remove(self, target: _Target, watcher: Client, tag: Any) -> None:
         target.watchers.pop((watcher, tag), None)
         self._count -= 1
 
@@ -737,14 +729,6 @@ class WatchTable:
             self._dropped_revision = self._revision
             self._history.clear()
             self._size = 0
-
-
-class Client(LeaseHolder, Watcher, WaitHolder):
-    """One client of a keyspace: its waits, leases and watches, and its notifications.
-
-    Subclasses implement the hooks.  A hook is called in the middle of an operation
-    and must not change the keyspace.  `tag` is the client's identifier of the request.
-    """
 
 
 class Keyspace:
@@ -938,7 +922,7 @@ class Keyspace:
         values, queues = self._values, self._queues
         for key in keys:
             if key not in values and key not in queues:
-                return self._begin_wait(Waiter(client, tag, WOKEN), self.missing(keys))
+                return self.waits.begin(Waiter(client, tag, WOKEN), self.missing(keys))
         # A client has one wait per tag: a new wait replaces the pending one.
         if tag in client.waits:
             self.cancel(client, tag)
@@ -949,17 +933,17 @@ class Keyspace:
         missing = [key for key in keys if key not in self._values]
         if not missing:
             return self._collect(keys)
-        return self._begin_wait(Waiter(client, tag, VALUES, keys), missing)
+        return self.waits.begin(Waiter(client, tag, VALUES, keys), missing)
 
     def pop_when_pushed(self, client: Client, tag: Any, key: bytes, _: None) -> Any:
         """Return the oldest item if there is one, else PENDING and call `on_item` later."""
         if key in self._queues:
             return self._dequeue(key)
-        return self._begin_wait(Waiter(client, tag, ITEM), (key,))
+        return self.waits.begin(Waiter(client, tag, ITEM), (key,))
 
     def barrier(self, client: Client, tag: Any, key: bytes, size: int) -> Any:
         """Count an arrival; return 0 from the `size`-th on, else PENDING (`on_woken`)."""
-        count = self._number(key) + 1
+        count = parse_counter(self._values.get(key)) + 1
         value = b"%d" % count
         growth = self._growth(key, value)
         self.usage.take(growth)
@@ -979,10 +963,6 @@ class Keyspace:
     def cancel(self, client: Client, tag: Any) -> bool:
         """End the wait or watch `tag`; return whether there was one."""
         return self.waits.cancel(client, tag) or self.watches.cancel(client, tag)
-
-    def _begin_wait(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
-        self.waits.begin(waiter, missing)
-        return PENDING
 
     # Leases and watches.
 
@@ -1050,9 +1030,10 @@ class Keyspace:
         if not snapshot.is_whole:
             return snapshot
         if not is_prefix:
-            return snapshot._replace(pairs=((key, values[key]),) if key in values else ())
+            pairs = ((key, values[key]),) if key in values else ()
+            return WatchSnapshot(True, snapshot.revision, pairs)
         self.watches.cancel(client, tag)
-        present = PresentPairs()
+        present = _PresentPairs()
         while self._listed and self._listed + len(values) > _LISTED:
             yield KEYS_AT_ONCE
         self.watches.begin(present, None, key, True, -1)
@@ -1069,7 +1050,7 @@ class Keyspace:
             self._listed -= len(names)
             self.watches.cancel(present, None)
         snapshot = self.watches.begin(client, tag, key, True, -1)
-        return snapshot._replace(pairs=present.pairs.items())
+        return WatchSnapshot(True, snapshot.revision, present.pairs.items())
 
     def forget(self, client: Client, now: float) -> bool:
         """Remove a client whose connection has ended; its leases and watches may linger.
@@ -1153,9 +1134,6 @@ class Keyspace:
             del self._queues[key]
             self.usage.left += TARGET + len(key)
         return item
-
-    def _number(self, key: bytes) -> int:
-        return parse_counter(self._values.get(key))
 
     def _on_written(self, key: bytes, value: bytes) -> None:
         if self._leased:

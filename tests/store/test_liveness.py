@@ -17,7 +17,7 @@ import pytest
 
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused
 from elastic_aio.store import ChangeKind, KeyspaceLimits, RemoteStore, StoreServer, connect, wire
-from elastic_aio.store.keyspace import LeaseHolder, LeaseTable
+from elastic_aio.store.keyspace import Client, LeaseTable
 from elastic_aio.store.limits import Work
 from elastic_aio.store.replies import CHANGE_CLOSED, CHANGE_DELETED, CHANGE_EXPIRED
 from elastic_aio.store.wire import RequestReader, WireLimits
@@ -315,7 +315,7 @@ async def test_a_pause_extends_leases_once(
         assert record.ends_at < now + 0.3
 
 
-class RecordingHolder(LeaseHolder):
+class RecordingHolder(Client):
     """A holder that records the end of its leases."""
 
     def __init__(self, ended: list[bytes]) -> None:
