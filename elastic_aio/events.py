@@ -1,33 +1,58 @@
-"""Every event of a run but those of its nodes: frozen values."""
+"""Every event of a run: a frozen value with one sentence, and one effect on the status.
+
+Those of the nodes are in `node_events`, which a job of one node does not load.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from typing import TYPE_CHECKING, Final
 
-from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_aio.outcome import (
+    ExitStatus,
+    Failure,
+    Goodput,
+    JobState,
+    ResourceUsage,
+    signal_name,
+)
+from elastic_aio.spec.restart import restarts_text
+from elastic_aio.status import Event as Event
+from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
+from elastic_aio.status import Level as Level
+from elastic_aio.text import counted
+
+if TYPE_CHECKING:
+    from elastic_aio.node_events import *  # noqa: F403  # all that it defines
+else:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from elastic_aio import node_events  # noqa: F401  # a job of one node has none
+
+        kinds = (Event, WorkerActivity, *Event.__subclasses__())
+        public = {kind.__name__: kind for kind in kinds if kind.__module__ in _HOMES}
+        if name == "__all__":
+            return sorted(public)
+        if name not in public:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return public[name]
+
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
-    """What every event has."""
-
-    seq: int = -1
-    """Position in the stream, from 0: the cursor of `Agent.events()` and of `follow_job()`.
-
-    The two streams of one run number their events independently.
-    """
-    time: float = 0.0
-    """Unix seconds."""
-    run_id: str = ""
-    """Identifier of the run."""
-    attempt: int = 0
-    """The attempt that the event is about, from 0."""
-    node: str = ""
-    """Name of the host that reports the event."""
+_HOMES: Final = (__name__, "elastic_aio.node_events", "elastic_aio.status")
+_SHOWN_MAX = 8
+"""Pids or ranks in a sentence."""
+_LEFTOVERS_SHOWN = 5
 
 
-def is_of_nodes(event: Event) -> bool:
-    """Whether an event is one of `node_events`, which a job of one node does not load."""
-    return type(event).__module__ != __name__
+def _listed(numbers: tuple[object, ...], limit: int = _SHOWN_MAX) -> str:
+    return ", ".join(map(str, numbers[:limit])) + (", ..." if numbers[limit:] else "")
 
 
 class JobStarted(Event, frozen=True, kw_only=True):
@@ -53,6 +78,29 @@ class JobStarted(Event, frozen=True, kw_only=True):
     """Name of the rendezvous backend, which one node does not use."""
     has_timers: bool = False
 
+    def _change(self, status: StatusTracker) -> None:
+        job = JobStatus(
+            run_id=self.run_id,
+            node=self.node,
+            role=self.role,
+            entrypoint=self.entrypoint,
+            agent_pid=self.agent_pid,
+            log_dir=self.log_dir,
+            max_restarts=self.max_restarts,
+            round=0 if self.nnodes == "1" else -1,
+        )
+        status.begin(job, self.nproc_per_node, self.time)
+
+    def _text(self) -> str:
+        workers = counted(self.nproc_per_node, "worker")
+        nodes = f", one of {self.nnodes} nodes".replace(":", " to ") if self.nnodes != "1" else ""
+        losses = f", node losses at most {self.node_losses}" if self.node_losses else ""
+        logs = f"logs in {self.log_dir}" if self.log_dir else "no logs unless it fails"
+        return (
+            f"run {self.run_id}: {workers} of {self.entrypoint} on {self.node}{nodes},"
+            f" {restarts_text(self.max_restarts)}{losses}, {logs}"
+        )
+
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
     """The process `pid` of the worker `rank` (on this node `local_rank`) exists."""
@@ -68,6 +116,22 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     """File with its stdout; None if the stream is in no file."""
     stderr_path: str | None = None
     """File with its stderr, likewise; a captured one is removed unless the job fails."""
+
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        worker = WorkerStatus(
+            self.rank,
+            self.local_rank,
+            self.pid,
+            since=self.time,
+            stdout_path=self.stdout_path,
+            stderr_path=self.stderr_path,
+        )
+        status.add_worker(self.attempt, worker)
+
+    def _text(self) -> str:
+        return f"rank {self.rank} started (pid {self.pid})"
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
@@ -89,6 +153,27 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     reason: str = ""
     """Why it failed, as far as that is known when it exits: as `Failure.reason`."""
 
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        worker = status.workers.get(self.rank)
+        if worker is None or worker.pid != self.pid:
+            return
+        state = "stopped" if self.is_victim else "failed"
+        status.workers[self.rank] = replace(
+            worker,
+            state="succeeded" if self.status.is_success else state,
+            since=self.time,
+            status=str(self.status),
+            usage=self.usage,
+        )
+
+    def _text(self) -> str:
+        stopped = ", stopped by the supervisor" if self.is_victim else ""
+        why = f": {self.reason}" if self.reason else ""
+        ended = f"{self.status}{stopped}, after {self.duration:.3g} s{why}"
+        return f"rank {self.rank} (pid {self.pid}): {ended}"
+
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
     """An attempt failed and all its processes are gone."""
@@ -97,6 +182,15 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
     """The root cause."""
     failures: tuple[Failure, ...]
     """All failures of the attempt, the root cause first."""
+
+    def _change(self, status: StatusTracker) -> None:
+        status.failure = self.root.summary
+        status.enter("stopping", self.time, status.failure)
+
+    def _text(self) -> str:
+        is_elsewhere = self.node and self.root.host not in ("", self.node)
+        elsewhere = f" on {self.root.host}" if is_elsewhere else ""
+        return f"attempt {self.attempt} failed{elsewhere}: {self.root.summary}"
 
 
 class Restarting(Event, frozen=True, kw_only=True):
@@ -111,6 +205,20 @@ class Restarting(Event, frozen=True, kw_only=True):
     returned: int = 0
     """How many of them no longer count: a healthy attempt came later; 0 after a request."""
 
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return "restarting, ", self.delay, " left"
+
+    def _change(self, status: StatusTracker) -> None:
+        status.restarts = self.restarts
+        status.returned = max(status.returned, self.returned)
+        status.enter("restarting", self.time, self.why)
+
+    def _text(self) -> str:
+        after = f" in {self.delay:.3g} s" if self.delay else ""
+        returned = f", {counted(self.returned, 'former restart')} returned" if self.returned else ""
+        return f"restarting as attempt {self.attempt}{after}: {self.why}{returned}"
+
 
 class StopRequested(Event, frozen=True, kw_only=True):
     """The workers are about to be stopped; `reason` says why."""
@@ -122,6 +230,17 @@ class StopRequested(Event, frozen=True, kw_only=True):
     """The signal that the launcher received, or was asked for, if that is the reason."""
     is_ordered: bool = False
     """Whether the rendezvous is: another node leaves, fails or joins, or no store answers."""
+
+    @property
+    def level(self) -> int:
+        is_known = self.signal is None and not self.is_ordered
+        return Level.INFO if is_known else Level.WARNING
+
+    def _change(self, status: StatusTracker) -> None:
+        status.enter("stopping", self.time, self.reason)
+
+    def _text(self) -> str:
+        return f"stopping the workers ({self.plan}): {self.reason}"
 
 
 class LeftoversFound(Event, frozen=True, kw_only=True):
@@ -135,6 +254,20 @@ class LeftoversFound(Event, frozen=True, kw_only=True):
     """Program and script of each, such as `python3.11 upload.py`."""
     linger: float
 
+    def _change(self, status: StatusTracker) -> None:
+        status.enter("stopping", self.time, "the workers have left processes behind")
+
+    def _text(self) -> str:
+        count, it = len(self.pids), "it" if len(self.pids) == 1 else "they"
+        named = tuple(f"{name} ({pid})" for pid, name in zip(self.pids, self.programs, strict=True))
+        fate = f"{it} {'is' if count == 1 else 'are'} stopped now"
+        if self.linger:
+            fate = f"{it} may run for another {self.linger:g} s"
+        left = (
+            f"the workers have succeeded and left {counted(count, 'process', 'processes')} behind"
+        )
+        return f"{left}, {fate}: {_listed(named, _LEFTOVERS_SHOWN)}"
+
 
 class StopEscalated(Event, frozen=True, kw_only=True):
     """The grace period expired, or `reason` cut it short; the plan's next `signal` is sent."""
@@ -144,6 +277,16 @@ class StopEscalated(Event, frozen=True, kw_only=True):
     """The processes that remain; empty if `/proc` could not be read, and no worker remains."""
     reason: str = ""
 
+    def _text(self) -> str:
+        name = signal_name(self.signal)
+        if not self.pids:
+            return f"{self.reason or 'processes may not have stopped in time'}, sending {name}"
+        processes = counted(len(self.pids), "process", "processes")
+        pids = f"(pid {_listed(self.pids)})"
+        if self.reason:
+            return f"{self.reason}, sending {name} to {processes} {pids}"
+        return f"{processes} did not stop in time, sending {name} {pids}"
+
 
 class WorkerAbandoned(Event, frozen=True, kw_only=True):
     """The process `pid` did not exit after SIGKILL and is left behind."""
@@ -152,6 +295,11 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
     """0 if `/proc` could not be read; then processes may be left that are not known."""
     state: str
     """Its state in `/proc`, such as `D in nfs_wait`: an uninterruptible system call."""
+
+    def _text(self) -> str:
+        if not self.pid:
+            return f"processes may be left behind: {self.state}"
+        return f"process {self.pid} did not exit after SIGKILL (state {self.state}), left behind"
 
 
 class SignalForwarded(Event, frozen=True, kw_only=True):
@@ -164,6 +312,19 @@ class SignalForwarded(Event, frozen=True, kw_only=True):
     pids: tuple[int, ...]
     unhandled: tuple[int, ...] = ()
     """Those that had no handler for it: if also in `pids`, its default action ends them."""
+
+    @property
+    def level(self) -> int:
+        return Level.WARNING if self.unhandled else Level.INFO
+
+    def _text(self) -> str:
+        name = signal_name(self.signal)
+        text = f"{name} forwarded to {counted(len(self.pids), 'worker')}"
+        if not self.unhandled:
+            return text
+        count = "1 has" if len(self.unhandled) == 1 else f"{len(self.unhandled)} have"
+        end = "will be ended by it" if self.unhandled[0] in self.pids else "did not get it"
+        return f"{text}; {count} no handler for it and {end} (pid {_listed(self.unhandled)})"
 
 
 class TimerExpired(Event, frozen=True, kw_only=True):
@@ -184,11 +345,20 @@ class TimerExpired(Event, frozen=True, kw_only=True):
     """Seconds for which it was acquired."""
     signal: int
 
+    def _text(self) -> str:
+        worker = f"process {self.pid}" if self.rank < 0 else f"rank {self.rank} (pid {self.pid})"
+        times = f"after {round(self.age, 2):g} s (limit {round(self.limit, 2):g} s)"
+        ending = f", sending {signal_name(self.signal)}" if self.signal else ""
+        return f"timer {self.scope!r} of {worker} expired {times}{ending}"
+
 
 class TimerRejected(Event, frozen=True, kw_only=True):
     """The pipe of the timers got something that is no request (`why`); reported once."""
 
     why: str
+
+    def _text(self) -> str:
+        return f"the pipe of the timers got {self.why}"
 
 
 class WorkerReady(Event, frozen=True, kw_only=True):
@@ -199,6 +369,11 @@ class WorkerReady(Event, frozen=True, kw_only=True):
     pid: int
     duration: float
     """Seconds since it was started."""
+
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}) is ready after {self.duration:.3g} s"
 
 
 class DeadlineMissed(Event, frozen=True, kw_only=True):
@@ -224,8 +399,11 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
     status: str = ""
     """Its last status."""
 
+    def _text(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}): {self.why}"
 
-class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
+
+class WorkerActivity(Struct, frozen=True, kw_only=True):
     """What the worker `rank` was doing: what `/proc` shows of its main thread.
 
     It is `local_rank` on this node, and the process `pid`.
@@ -253,6 +431,14 @@ class WorkersIdle(Event, frozen=True, kw_only=True):
     seconds: float
     workers: tuple[WorkerActivity, ...]
 
+    def _text(self) -> str:
+        states = tuple(
+            f"rank {worker.rank} {worker.syscall or worker.wchan or worker.state or 'unknown'}"
+            for worker in self.workers
+        )
+        idle = f"no worker has used CPU time or written anything for {self.seconds:.3g} s"
+        return f"{idle}: {_listed(states)}"
+
 
 class WorkersUnfinished(Event, frozen=True, kw_only=True):
     """Workers of this node still run although the first has exited with 0 some time ago.
@@ -269,6 +455,14 @@ class WorkersUnfinished(Event, frozen=True, kw_only=True):
     world_size: int = 0
     """Workers of a job of several nodes; 0 for one node."""
 
+    def _text(self) -> str:
+        total = self.world_size or self.finished + len(self.running)
+        here = " here" if self.world_size else ""
+        since = f"the first {self.seconds:.0f} s ago"
+        have = f"{self.finished} of {total} workers have finished, {since}"
+        ranks = f"rank{'s' if self.running[1:] else ''} {_listed(self.running)}"
+        return f"{have}; still running{here}: {ranks}"
+
 
 class StacksDumped(Event, frozen=True, kw_only=True):
     """The stacks of the workers were read, since `why`."""
@@ -279,12 +473,19 @@ class StacksDumped(Event, frozen=True, kw_only=True):
     path: str | None = None
     """File with all stacks; None if the job has no log directory."""
 
+    def _text(self) -> str:
+        where = f" ({self.path})" if self.path else ""
+        return f"stacks ({self.why}): {self.summary}{where}"
+
 
 class GuardianRestarted(Event, frozen=True, kw_only=True):
     """The guardian process exited and was replaced."""
 
     pid: int
     """The new guardian."""
+
+    def _text(self) -> str:
+        return f"guardian process exited, restarted as pid {self.pid}"
 
 
 class GuardianLost(Event, frozen=True, kw_only=True):
@@ -296,11 +497,17 @@ class GuardianLost(Event, frozen=True, kw_only=True):
 
     why: str
 
+    def _text(self) -> str:
+        return f"guardian process exited, the job is unguarded: {self.why}"
+
 
 class ControlUnavailable(Event, frozen=True, kw_only=True):
     """The job has no control socket, because of `why`: `aio-elastic ps` does not show it."""
 
     why: str
+
+    def _text(self) -> str:
+        return f"no control socket for this job: {self.why}"
 
 
 class ConsoleLost(Event, frozen=True, kw_only=True):
@@ -311,6 +518,10 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     why: str
     unshown: int | None = None
     """Bytes in the log files that the console did not take; None while workers run."""
+
+    def _text(self) -> str:
+        rest = counted(self.unshown, "byte") + " not shown, " if self.unshown else ""
+        return f"{self.stream} accepts no more output ({self.why}); {rest}see the logs"
 
 
 class LogDiskFull(Event, frozen=True, kw_only=True):
@@ -325,11 +536,18 @@ class LogDiskFull(Event, frozen=True, kw_only=True):
     why: str = "no space left on device"
     """The error of a write."""
 
+    def _text(self) -> str:
+        effect = "the console shows the rest" if self.is_shown else "they may be incomplete"
+        return f"writes to the log files fail ({self.why}), {effect}: {self.mount_point}"
+
 
 class LogsNotRemoved(Event, frozen=True, kw_only=True):
     """Old runs' logs are left in the log directory, because of `why` (`LogSpec.keep_runs`)."""
 
     why: str
+
+    def _text(self) -> str:
+        return f"logs of old runs are not removed: {self.why}"
 
 
 class OutputLost(Event, frozen=True, kw_only=True):
@@ -345,6 +563,10 @@ class OutputLost(Event, frozen=True, kw_only=True):
     lost: int | None = None
     """Bytes; None if their number is not known."""
 
+    def _text(self) -> str:
+        lost = "output" if self.lost is None else counted(self.lost, "byte")
+        return f"{lost} of {self.stream} of rank {self.rank} lost: {self.why} ({self.path})"
+
 
 class WorkerStoreRefused(Event, frozen=True, kw_only=True):
     """The store of the workers closed the connection of a client (`peer`), as `why` says.
@@ -355,6 +577,10 @@ class WorkerStoreRefused(Event, frozen=True, kw_only=True):
     peer: str
     why: str
 
+    def _text(self) -> str:
+        closed = f"the store of the workers closed the connection of {self.peer}"
+        return f"{closed}: it {self.why}"
+
 
 class EventsMissed(Event, frozen=True, kw_only=True):
     """Stands for events that are no longer kept, or have not arrived, for this reader."""
@@ -363,6 +589,10 @@ class EventsMissed(Event, frozen=True, kw_only=True):
     """How many; 0 if that is unknown."""
     why: str = ""
     """Why, if that is known."""
+
+    def _text(self) -> str:
+        why = f": {self.why}" if self.why else ""
+        return f"{self.count or 'some'} events missed{why}"
 
 
 class JobFinished(Event, frozen=True, kw_only=True):
@@ -379,3 +609,12 @@ class JobFinished(Event, frozen=True, kw_only=True):
     """Restarts after failures."""
     goodput: Goodput | None = None
     """How the time was spent on this node; None in the events of `follow_job()`."""
+
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.restarts = self.restarts
+        status.enter(self.state.value, self.time, self.why)
+
+    def _text(self) -> str:
+        return f"job {self.state.value} after {self.duration:.3g} s: {self.why}"

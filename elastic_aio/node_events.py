@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from elastic_aio.events import Event
+from msgspec.structs import replace
+
+from elastic_aio.status import Event, Level, StatusTracker
+from elastic_aio.text import counted, one_line
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):
@@ -19,6 +22,14 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     differs: tuple[str, ...] = ()
     """Settings that are others on other nodes, with both values; each difference once."""
 
+    @property
+    def level(self) -> int:
+        return Level.WARNING if self.differs else Level.INFO
+
+    def _text(self) -> str:
+        text = f"node {self.name} joined with {counted(self.nproc, 'worker')} ({self.address})"
+        return "; ".join([text, *self.differs])
+
 
 class NodeLeft(Event, frozen=True, kw_only=True):
     """A node left the rendezvous: its workers have finished, or it was stopped (`why`).
@@ -29,6 +40,11 @@ class NodeLeft(Event, frozen=True, kw_only=True):
     name: str
     member: str
     why: str
+
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"node {self.name} left: {self.why}"
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
@@ -41,6 +57,9 @@ class NodeLost(Event, frozen=True, kw_only=True):
     member: str
     why: str
 
+    def _text(self) -> str:
+        return f"node {self.name} is lost: {self.why}"
+
 
 class NodeRefused(Event, frozen=True, kw_only=True):
     """A node was refused, temporarily or permanently; `why` gives the reason.
@@ -51,6 +70,9 @@ class NodeRefused(Event, frozen=True, kw_only=True):
     name: str
     member: str
     why: str
+
+    def _text(self) -> str:
+        return f"node {self.name} was refused: {self.why}"
 
 
 class RoundForming(Event, frozen=True, kw_only=True):
@@ -72,6 +94,37 @@ class RoundForming(Event, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
     """Ids of other runs that wait at the same store: some of them, seen by one node."""
 
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return f"waiting for nodes: {self.joined} present, {self._ends} ", self.time_left, ""
+
+    @property
+    def _ends(self) -> str:
+        return "starts in" if self.joined >= self.minimum else "fails in"
+
+    def _change(self, status: StatusTracker) -> None:
+        if not status.is_ready:  # while workers run, other nodes may form the next round
+            status.enter("forming", self.time)
+
+    def _text(self) -> str:
+        stopped = "workers stopped, " if self.round else ""
+        text = f"{stopped}waiting for nodes: {counted(self.joined, 'node')} present"
+        if self.present:
+            ellipsis = ", ..." if len(self.present) < self.joined else ""
+            text += f" ({', '.join(self.present)}{ellipsis})"
+        text += f", minimum {self.minimum}, maximum {self.maximum}"
+        if self.missing:
+            text += f", missing {', '.join(self.missing)}"
+        if self.time_left is not None:
+            text += f", {self._ends} {self.time_left:.0f} s"
+        if self.refused:
+            text += f"; refused {', '.join(self.refused)}"
+        if self.others:
+            runs = ", ".join(map(one_line, self.others))
+            text += f"; other runs that wait at this store: {runs}"
+            text += " (is --rdzv-id the same everywhere?)"
+        return text
+
 
 class RoundWaiting(Event, frozen=True, kw_only=True):
     """The coordinator has been waiting, in a `phase`, for `what`."""
@@ -84,6 +137,14 @@ class RoundWaiting(Event, frozen=True, kw_only=True):
     """Seconds so far."""
     time_left: float | None = None
     """Seconds until the nodes count as lost, or the job ends for want of a decision."""
+
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return f"{self.phase}: {self.what}, ", self.time_left, " left"
+
+    def _text(self) -> str:
+        left = "" if self.time_left is None else f", {self.time_left:.0f} s left"
+        return f"{self.phase}: {self.what} (waited {self.waited:.0f} s{left})"
 
 
 class RoundFormed(Event, frozen=True, kw_only=True):
@@ -104,6 +165,28 @@ class RoundFormed(Event, frozen=True, kw_only=True):
     changes: int = 0
     """Rounds so far that a membership change caused, not a failure."""
 
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.job = replace(
+            status.job,
+            round=self.round,
+            membership_changes=self.changes,
+            group_rank=self.group_rank,
+            group_world_size=self.group_world_size,
+            world_size=self.world_size,
+            master=f"{self.master_addr}:{self.master_port}",
+        )
+        status.enter("starting", self.time)
+
+    def _text(self) -> str:
+        nodes = counted(self.group_world_size, "node")
+        if self.group_rank >= 0:  # else the event is about all nodes
+            nodes = f"group rank {self.group_rank} of {self.group_world_size}"
+        workers = counted(self.world_size, "worker")
+        master = f"{self.master_addr}:{self.master_port}"
+        return f"round {self.round}: {nodes}, {workers} in all, master at {master}"
+
 
 class MembershipPending(Event, frozen=True, kw_only=True):
     """The job is about to go on with other nodes than those of `round`; its workers run on."""
@@ -113,6 +196,16 @@ class MembershipPending(Event, frozen=True, kw_only=True):
     """Which nodes are about to take part, or why the round stays as it is."""
     time_left: float | None
     """Seconds until the workers are stopped, unless further nodes join; None: they are not."""
+
+    @property
+    def level(self) -> int:
+        return Level.INFO if self.time_left is None else Level.WARNING
+
+    def _text(self) -> str:
+        if self.time_left is None:
+            return f"the membership stays as it is: {self.why}"
+        when = f"in {self.time_left:.0f} s, unless others join"
+        return f"the membership is about to change {when}: {self.why}"
 
 
 class MembershipChanged(Event, frozen=True, kw_only=True):
@@ -124,6 +217,13 @@ class MembershipChanged(Event, frozen=True, kw_only=True):
     nodes: int
     """Number of nodes from now on."""
 
+    def _change(self, status: StatusTracker) -> None:
+        status.enter("restarting", self.time, self.why)
+
+    def _text(self) -> str:
+        change = f"attempt {self.attempt} has {counted(self.nodes, 'node')}"
+        return f"membership changed, {change}: {self.why}"
+
 
 class NodeStandby(Event, frozen=True, kw_only=True):
     """`round` has its `maximum` of nodes: this one replaces the next that is lost."""
@@ -134,12 +234,24 @@ class NodeStandby(Event, frozen=True, kw_only=True):
     why: str = ""
     """Which node holds the fixed rank of this one, if it waits for that."""
 
+    def _change(self, status: StatusTracker) -> None:
+        if not status.is_ready:
+            status.enter("standby", self.time, self.why)
+
+    def _text(self) -> str:
+        return f"on standby: {self.why or f'the job has its maximum of {self.maximum} nodes'}"
+
 
 class StandbyPromoted(Event, frozen=True, kw_only=True):
     """This node was on standby and is part of `round` now, with `group_rank`."""
 
     round: int
     group_rank: int
+
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"promoted from standby to group rank {self.group_rank}"
 
 
 class CoordinatorChanged(Event, frozen=True, kw_only=True):
@@ -150,6 +262,11 @@ class CoordinatorChanged(Event, frozen=True, kw_only=True):
     term: int
     """The term of its election; at one store, a higher term replaces a lower one."""
 
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"node {self.name} is the coordinator (term {self.term})"
+
 
 class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
     """This node has found no rendezvous store that it can use, and goes on searching."""
@@ -159,12 +276,23 @@ class RendezvousStoreAwaited(Event, frozen=True, kw_only=True):
     time_left: float | None
     """Seconds until the search ends; None for a search without a limit."""
 
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return "waiting for the rendezvous store, ", self.time_left, " left"
+
+    def _text(self) -> str:
+        left = "" if self.time_left is None else f", {max(self.time_left, 0):.0f} s left"
+        return f"waiting for the rendezvous store{left}: {self.why}"
+
 
 class RendezvousStoreLost(Event, frozen=True, kw_only=True):
     """The store at `endpoint` is unreachable (`why`); workers run on for `store_grace`."""
 
     endpoint: str
     why: str
+
+    def _text(self) -> str:
+        return f"rendezvous store at {self.endpoint} lost: {self.why}"
 
 
 class RendezvousStoreRecovered(Event, frozen=True, kw_only=True):
@@ -173,3 +301,7 @@ class RendezvousStoreRecovered(Event, frozen=True, kw_only=True):
     endpoint: str
     is_host: bool
     """Whether this node serves the store."""
+
+    def _text(self) -> str:
+        server = ", served by this node" if self.is_host else ""
+        return f"rendezvous store recovered at {self.endpoint}{server}"

@@ -1,21 +1,18 @@
-"""What the events so far say about the job on this node: one value for all views.
+"""The status of the job on this node: one value for all views, and what an event may change of it.
 
-Pure: a `StatusTracker` reads the events of one agent in their order; times are those of the
+Pure: a `StatusTracker` takes in the events of one agent in their order; times are those of the
 events, and of the caller.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import ClassVar, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio import events
 from elastic_aio.outcome import Goodput, ResourceUsage
-
-if TYPE_CHECKING:
-    from elastic_aio import node_events
+from elastic_aio.text import printable
 
 PHASES: Final = (
     "starting",
@@ -79,6 +76,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
 
     run_id: str = ""
     node: str = ""
+    """Name of the host."""
     role: str = ""
     entrypoint: str = ""
     agent_pid: int | None = None
@@ -133,22 +131,74 @@ class JobStatus(Struct, frozen=True, kw_only=True):
         return max(0, self.max_restarts - self.restarts + self.returned)
 
 
+class Level:
+    """Severity of an event, with the numbers of `logging`."""
+
+    INFO = 20
+    WARNING = 30
+
+
+class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    """What every event has, and says: its `level` and its `sentence`."""
+
+    seq: int = -1
+    """Position in the stream, from 0: the cursor of `Agent.events()` and of `follow_job()`.
+
+    The two streams of one run number their events independently.
+    """
+    time: float = 0.0
+    """Unix seconds."""
+    run_id: str = ""
+    """Identifier of the run."""
+    attempt: int = 0
+    """The attempt that the event is about, from 0."""
+    node: str = ""
+    """Name of the host that reports the event."""
+
+    _level: ClassVar[int] = Level.WARNING
+
+    @property
+    def level(self) -> int:
+        """Severity, with the numbers of `logging`: `INFO` or `WARNING`."""
+        return self._level
+
+    @property
+    def sentence(self) -> str:
+        """What has happened, as one printable line."""
+        return printable(self._text())
+
+    @property
+    def countdown(self) -> tuple[str, float | None, str] | None:
+        """What the job waits for from now on, if anything: words, seconds left, more words."""
+        return None
+
+    def _change(self, status: StatusTracker) -> None:
+        """Change the status of the job; most events leave it as it is."""
+
+    def _text(self) -> str:
+        return repr(self)
+
+
 class StatusTracker:
-    """Keeps the state of one job on this node; called with each event, in their order."""
+    """Keeps the state of one job on this node; called with each event, in their order.
+
+    What an event means for the status, its `_change` says.
+    """
 
     def __init__(self) -> None:
+        self.job = JobStatus(round=0)
+        """Fields that change with the start of the job, and with a round."""
         self.phase = "starting"
         self.reason = ""
         """Why the job stops, restarts or has ended; else empty."""
         self.restarts = self.returned = 0
-        self.membership_changes = 0
         self.attempt = 0
         self.failure = ""
         """The root cause of the latest failed attempt."""
+        self.nproc = 0
+        """Workers of this node."""
         self.workers: dict[int, WorkerStatus] = {}
         """The workers of the latest attempt, by rank."""
-        self._job: events.JobStarted | None = None
-        self._round: node_events.RoundFormed | None = None
         self._seq = -1
         self._since = 0.0
         self._counted_until = 0.0
@@ -158,50 +208,10 @@ class StatusTracker:
         """Whether all workers of an attempt have run."""
         self._ended_at: float | None = None
 
-    def __call__(self, event: events.Event) -> None:
+    def __call__(self, event: Event) -> None:
         """Take in the next event."""
         self._seq = event.seq
-        match event:
-            case events.JobStarted():
-                self._job = event
-                self._since = self._counted_until = event.time
-            case events.WorkerStarted():
-                self._worker_started(event)
-            case events.WorkerExited():
-                self._worker_exited(event)
-            case events.StopRequested():
-                self._enter("stopping", event, event.reason)
-            case events.LeftoversFound():
-                self._enter("stopping", event, "the workers have left processes behind")
-            case events.AttemptFailed():
-                self.failure = event.root.summary
-                self._enter("stopping", event, self.failure)
-            case events.Restarting():
-                self.restarts = event.restarts
-                self.returned = max(self.returned, event.returned)
-                self._enter("restarting", event, event.why)
-            case events.JobFinished():
-                self.restarts = event.restarts
-                self._enter(event.state.value, event, event.why)
-                self._ended_at = event.time
-            case _ if events.is_of_nodes(event):
-                self._note_rendezvous(event)
-
-    def _note_rendezvous(self, event: events.Event) -> None:
-        from elastic_aio import node_events
-
-        match event:
-            # While workers run, other nodes may form the next round.
-            case node_events.RoundForming() if not self.is_ready:
-                self._enter("forming", event)
-            case node_events.NodeStandby() if not self.is_ready:
-                self._enter("standby", event, event.why)
-            case node_events.RoundFormed():
-                self._round = event
-                self.membership_changes = event.changes
-                self._enter("starting", event)
-            case node_events.MembershipChanged():
-                self._enter("restarting", event, event.why)
+        event._change(self)
 
     @property
     def is_alive(self) -> bool:
@@ -216,14 +226,12 @@ class StatusTracker:
     @property
     def round(self) -> int:
         """Number of the latest round; 0 without a rendezvous, -1 before the first one."""
-        if self._round is not None:
-            return self._round.round
-        return 0 if self._job is None or self._job.nnodes == "1" else -1
+        return self.job.round
 
     @property
-    def started_at(self) -> float | None:
-        """Unix seconds of the start of the job; None before it."""
-        return None if self._job is None else self._job.time
+    def membership_changes(self) -> int:
+        """Rounds that a change of the membership caused."""
+        return self.job.membership_changes
 
     def goodput(self, now: float) -> Goodput:
         """Return how the time was spent, up to `now`, in Unix seconds."""
@@ -232,8 +240,9 @@ class StatusTracker:
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start of the job, up to its end or to `now`."""
+        began = self.job.started_at
         end = now if self._ended_at is None else self._ended_at
-        return 0.0 if self._job is None else max(0.0, end - self._job.time)
+        return 0.0 if began is None else max(0.0, end - began)
 
     def workers_by_state(self) -> dict[str, int]:
         """Return the number of this node's workers in each state."""
@@ -243,98 +252,63 @@ class StatusTracker:
         return counts
 
     def identity(self) -> dict[str, str]:
-        """Return what tells this job and node from others."""
-        job = self._job
-        if job is None:
+        """Return what tells this job and node from others; empty before the start."""
+        if self.job.started_at is None:
             return {}
-        return {
-            "run_id": job.run_id,
-            "node": job.node,
-            "role": job.role,
-            "entrypoint": job.entrypoint,
-        }
+        names = ("run_id", "node", "role", "entrypoint")
+        return {name: getattr(self.job, name) for name in names}
 
     def status(self, now: float) -> JobStatus:
         """Return everything, at `now` in Unix seconds."""
-        job, formed = self._job, self._round
-        status = JobStatus(
+        return replace(
+            self.job,
             seq=self._seq,
             phase=self.phase,
             since=self._since,
             reason=self.reason,
             attempt=self.attempt,
-            round=self.round,
             restarts=self.restarts,
             returned=self.returned,
-            membership_changes=self.membership_changes,
             failure=self.failure,
-            world_size=len(self.workers),
-            started_at=self.started_at,
+            world_size=self.job.world_size or len(self.workers),
             elapsed=self.elapsed(now),
             goodput=self.goodput(now),
             workers=tuple(self.workers.values()),
         )
-        if job is not None:
-            status = replace(
-                status,
-                **self.identity(),
-                max_restarts=job.max_restarts,
-                agent_pid=job.agent_pid,
-                log_dir=job.log_dir,
-            )
-        if formed is not None:
-            status = replace(
-                status,
-                group_rank=formed.group_rank,
-                group_world_size=formed.group_world_size,
-                world_size=formed.world_size,
-                master=f"{formed.master_addr}:{formed.master_port}",
-            )
-        return status
 
-    def _worker_started(self, event: events.WorkerStarted) -> None:
-        if event.attempt != self.attempt:
-            self.attempt = event.attempt
-            self.workers = {}
-        self.workers[event.rank] = WorkerStatus(
-            event.rank,
-            event.local_rank,
-            event.pid,
-            since=event.time,
-            stdout_path=event.stdout_path,
-            stderr_path=event.stderr_path,
-        )
-        if self._job is not None and len(self.workers) >= self._job.nproc_per_node:
-            self._enter("running", event)
-            self._has_run = True
+    def begin(self, job: JobStatus, nproc: int, time: float) -> None:
+        """Begin a job with so many workers on this node, at a time in Unix seconds."""
+        self.job = replace(job, started_at=time)
+        self.nproc = nproc
+        self._since = self._counted_until = time
 
-    def _worker_exited(self, event: events.WorkerExited) -> None:
-        worker = self.workers.get(event.rank)
-        if worker is None or worker.pid != event.pid:
-            return
-        state = "stopped" if event.is_victim else "failed"
-        self.workers[event.rank] = replace(
-            worker,
-            state="succeeded" if event.status.is_success else state,
-            since=event.time,
-            status=str(event.status),
-            usage=event.usage,
-        )
-
-    def _enter(self, phase: str, event: events.Event, reason: str = "") -> None:
+    def enter(self, phase: str, time: float, reason: str = "") -> None:
+        """Enter a phase, or give another reason for it."""
         self.reason = reason
         if phase == self.phase:
             return
         # The time of a stop is counted when it is known that something follows it.
         if phase not in _FINAL or self.phase != "stopping":
-            self._goodput = self._counted(event.time)
-        self._counted_until = self._since = event.time
+            self._goodput = self._counted(time)
+        self._counted_until = self._since = time
         self.phase = phase
+        if phase in _FINAL:
+            self._ended_at = time
+
+    def add_worker(self, attempt: int, worker: WorkerStatus) -> None:
+        """Add a worker that has been started."""
+        if attempt != self.attempt:
+            self.attempt = attempt
+            self.workers = {}
+        self.workers[worker.rank] = worker
+        if self.job.started_at is not None and len(self.workers) >= self.nproc:
+            self.enter("running", worker.since)
+            self._has_run = True
 
     def _counted(self, until: float) -> Goodput:
         """Return how the time was spent, if the present phase has lasted until then."""
         seconds = max(0.0, until - self._counted_until)
-        if self._job is None:
+        if self.job.started_at is None:
             return self._goodput
         if self.phase == "running":
             kind = "productive"

@@ -60,7 +60,7 @@ from elastic_aio import (
     WorkersUnfinished,
     format_failure,
 )
-from elastic_aio.report import Level, describe
+from elastic_aio.events import Level
 
 WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
 
@@ -660,7 +660,7 @@ EVENTS: list[tuple[Event, int, str]] = [
 
 @pytest.mark.parametrize(("event", "level", "text"), EVENTS, ids=lambda value: type(value).__name__)
 def test_each_event_has_a_level_and_a_line(event: Event, level: int, text: str) -> None:
-    assert describe(event) == (level, text)
+    assert (event.level, event.sentence) == (level, text)
     assert "\n" not in text
 
 
@@ -670,9 +670,9 @@ def test_every_type_of_event_is_described() -> None:
     assert described == set(Event.__subclasses__())
 
 
-def test_an_event_without_a_description() -> None:
+def test_an_event_without_a_sentence() -> None:
     """For debugging only."""
-    assert describe(Event()) == (Level.DEBUG, repr(Event()))
+    assert Event().sentence == repr(Event())
 
 
 def test_control_characters_reach_no_terminal() -> None:
@@ -686,4 +686,4 @@ def test_control_characters_reach_no_terminal() -> None:
     assert "ab .py FAILED" in text
     assert all(line.replace("\t", "").isprintable() for line in text.split("\n"))
     restarting = Restarting(attempt=1, delay=0.0, restarts=1, why="\x1b[2Jhost\nx")
-    assert describe(restarting)[1] == "restarting as attempt 1:  [2Jhost x"
+    assert restarting.sentence == "restarting as attempt 1:  [2Jhost x"

@@ -10,7 +10,6 @@ from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import DoneReply, ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import Event
-from elastic_aio.report import describe
 
 
 def main_local_events(arguments: argparse.Namespace) -> int:
@@ -24,7 +23,7 @@ def print_event(event: Event, *, is_json: bool) -> None:
         line = event_to_json(event).decode()
     else:
         node = f"{event.node}: " if event.node else ""
-        line = f"{local_time(event.time)}  {node}{describe(event)[1]}"
+        line = f"{local_time(event.time)}  {node}{event.sentence}"
     print(line, flush=True)
 
 

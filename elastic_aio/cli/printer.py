@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
-from elastic_aio.events import (
-    AttemptFailed,
-    Event,
-    JobFinished,
-    JobStarted,
-    Restarting,
-    WorkerStarted,
-    is_of_nodes,
-)
+from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, Level, WorkerStarted
 from elastic_aio.logs.sink import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
-from elastic_aio.report import Level, describe, format_failure, format_success, forming_ends
+from elastic_aio.report import format_failure, format_success
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.status import StatusTracker
 from elastic_aio.text import format_duration, format_value, one_line
-
-if TYPE_CHECKING:
-    from elastic_aio.node_events import RoundFormed
 
 _NAME: Final = b"aio-elastic: "
 _BOLD: Final = b"\x1b[1m"
@@ -59,8 +49,7 @@ class EventPrinter:
             # Every write erases the line, one of nothing too.
             self._countdown = _Countdown(stderr, style, lambda: self._writer.put(b""))
         self._held: list[Event] = []
-        self._job: JobStarted | None = None
-        self._round: RoundFormed | None = None
+        self._status = StatusTracker()
         self.warns_of_threads = False
         """Whether to print once that several workers get OMP_NUM_THREADS=1."""
 
@@ -83,26 +72,16 @@ class EventPrinter:
 
     def on_event(self, event: Event) -> None:
         """Print an event, or hold it until a worker has been started."""
+        self._status(event)
         if self._countdown is not None:
             self._countdown.on_event(event)
-            if is_of_nodes(event):
-                self._countdown.on_rendezvous(event)
-        match event:
-            # If no worker can be started at all, the final line is the only one printed;
-            # so earlier events are held until something has started.
-            case JobStarted():
-                self._job = event
-                self._held.append(event)
-                return
-            case AttemptFailed() if event.root.pid is None:
-                self._held.append(event)
-                return
-            case _ if is_of_nodes(event):
-                from elastic_aio.node_events import RoundFormed
-
-                if isinstance(event, RoundFormed):
-                    self._round = event
-        is_shown = isinstance(event, WorkerStarted) or describe(event)[0] >= self._level
+        # If no worker can be started at all, the final line is the only one printed;
+        # so earlier events are held until something has started.
+        is_unstarted = isinstance(event, AttemptFailed) and event.root.pid is None
+        if isinstance(event, JobStarted) or is_unstarted:
+            self._held.append(event)
+            return
+        is_shown = isinstance(event, WorkerStarted) or event.level >= self._level
         if is_shown and not isinstance(event, JobFinished):
             for held in self._held:
                 self._print_event(held)
@@ -110,20 +89,19 @@ class EventPrinter:
         self._print_event(event)
 
     def _print_event(self, event: Event) -> None:
-        level, text = describe(event)
-        if level >= self._level:
-            self.print(text, _RED if isinstance(event, AttemptFailed) else _BOLD)
+        if event.level < self._level:
+            return
+        self.print(event.sentence, _RED if isinstance(event, AttemptFailed) else _BOLD)
         if isinstance(event, JobStarted) and event.nproc_per_node > 1 and self.warns_of_threads:
             self.warns_of_threads = False
-            if level >= self._level:
-                self.print(_OMP_NOTICE, _YELLOW)
+            self.print(_OMP_NOTICE, _YELLOW)
 
     def print_success(self, result: LaunchResult) -> None:
         """Print how a job has succeeded."""
         if result.cause is EndCause.RUN_HAD_ENDED:
             self.print(f"{one_line(result.reason)}{_how_to_run(result)}")
-        elif self._job is not None and self._level <= Level.WARNING:
-            self.print(format_success(result, self._job, self._round), _GREEN)
+        elif self._status.nproc and self._level <= Level.WARNING:
+            self.print(format_success(result, self._status), _GREEN)
 
     def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
         """Print the failure report if workers failed, else one line."""
@@ -167,26 +145,10 @@ class _Countdown:
     def on_event(self, event: Event) -> None:
         """Begin to count at an event that begins a wait; stop at any other."""
         self.clear()
-        if isinstance(event, Restarting):
-            self._begin("restarting, ", event.delay)
-
-    def on_rendezvous(self, event: Event) -> None:
-        """Begin to count at an event of the nodes that begins a wait; `on_event` comes first."""
-        from elastic_aio.node_events import RendezvousStoreAwaited, RoundForming, RoundWaiting
-
-        match event:
-            case RoundForming():
-                text = f"waiting for nodes: {event.joined} present, {forming_ends(event)} "
-                self._begin(text, event.time_left, "")
-            case RoundWaiting():
-                self._begin(f"{event.phase}: {event.what}, ", event.time_left)
-            case RendezvousStoreAwaited():
-                self._begin("waiting for the rendezvous store, ", event.time_left)
-
-    def _begin(self, text: str, left: float | None, after: str = " left") -> None:
+        before, left, after = event.countdown or ("", None, "")
         if left is not None and left >= 1:
             until = asyncio.get_running_loop().time() + left
-            self._task = create_task(self._count(text, after, until), name="count down")
+            self._task = create_task(self._count(before, after, until), name="count down")
 
     def clear(self) -> None:
         """Stop counting, and erase the line: workers may write to the terminal themselves."""

@@ -16,9 +16,8 @@ import socket
 from collections.abc import MutableMapping
 from typing import Final
 
-from elastic_aio.events import Event, JobFinished, StopRequested
+from elastic_aio.events import Event, JobFinished, Level, StopRequested
 from elastic_aio.node_events import RendezvousStoreAwaited, RoundForming
-from elastic_aio.report import Level, describe
 from elastic_aio.status import StatusTracker
 from elastic_aio.text import counted, one_line
 
@@ -81,13 +80,13 @@ class ServiceNotifier:
     def __call__(self, event: Event) -> None:
         """Tell the manager about an event."""
         self._status(event)
-        level, text = describe(event)
-        fields = {"STATUS": one_line(text, _STATUS_MAX)} if level >= Level.WARNING else {}
+        text = one_line(event.sentence, _STATUS_MAX)
+        fields = {"STATUS": text} if event.level >= Level.WARNING else {}
         match event:
             case RoundForming() | RendezvousStoreAwaited() if not self._has_been_ready:
                 fields["EXTEND_TIMEOUT_USEC"] = str(_START_TIME_S * 1_000_000)
             case JobFinished():
-                fields = {"STOPPING": "1", "STATUS": one_line(text, _STATUS_MAX)}
+                fields = {"STOPPING": "1", "STATUS": text}
             case StopRequested() if event.signal is not None:
                 fields["STOPPING"] = "1"
             case _ if self._status.is_ready and not self._has_been_ready:

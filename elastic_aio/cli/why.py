@@ -19,9 +19,8 @@ from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
-from elastic_aio.events import Event
+from elastic_aio.events import Event, Level
 from elastic_aio.outcome import Failure
-from elastic_aio.report import Level, describe
 from elastic_aio.status import StatusTracker
 from elastic_aio.text import counted, error_reason, one_line
 
@@ -47,59 +46,52 @@ def explain(history: Iterable[Event]) -> list[Step]:
     waiting: Step | None = None
     for event in history:
         if isinstance(event, node_events.RoundForming | node_events.RoundWaiting):
-            waiting = Step(event.time, describe(event)[1])  # only the last one still holds
+            waiting = Step(event.time, event.sentence)  # only the last one still holds
             continue
         if isinstance(event, node_events.RoundFormed | events.WorkerStarted | events.StopRequested):
             waiting = None
-        if (step := _step(event)) is not None:
+        if (step := _decision(event)) is not None:
             steps.append(step)
+        elif event.level >= Level.WARNING or isinstance(event, _SHOWN):
+            steps.append(Step(event.time, event.sentence))
     return steps if waiting is None else [*steps, waiting]
 
 
-def _step(event: Event) -> Step | None:
-    text = describe(event)[1]
+_SHOWN: Final = (
+    node_events.NodeJoined,
+    node_events.NodeLeft,
+    node_events.CoordinatorChanged,
+    node_events.StandbyPromoted,
+    node_events.RoundFormed,
+)
+"""Events that are steps although they are no warnings."""
+
+
+def _decision(event: Event) -> Step | None:
+    """Return the step of an event that a rule has decided; None for what happened without one."""
     match event:
-        case events.JobStarted():
-            return Step(event.time, text)
         case events.AttemptFailed():
-            what = f"attempt {event.attempt} failed"
             others = sum(not failure.is_victim for failure in event.failures[1:])
             more = (f"{counted(others, 'other worker')} failed too",) if others else ()
-            return Step(event.time, what, evidence=(*_evidence(event.root), *more))
+            evidence = (*_evidence(event.root), *more)
+            return Step(event.time, f"attempt {event.attempt} failed", evidence=evidence)
         case events.Restarting():
             after = f" after {event.delay:.3g} s" if event.delay else ""
             what = f"attempt {event.attempt} follows{after}"
-            return Step(
-                event.time, what, event.why, (f"{counted(event.restarts, 'restart')} so far",)
-            )
+            so_far = f"{counted(event.restarts, 'restart')} so far"
+            return Step(event.time, what, event.why, (so_far,))
         case node_events.MembershipChanged():
             what = f"attempt {event.attempt} follows with {counted(event.nodes, 'node')}"
             return Step(event.time, what, "the membership changed: no restart counts", (event.why,))
         case events.StopRequested():
             return Step(event.time, f"the workers are stopped ({event.plan})", event.reason)
         case events.StopEscalated():
-            return Step(
-                event.time,
-                text,
-                "the grace period of the stop plan" if not event.reason else event.reason,
-            )
+            rule = event.reason or "the grace period of the stop plan"
+            return Step(event.time, event.sentence, rule)
         case events.JobFinished():
             what = f"the job ended: {event.state.value}, exit code {event.exit_code}"
             return Step(event.time, what, event.why)
-        case node_events.RoundFormed():
-            return Step(event.time, text)
-    is_warning = describe(event)[0] >= Level.WARNING
-    return Step(event.time, text) if is_warning or _is_about_nodes(event) else None
-
-
-def _is_about_nodes(event: Event) -> bool:
-    kinds = (
-        node_events.NodeJoined,
-        node_events.NodeLeft,
-        node_events.CoordinatorChanged,
-        node_events.StandbyPromoted,
-    )
-    return isinstance(event, kinds)
+    return None
 
 
 def _evidence(root: Failure) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from elastic_aio.report import format_success
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy, RestartWindow
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
+from elastic_aio.status import StatusTracker
 from elastic_aio.text import closest, format_duration
 from tests.support.cli import CLI, Ended, run_cli, run_program, running_cli
 from tests.support.sockets import free_port
@@ -146,11 +147,14 @@ def test_durations(seconds: float, text: str) -> None:
 def test_the_line_of_a_success() -> None:
     result = LaunchResult("r", JobState.SUCCEEDED, "", 0, 723.0, restarts=1)
     job = JobStarted(entrypoint="x", nproc_per_node=4, nnodes="1", max_restarts=3, agent_pid=1)
-    assert format_success(result, job, None) == "finished: 4 workers, 12 m 03 s, 1 restart"
+    status = StatusTracker()
+    status(job)
+    assert format_success(result, status) == "finished: 4 workers, 12 m 03 s, 1 restart"
     formed = RoundFormed(round=3, group_rank=0, group_world_size=2, world_size=8, master_addr="a",
                          master_port=1, changes=2)  # fmt: skip
     text = "finished: 8 workers on 2 nodes, 12 m 03 s, 1 restart, 2 membership changes"
-    assert format_success(result, job, formed) == text
+    status(formed)
+    assert format_success(result, status) == text
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ from elastic_aio.http.server import StatusServer
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
 from elastic_aio.outcome import EndCause, LaunchResult, signal_name
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
-from elastic_aio.report import describe
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
@@ -275,8 +274,7 @@ async def _stop(agent: Agent) -> None:
 
 
 def _log_event(event: Event) -> None:
-    level, text = describe(event)
-    log.log(level, "%s", text)
+    log.log(event.level, "%s", event.sentence)
 
 
 def _event_handlers(name: str) -> list[EventListener]:
