@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from elastic_aio import events, node_events
 from elastic_aio.outcome import Failure, JobState
+from elastic_aio.status import StatusTracker
 
 
 class _Worker(Struct):
@@ -36,39 +37,41 @@ class _Worker(Struct):
 
 
 class _Job:
-    """What the events so far say about the job on this node."""
+    """The status of the job on this node, and what torch's events need beside it."""
 
     def __init__(self) -> None:
+        self.status = StatusTracker()
         self.started = events.JobStarted(
             entrypoint="", nproc_per_node=0, nnodes="1", max_restarts=0, agent_pid=0
         )
         self.attempt = -1
-        self.restarts = self.returned = 0
-        self.group_rank = 0
-        self.group_world_size = 1
-        self.world_size = 0
         self.joining_since = 0.0
         self.joined_after = 0.0
         self.workers: dict[int, _Worker] = {}
         self.failures: dict[int, Failure] = {}
 
+    @property
+    def world_size(self) -> int:
+        """Workers on all nodes."""
+        return self.status.job.world_size or self.status.nproc
+
+    @property
+    def remaining(self) -> int:
+        """Restarts that are left."""
+        return self.status.status(0.0).restarts_left
+
     def read(self, event: events.Event) -> None:
         """Take an event in."""
+        self.status(event)
         match event:
             case events.JobStarted():
                 self.started = event
-                self.world_size = event.nproc_per_node
                 self.joining_since = event.time
             case events.Restarting():
-                self.restarts = event.restarts
-                self.returned = max(self.returned, event.returned)
                 self.joining_since = event.time + event.delay
             case node_events.MembershipChanged():
                 self.joining_since = event.time
             case node_events.RoundFormed():
-                self.group_rank = event.group_rank
-                self.group_world_size = event.group_world_size
-                self.world_size = event.world_size
                 self.joined_after = max(0.0, event.time - self.joining_since)
             case events.WorkerStarted():
                 if event.attempt != self.attempt:
@@ -109,14 +112,12 @@ class TorchEvents:
         if self._joined_attempt == event.attempt:
             return []
         self._joined_attempt = event.attempt
-        lines = [
+        self._is_watching = self._job.started.has_timers
+        return [
             self._agent(event, "RENDEZVOUS", duration_ms=self._job.joined_after * 1000),
             self._agent(event, "ASSIGN_WORKER_RANKS", duration_ms=0.0),  # the round has them
+            *([self._watchdog(event, "watchdog started")] if self._is_watching else ()),
         ]
-        if self._job.started.has_timers:
-            self._is_watching = True
-            lines.append(self._watchdog(event, "watchdog started"))
-        return lines
 
     def _watchdog_stopped(self, event: events.Event) -> list[dict[str, Any]]:
         if not self._is_watching:
@@ -131,7 +132,7 @@ class TorchEvents:
             "expiration_time": str(event.time - event.age + event.limit),
             "signal": str(event.signal),
         }
-        names = ["timer expired"] + ["kill worker process"] * bool(event.signal)
+        names = ["timer expired", "kill worker process"][: 2 if event.signal else 1]
         return [self._watchdog(event, name, details) for name in names]
 
     def _watchdog(
@@ -175,7 +176,7 @@ class TorchEvents:
         }
         own: dict[str, Any] = {"global_rank": worker.rank, "worker_id": str(worker.pid)}
         if failure is not None:
-            own["raw_error"] = json.dumps(error_data(failure))
+            own["raw_error"] = json.dumps(_error_data(failure))
         return self._line(at, "WORKER", state, details, own)
 
     def _agent(
@@ -185,35 +186,33 @@ class TorchEvents:
         details: dict[str, Any] | None = None,
         **own: object,
     ) -> dict[str, Any]:
-        return self._line(at, "AGENT", state, details, own)
+        return self._line(at, "AGENT", state, details or {}, own)
 
     def _line(
         self,
         at: events.Event,
         source: str,
         state: str,
-        details: dict[str, Any] | None,
+        details: dict[str, Any],
         own: dict[str, Any],
     ) -> dict[str, Any]:
-        job = self._job
-        common = {
-            "group_world_size": job.group_world_size,
-            "entry_point": job.started.entrypoint,
-        }
-        is_timer = state == "RUNNING"
+        started, job = self._job.started, self._job.status.job
+        if state != "RUNNING":  # of a timer
+            common = {"group_world_size": job.group_world_size, "entry_point": started.entrypoint}
+            details = common | details
         metadata: dict[str, Any] = {
             "run_id": at.run_id,
             "global_rank": None,
             "group_rank": job.group_rank,
             "worker_id": None,
-            "role": job.started.role,
+            "role": started.role,
             "hostname": at.node,
             "state": state,
-            "total_run_time": int(max(0.0, at.time - job.started.time)),
-            "rdzv_backend": job.started.rdzv_backend,
+            "total_run_time": int(max(0.0, at.time - started.time)),
+            "rdzv_backend": started.rdzv_backend,
             "raw_error": None,
-            "metadata": json.dumps((details or {}) if is_timer else common | (details or {})),
-            "agent_restarts": job.restarts,
+            "metadata": json.dumps(details),
+            "agent_restarts": self._job.status.restarts,
             "duration_ms": None,
         }
         return {
@@ -224,7 +223,7 @@ class TorchEvents:
         }
 
 
-def error_data(failure: Failure) -> dict[str, Any]:
+def _error_data(failure: Failure) -> dict[str, Any]:
     """Return the content of a worker's error file as torch reports it."""
     if failure.error is not None:
         error = failure.error
@@ -255,23 +254,18 @@ class TorchMetrics:
         job.read(event)
         match event:
             case events.WorkerStarted() if event.attempt != former:
-                return self._named([("remaining_restarts", self._remaining), ("healthy", 1)])
+                return self._named([("remaining_restarts", job.remaining), ("healthy", 1)])
             case events.AttemptFailed():
-                return self._named([("remaining_restarts", self._remaining), ("failed", 1)])
+                return self._named([("remaining_restarts", job.remaining), ("failed", 1)])
             case events.JobFinished():
                 return self._named(self._finished(event))
         return []
-
-    @property
-    def _remaining(self) -> int:
-        used = self._job.restarts - self._job.returned
-        return max(0, self._job.started.max_restarts - used)
 
     def _finished(self, event: events.JobFinished) -> list[tuple[str, int]]:
         is_failed = event.state is not JobState.SUCCEEDED
         has_restarted = event.restarts > 0
         budget = self._job.started.max_restarts + 1
-        flakiness = 100.0 if is_failed else 100.0 - 100.0 * (self._remaining + 1) / budget
+        flakiness = 100.0 if is_failed else 100.0 - 100.0 * (self._job.remaining + 1) / budget
         return [
             *([] if is_failed else [("succeeded", 1)]),
             ("flakiness", int(flakiness)),
