@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -24,9 +25,23 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} m"
 
 
+# The limit behind an error of the kernel, and the option of `ulimit` that raises it.
+_LIMITS: Final = {errno.EMFILE: ("RLIMIT_NOFILE", "-n"), errno.EFBIG: ("RLIMIT_FSIZE", "-f")}
+
+
 def error_reason(error: OSError) -> str:
-    """Return why a call failed, as the end of a sentence: `no such file or directory`."""
-    return lower_first(error.strerror or str(error))
+    """Return why a call failed, as the end of a sentence: `no such file or directory`.
+
+    It names the resource limit that made the call fail, if one did.
+    """
+    reason = lower_first(error.strerror or str(error) or type(error).__name__)
+    if error.errno in _LIMITS:
+        import resource  # for errors only: workers load this module
+
+        name, option = _LIMITS[error.errno]
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        reason += f"; the limit is {soft} (raise it with ulimit {option})"
+    return reason
 
 
 def lower_first(text: str) -> str:

@@ -32,10 +32,10 @@ from elastic_aio.events import (
     WorkersIdle,
     WorkersUnfinished,
 )
-from elastic_aio.process.base import reason_of
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:  # its patterns take time, and most jobs need none
     from elastic_aio.agent.timers import JobTimers
@@ -124,7 +124,7 @@ class Liveness:
             try:
                 self._sockets.open_address()
             except OSError as error:
-                raise HostError(f"cannot listen to the workers: {reason_of(error)}") from error
+                raise HostError(f"cannot listen to the workers: {error_reason(error)}") from error
         if timers:
             # Imported here: most jobs have none.
             from elastic_aio.agent.timers import JobTimers

@@ -25,7 +25,7 @@ from functools import partial
 from elastic_aio.agent.liveness_table import MESSAGE_MAX
 from elastic_aio.errors import SpawnError
 from elastic_aio.process import proc_scan
-from elastic_aio.process.base import reason_of
+from elastic_aio.text import error_reason
 
 PERIOD_S = 1.0
 """Seconds after which a socket is read again."""
@@ -92,7 +92,7 @@ class NotifySockets:
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
             )
         except OSError as error:
-            message = f"cannot open the socket for its messages: {reason_of(error)}"
+            message = f"cannot open the socket for its messages: {error_reason(error)}"
             raise SpawnError(message, permanent=False, exit_code=1) from error
         with theirs:
             descriptor = self._ends[local_rank] = own.detach()

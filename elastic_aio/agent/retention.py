@@ -9,8 +9,8 @@ from typing import Final
 from elastic_aio.aio import run_in_thread
 from elastic_aio.events import Event, LogsNotRemoved
 from elastic_aio.logs.files import RunDirectory
-from elastic_aio.process.base import reason_of
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.text import error_reason
 
 _RUNS_S: Final = 10.0
 """Seconds for which the end of a job waits for their removal: a file server may be gone."""
@@ -40,4 +40,4 @@ async def remove_old_runs(
     except TimeoutError:
         publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
     except OSError as error:
-        publish(LogsNotRemoved(why=reason_of(error)))
+        publish(LogsNotRemoved(why=error_reason(error)))

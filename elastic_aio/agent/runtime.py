@@ -60,7 +60,7 @@ from elastic_aio.events import (
     WorkerStoreRefused,
 )
 from elastic_aio.logs.console import ConsoleTarget
-from elastic_aio.process.base import Child, ChildSpec, Spawner, reason_of
+from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.fd_limit import limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early
@@ -72,6 +72,7 @@ from elastic_aio.signals import default_interrupts
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import error_reason
 from elastic_aio.worker.context import (
     ERROR_FILE,
     NOTIFY_FD,
@@ -192,7 +193,7 @@ class LocalRuntime:
             self._reserved = limit.reserve(self.nproc, self.program.descriptors_each)
             self._streams = StandardStreams()
         except OSError as error:
-            raise HostError(f"cannot start a job here: {reason_of(error)}") from error
+            raise HostError(f"cannot start a job here: {error_reason(error)}") from error
         early = take_early()
         job = self.job = GuardedJob.create() if early is None else early.job
         self._tree = ProcessTree(job.marker, self.clock, job.session_list, since=job.since)

@@ -11,8 +11,7 @@ from elastic_aio.cli.options import UsageError, invalid_value, print_error
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.control.client import RunningJob, ask, find_jobs
 from elastic_aio.control.protocol import ControlError, ControlRequest, ErrorReply, Reply
-from elastic_aio.process.base import reason_of
-from elastic_aio.text import counted, one_line
+from elastic_aio.text import counted, error_reason, one_line
 
 EXIT_CODES = "Exit codes: 0 success, 1 the job does not answer, 2 no such job."
 
@@ -42,7 +41,7 @@ def run_command(command: str, run: Callable[[Sequence[str]], int], argv: Sequenc
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        return print_error(command, f"the agent does not answer: {reason_of(error)}", 1)
+        return print_error(command, f"the agent does not answer: {error_reason(error)}", 1)
 
 
 def job_parser(command: str, description: str, *, epilog: str = EXIT_CODES) -> OptionParser:

@@ -22,7 +22,6 @@ from elastic_aio.launcher import (
 )
 from elastic_aio.logs.sink import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
-from elastic_aio.process.base import reason_of
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.text import error_reason
@@ -77,7 +76,7 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     except OSError as error:
         _write_error_file(error)
         subject = "" if error.filename is None else f"{error.filename}: "
-        return print_error("run", f"{subject}{reason_of(error)}", 1)
+        return print_error("run", f"{subject}{error_reason(error)}", 1)
 
 
 def _handler_factory(name: str) -> HandlerFactory | None:

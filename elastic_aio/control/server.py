@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
-from elastic_aio.process.base import reason_of
 from elastic_aio.sockets import Acceptor
+from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
@@ -71,7 +71,7 @@ class ControlServer:
         try:
             self._listen()
         except OSError as error:
-            self._on_unavailable(reason_of(error))
+            self._on_unavailable(error_reason(error))
 
     def _listen(self) -> None:
         directory = make_directory()

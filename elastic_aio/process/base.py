@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +11,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
-from elastic_aio.text import lower_first
+from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
     import asyncio
@@ -85,20 +84,6 @@ class Spawner(Protocol):
         """
 
 
-# The limit behind an error of the kernel, and the option of `ulimit` that raises it.
-_LIMITS = {errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.RLIMIT_FSIZE, "-f")}
-
-
-def reason_of(error: OSError) -> str:
-    """Return why a call failed, with the resource limit that made it fail, if one did."""
-    reason = lower_first(os.strerror(error.errno) if error.errno else str(error))
-    if error.errno in _LIMITS:
-        limit, option = _LIMITS[error.errno]
-        soft, _ = resource.getrlimit(limit)
-        reason += f"; the limit is {soft} (raise it with ulimit {option})"
-    return reason
-
-
 # Errors that another attempt cannot avoid, with a shell's exit code for each.
 _PERMANENT = {
     errno.ENOENT: 127,
@@ -124,7 +109,7 @@ def check_program(spec: ChildSpec) -> None:
     if not os.path.exists(path):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
     if os.path.isdir(path) or not os.access(path, os.X_OK):
-        raise spawn_error(PermissionError(errno.EACCES, "not executable"), spec)
+        raise spawn_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), spec)
     try:
         with open(path, "rb") as file:
             first_line = file.read(256).partition(b"\n")[0]
@@ -190,7 +175,7 @@ def spawn_error(error: OSError, spec: ChildSpec) -> SpawnError:
         size += sum(len(name) + len(value) + 2 for name, value in spec.env.items())
         reason = f"its arguments and environment ({size} bytes) are too long"
     else:
-        reason = "command not found" if code == errno.ENOENT else reason_of(error)
+        reason = "command not found" if code == errno.ENOENT else error_reason(error)
         is_permanent, exit_code = code in _PERMANENT, _PERMANENT.get(code, 1)
     message = f"cannot run {program}: {reason}"
     return SpawnError(message, permanent=is_permanent, exit_code=exit_code)

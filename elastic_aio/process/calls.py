@@ -34,8 +34,7 @@ from msgspec import Struct
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
-from elastic_aio.process.base import reason_of
-from elastic_aio.text import one_line
+from elastic_aio.text import error_reason, one_line
 from elastic_aio.worker import bootstrap, interpreter, plain_value
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
@@ -95,7 +94,7 @@ def memory_file(name: str) -> int:
     try:
         return os.memfd_create(f"elastic_aio-{name}", os.MFD_CLOEXEC)
     except OSError as error:
-        raise HostError(f"cannot create an anonymous file: {reason_of(error)}") from error
+        raise HostError(f"cannot create an anonymous file: {error_reason(error)}") from error
 
 
 def call_argv(python: str, payload: Payload, result: int, index: int) -> tuple[str, ...]:
@@ -160,7 +159,7 @@ def make_payload(
     except BaseException as error:  # a pickle runs code of the user's
         _close_all(inherited)
         if isinstance(error, OSError):
-            raise HostError(f"cannot keep a call in memory: {reason_of(error)}") from error
+            raise HostError(f"cannot keep a call in memory: {error_reason(error)}") from error
         raise
     return Payload(inherited.pop(), tuple(inherited))
 

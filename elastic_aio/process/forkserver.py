@@ -41,12 +41,12 @@ from elastic_aio.process.base import (
     ChildSpec,
     Spawner,
     check_directory,
-    reason_of,
     spawn_error,
 )
 from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
 from elastic_aio.process.exits import PidfdChild, PidfdWatch, usage_of
 from elastic_aio.process.fd_limit import limit
+from elastic_aio.text import error_reason
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")
 _MESSAGE_MAX = 1 << 16
@@ -136,7 +136,7 @@ class ForkServer:
         except BaseException as error:  # a cancellation too: nothing else closes the socket
             own_end.close()
             if isinstance(error, OSError):
-                problem = f"cannot keep its settings in memory: {reason_of(error)}"
+                problem = f"cannot keep its settings in memory: {error_reason(error)}"
                 raise SpawnError(problem, permanent=False, exit_code=1) from error
             raise
         finally:

@@ -21,7 +21,6 @@ from msgspec import Struct
 
 from elastic_aio.errors import HostError
 from elastic_aio.process import proc_scan
-from elastic_aio.process.base import reason_of
 from elastic_aio.spec.stop import StopPlan, StopStep
 from elastic_aio.text import error_reason
 
@@ -123,7 +122,7 @@ class GuardedJob(Struct, frozen=True):
                 job.close()
                 raise
         except OSError as error:
-            raise HostError(f"cannot create an anonymous file: {reason_of(error)}") from error
+            raise HostError(f"cannot create an anonymous file: {error_reason(error)}") from error
         return job
 
     def lock(self) -> None:

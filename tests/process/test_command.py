@@ -515,6 +515,6 @@ async def test_a_lack_of_descriptors_is_no_permanent_failure(spawn: Spawner, dev
 def test_only_a_lack_of_resources_is_temporary(
     code: int, permanent: bool, exit_code: int, reason: str
 ) -> None:
-    error = spawn_error(OSError(code, "x"), spec_of("prog", to=0))
+    error = spawn_error(OSError(code, os.strerror(code)), spec_of("prog", to=0))
     assert str(error) == f"cannot run prog: {reason}"
     assert (error.permanent, error.exit_code, error.local_rank) == (permanent, exit_code, 0)
