@@ -21,6 +21,7 @@ from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store.link import client_context
+from elastic_aio.text import error_reason
 
 _RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
 
@@ -198,7 +199,7 @@ class EngineLink(abc.ABC, Generic[_C]):
         await asyncio.sleep(delay)
 
 
-def reason_of(error: OSError) -> str:
+def no_reply_reason(error: OSError) -> str:
     """Return why there is no reply, in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS: {error.verify_message}"
@@ -210,4 +211,4 @@ def reason_of(error: OSError) -> str:
         return "does not answer"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
-    return error.strerror or str(error) or type(error).__name__
+    return error_reason(error)

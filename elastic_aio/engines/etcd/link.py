@@ -44,7 +44,7 @@ from elastic_aio.store.engine_link import (
     EngineLink,
     NotAnswered,
     NotDone,
-    reason_of,
+    no_reply_reason,
 )
 
 _CONNECTIONS: Final = 8
@@ -349,7 +349,7 @@ class EtcdLink(EngineLink[HttpConnection]):
                     peer_timeout=self._access.lost_after,
                 )
         except OSError as error:
-            raise NotDone(reason_of(error)) from None
+            raise NotDone(no_reply_reason(error)) from None
         if self.error is not None:
             connection.abort()
             raise self.error
@@ -368,7 +368,7 @@ class EtcdLink(EngineLink[HttpConnection]):
                 try:
                     self._token = (await self._send(member, login)).token
                 except OSError as error:
-                    raise NotDone(reason_of(error)) from None
+                    raise NotDone(no_reply_reason(error)) from None
                 except EtcdError as error:
                     if error.fault is not Fault.NO_AUTH:
                         raise
@@ -392,7 +392,7 @@ class EtcdLink(EngineLink[HttpConnection]):
             EtcdError: the caller handles it.
         """
         if isinstance(error, OSError):
-            return NotAnswered(reason_of(error))
+            return NotAnswered(no_reply_reason(error))
         match error.fault:
             case Fault.NOT_DONE:
                 return NotDone(str(error))

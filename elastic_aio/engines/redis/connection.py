@@ -18,7 +18,7 @@ from typing import Any, Final
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import SpecError, StoreRefused
 from elastic_aio.sockets import discard_unsent, enable_keepalive
-from elastic_aio.store.engine_link import NotDone, reason_of
+from elastic_aio.store.engine_link import NotDone, no_reply_reason
 from elastic_aio.text import one_line
 
 try:
@@ -305,7 +305,7 @@ def reason_of_redis(error: Exception, *, is_plain: bool = False) -> str:
     if isinstance(error, exceptions.TimeoutError):
         return "does not answer"
     if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
-        return reason_of(error)  # before ValueError, which an error of a certificate is too
+        return no_reply_reason(error)  # before ValueError, which an error of a certificate is too
     if isinstance(error, exceptions.InvalidResponse | ValueError):
         return "it does not speak the protocol of Redis"
     hint = " without a reply (perhaps it asks for TLS)" if is_plain else ""
