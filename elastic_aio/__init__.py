@@ -3,6 +3,7 @@
 The public modules:
 
 elastic_aio                  describe jobs, run them, and read their events and results
+elastic_aio.events           every event
 elastic_aio.worker           inside a worker: `WorkerContext`, `record`; never loads asyncio
 elastic_aio.multiprocessing  groups of processes without restarts, as in torch.multiprocessing
 elastic_aio.sync             the same groups for programs without an event loop
@@ -12,7 +13,8 @@ elastic_aio.plugins          what log layouts and rendezvous backends of others 
 
 Every other module is internal and may change in any release.
 
-The names of this package are loaded when they are first used.
+The names of this package are loaded when they are first used.  It shows those that most programs
+need; `docs/reference/modules.md` has the others.
 """
 
 from __future__ import annotations
@@ -46,35 +48,7 @@ if TYPE_CHECKING:
     from elastic_aio.errors import StoreTimeout as StoreTimeout
     from elastic_aio.event_json import event_from_json as event_from_json
     from elastic_aio.event_json import event_to_json as event_to_json
-    from elastic_aio.events import AttemptFailed as AttemptFailed
-    from elastic_aio.events import ConsoleLost as ConsoleLost
-    from elastic_aio.events import ControlUnavailable as ControlUnavailable
-    from elastic_aio.events import DeadlineMissed as DeadlineMissed
-    from elastic_aio.events import Event as Event
-    from elastic_aio.events import EventsMissed as EventsMissed
-    from elastic_aio.events import GuardianLost as GuardianLost
-    from elastic_aio.events import GuardianRestarted as GuardianRestarted
-    from elastic_aio.events import JobFinished as JobFinished
-    from elastic_aio.events import JobStarted as JobStarted
-    from elastic_aio.events import LeftoversFound as LeftoversFound
-    from elastic_aio.events import LogDiskFull as LogDiskFull
-    from elastic_aio.events import LogsNotRemoved as LogsNotRemoved
-    from elastic_aio.events import OutputLost as OutputLost
-    from elastic_aio.events import Restarting as Restarting
-    from elastic_aio.events import SignalForwarded as SignalForwarded
-    from elastic_aio.events import StacksDumped as StacksDumped
-    from elastic_aio.events import StopEscalated as StopEscalated
-    from elastic_aio.events import StopRequested as StopRequested
-    from elastic_aio.events import TimerExpired as TimerExpired
-    from elastic_aio.events import TimerRejected as TimerRejected
-    from elastic_aio.events import WorkerAbandoned as WorkerAbandoned
-    from elastic_aio.events import WorkerActivity as WorkerActivity
-    from elastic_aio.events import WorkerExited as WorkerExited
-    from elastic_aio.events import WorkerReady as WorkerReady
-    from elastic_aio.events import WorkersIdle as WorkersIdle
-    from elastic_aio.events import WorkerStarted as WorkerStarted
-    from elastic_aio.events import WorkerStoreRefused as WorkerStoreRefused
-    from elastic_aio.events import WorkersUnfinished as WorkersUnfinished
+    from elastic_aio.events import *  # noqa: F403
     from elastic_aio.http.server import StatusServer as StatusServer
     from elastic_aio.launcher import launch as launch
     from elastic_aio.launcher import run as run
@@ -82,21 +56,6 @@ if TYPE_CHECKING:
     from elastic_aio.logs.console import TextOutput as TextOutput
     from elastic_aio.logs.lines import LogLine as LogLine
     from elastic_aio.logs.reader import LogReader as LogReader
-    from elastic_aio.node_events import CoordinatorChanged as CoordinatorChanged
-    from elastic_aio.node_events import MembershipChanged as MembershipChanged
-    from elastic_aio.node_events import MembershipPending as MembershipPending
-    from elastic_aio.node_events import NodeJoined as NodeJoined
-    from elastic_aio.node_events import NodeLeft as NodeLeft
-    from elastic_aio.node_events import NodeLost as NodeLost
-    from elastic_aio.node_events import NodeRefused as NodeRefused
-    from elastic_aio.node_events import NodeStandby as NodeStandby
-    from elastic_aio.node_events import RendezvousStoreAwaited as RendezvousStoreAwaited
-    from elastic_aio.node_events import RendezvousStoreLost as RendezvousStoreLost
-    from elastic_aio.node_events import RendezvousStoreRecovered as RendezvousStoreRecovered
-    from elastic_aio.node_events import RoundFormed as RoundFormed
-    from elastic_aio.node_events import RoundForming as RoundForming
-    from elastic_aio.node_events import RoundWaiting as RoundWaiting
-    from elastic_aio.node_events import StandbyPromoted as StandbyPromoted
     from elastic_aio.outcome import AttemptResult as AttemptResult
     from elastic_aio.outcome import EndCause as EndCause
     from elastic_aio.outcome import ExitStatus as ExitStatus
@@ -145,53 +104,45 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio._version": "__version__",
             "elastic_aio.agent.agent": "Agent",
-            "elastic_aio.agent.event_log": "EventListener",
-            "elastic_aio.channel": "EventReader",
             "elastic_aio.errors": """
                 ElasticAioError HostError InternalError JobEnded JobFailed JobStopped
-                RendezvousFailed SpawnError SpecError StoreClosed StoreError StoreLost
-                StoreRefused StoreTimeout
+                RendezvousFailed SpawnError SpecError StoreError
             """,
-            "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.events": """
-                AttemptFailed ConsoleLost ControlUnavailable DeadlineMissed Event EventsMissed
-                GuardianLost GuardianRestarted JobFinished JobStarted LeftoversFound
-                LogDiskFull LogsNotRemoved OutputLost
-                Restarting SignalForwarded StacksDumped StopEscalated StopRequested
-                TimerExpired TimerRejected WorkerAbandoned WorkerActivity WorkerExited
-                WorkerReady WorkersIdle WorkersUnfinished WorkerStarted WorkerStoreRefused
+                AttemptFailed Event EventsMissed JobFinished JobStarted MembershipChanged Restarting
+                RoundFormed StopRequested WorkerExited WorkerStarted
             """,
-            "elastic_aio.http.server": "StatusServer",
             "elastic_aio.launcher": "launch run",
+            "elastic_aio.outcome": "AttemptResult ExitStatus Failure LaunchResult WorkerResult",
+            "elastic_aio.rendezvous.event_reader": "follow_job",
+            "elastic_aio.spec.job": "Command Function LaunchSpec Module Script",
+            "elastic_aio.spec.liveness": "LivenessSpec",
+            "elastic_aio.spec.logs": "LogSpec",
+            "elastic_aio.spec.rendezvous": "RendezvousSpec",
+            "elastic_aio.spec.restart": "RestartPolicy",
+            "elastic_aio.spec.stop": "SignalSpec StopPlan",
+            "elastic_aio.status": "JobStatus WorkerStatus",
+        },
+        {
+            "elastic_aio.agent.event_log": "EventListener",
+            "elastic_aio.channel": "EventReader",
+            "elastic_aio.errors": "StoreClosed StoreLost StoreRefused StoreTimeout",
+            "elastic_aio.event_json": "event_from_json event_to_json",
+            "elastic_aio.http.server": "StatusServer",
             "elastic_aio.logs.console": "ConsoleTarget TextOutput",
             "elastic_aio.logs.lines": "LogLine",
             "elastic_aio.logs.reader": "LogReader",
-            "elastic_aio.node_events": """
-                CoordinatorChanged MembershipChanged MembershipPending NodeJoined NodeLeft NodeLost
-                NodeRefused NodeStandby RendezvousStoreAwaited RendezvousStoreLost
-                RendezvousStoreRecovered RoundFormed RoundForming RoundWaiting
-                StandbyPromoted
-            """,
-            "elastic_aio.outcome": """
-                AttemptResult EndCause ExitStatus Failure Goodput JobState LaunchResult
-                ResourceUsage WorkerError WorkerResult
-            """,
-            "elastic_aio.rendezvous.event_reader": "JobEvents follow_job",
+            "elastic_aio.outcome": "EndCause Goodput JobState ResourceUsage WorkerError",
+            "elastic_aio.rendezvous.event_reader": "JobEvents",
             "elastic_aio.report": "format_failure",
-            "elastic_aio.spec.job": """
-                Command Function LaunchSpec Module NodeRange NumaMode Script StartMethod
-            """,
-            "elastic_aio.spec.liveness": "LivenessSpec",
-            "elastic_aio.spec.logs": "LogSpec Std StdMap",
-            "elastic_aio.spec.rendezvous": "EngineSpec RendezvousSpec",
-            "elastic_aio.spec.restart": (
-                "Backoff Decide NodeLosses RestartAction RestartPolicy RestartWindow"
-            ),
-            "elastic_aio.spec.stop": "SignalSpec StopPlan StopScope StopStep",
+            "elastic_aio.spec.job": "NodeRange NumaMode StartMethod",
+            "elastic_aio.spec.logs": "Std StdMap",
+            "elastic_aio.spec.rendezvous": "EngineSpec",
+            "elastic_aio.spec.restart": "Backoff Decide NodeLosses RestartAction RestartWindow",
+            "elastic_aio.spec.stop": "StopScope StopStep",
             "elastic_aio.spec.tls": "TlsSpec",
-            "elastic_aio.status": "JobStatus WorkerStatus",
             "elastic_aio.stacks": "StackDump StackFrame ThreadStack WorkerStacks",
         },
+        rest="elastic_aio.events",
     )

@@ -20,8 +20,7 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.spec.restart import restarts_text
 from elastic_aio.status import Event as Event
-from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
-from elastic_aio.status import Level as Level
+from elastic_aio.status import JobStatus, Level, StatusTracker, WorkerStatus
 from elastic_aio.text import counted
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def test_python_programs_compile_and_their_names_exist(page: Path) -> None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elastic_aio"):
                 module = importlib.import_module(node.module or "")
-                assert {alias.name for alias in node.names} <= set(module.__all__)
+                assert all(hasattr(module, alias.name) for alias in node.names)
 
 
 @all_pages

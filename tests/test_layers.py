@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import elastic_aio
+from tests.support.exports import names_of
 
 PACKAGE = Path(elastic_aio.__file__).parent
 
@@ -350,7 +351,7 @@ def test_no_module_bears_the_name_of_a_public_function() -> None:
 
     The module of that name is for `python -m`; imported, it puts the function in its place.
     """
-    assert {name for name in vars(elastic_aio)["__all__"] if name in MODULES} == {"launch"}
+    assert names_of("elastic_aio") & MODULES.keys() == {"launch"}
     check = "assert elastic_aio.launch is elastic_aio.launcher.launch"
     loaded_by(f"import elastic_aio.launch; import elastic_aio.launcher; {check}")
     loaded_by(f"from elastic_aio import launch; import elastic_aio.launch; {check}")

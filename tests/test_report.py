@@ -60,7 +60,7 @@ from elastic_aio import (
     WorkersUnfinished,
     format_failure,
 )
-from elastic_aio.events import Level
+from elastic_aio.status import Level
 
 WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
 

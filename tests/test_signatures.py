@@ -12,15 +12,8 @@ from types import ModuleType
 
 import pytest
 
-PACKAGES = [
-    "elastic_aio",
-    "elastic_aio.multiprocessing",
-    "elastic_aio.plugins",
-    "elastic_aio.store",
-    "elastic_aio.sync",
-    "elastic_aio.testing",
-    "elastic_aio.worker",
-]
+from tests.support.exports import PACKAGES, names_of
+
 # Instances come from the library, so that the parameters of `__init__` are its own.
 MADE_BY_US = {
     "EventReader",
@@ -38,7 +31,7 @@ SPECIAL = {"__aenter__", "__aiter__", "__anext__", "__call__", "__enter__", "__i
 
 def exports(package: str) -> dict[str, object]:
     module = importlib.import_module(package)
-    return {name: getattr(module, name) for name in module.__all__}
+    return {name: getattr(module, name) for name in names_of(package)}
 
 
 PUBLIC = {name for package in PACKAGES for name in exports(package)}

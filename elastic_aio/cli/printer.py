@@ -8,12 +8,12 @@ from typing import Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
-from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, Level, WorkerStarted
+from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, WorkerStarted
 from elastic_aio.logs.sink import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import format_failure, format_success
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import format_duration, format_value, one_line
 
 _NAME: Final = b"aio-elastic: "

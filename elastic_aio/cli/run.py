@@ -13,7 +13,7 @@ from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, pars
 from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.torchrun import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
-from elastic_aio.events import Event, Level
+from elastic_aio.events import Event
 from elastic_aio.launcher import (
     receive_signals,
     run_coroutine,
@@ -24,6 +24,7 @@ from elastic_aio.logs.sink import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.orphans import subreaper
 from elastic_aio.signals import ReceivedSignals
+from elastic_aio.status import Level
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file

@@ -16,9 +16,9 @@ import socket
 from collections.abc import MutableMapping
 from typing import Final
 
-from elastic_aio.events import Event, JobFinished, Level, StopRequested
+from elastic_aio.events import Event, JobFinished, StopRequested
 from elastic_aio.node_events import RendezvousStoreAwaited, RoundForming
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import counted, one_line
 
 _ADDRESS: Final = "NOTIFY_SOCKET"

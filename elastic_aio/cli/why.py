@@ -19,9 +19,9 @@ from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
-from elastic_aio.events import Event, Level
+from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import counted, error_reason, one_line
 
 STEPS_MAX: Final = 20
