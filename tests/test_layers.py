@@ -73,7 +73,6 @@ PURE = {
     "spec.tls",
     "control.protocol",
     "hardware.cpus",
-    "hardware.numa",
     "logs.lines",
     "logs.paths",
     "agent.liveness_table",
@@ -119,7 +118,7 @@ CONFINED = {
     "aiofiles": {"aio"},
     "anyio": {"aio"},
     "cloudpickle": {"process.calls"},
-    "pynvml": {"hardware.nvml"},
+    "pynvml": {"hardware.host"},
     "redis": {"engines.redis.connection"},
     "rich": {"cli.top"},
     # Each import is inside the function that has to return one of torch's objects.

@@ -23,7 +23,7 @@ from elastic_aio.spec.job import (
 from elastic_aio.worker.context import without_channels
 
 if TYPE_CHECKING:
-    from elastic_aio.hardware.accelerators import Accelerator
+    from elastic_aio.hardware.host import Accelerator
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STARTUP: Final = os.path.join(_PACKAGE, "worker", "startup")
@@ -56,7 +56,7 @@ def _count(word: str, spec: LaunchSpec) -> int:
     processors = len(os.sched_getaffinity(0))
     if word == "cpu":
         return processors
-    from elastic_aio.hardware.accelerators import PRIVATE_BACKENDS  # only words need devices
+    from elastic_aio.hardware.host import PRIVATE_BACKENDS  # only words need devices
 
     words = {
         "gpu": "NVIDIA or AMD",
@@ -78,8 +78,7 @@ def _count(word: str, spec: LaunchSpec) -> int:
 
 def visible_accelerators(spec: LaunchSpec, word: str) -> list[Accelerator]:
     """Return the devices that the workers of a job can see, of the kind that a word names."""
-    from elastic_aio.hardware.accelerators import DeviceSources, find_accelerators
-    from elastic_aio.hardware.nvml import read_nvml
+    from elastic_aio.hardware.host import DeviceSources, find_accelerators, read_nvml
 
     env = {**os.environ, **spec.env}
     sources = DeviceSources(env, read_nvml=read_nvml, is_divided=spec.virtual_local_rank)
@@ -106,7 +105,7 @@ def device_env(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     Raises:
         SpecError: the variable of this process lists too few devices.
     """
-    from elastic_aio.hardware.accelerators import device_of
+    from elastic_aio.hardware.host import device_of
 
     word = spec.nproc_per_node if isinstance(spec.nproc_per_node, str) else "gpu"
     env = {**os.environ, **spec.env}
@@ -125,9 +124,8 @@ def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
     """
     if spec.numa_binding is None:
         return []
-    from elastic_aio.hardware.accelerators import numa_node
-    from elastic_aio.hardware.numa import bind_workers
-    from elastic_aio.hardware.topology import read_topology
+    from elastic_aio.hardware.cpus import bind_workers
+    from elastic_aio.hardware.host import numa_node, read_topology
 
     allowed = os.sched_getaffinity(0)
     nodes = []

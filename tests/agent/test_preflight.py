@@ -24,9 +24,9 @@ from elastic_aio.agent.preflight import (
     worker_cpus,
 )
 from elastic_aio.errors import HostError, SpawnError, SpecError
-from elastic_aio.hardware import accelerators, topology
-from elastic_aio.hardware.accelerators import Accelerator
+from elastic_aio.hardware import host as hardware
 from elastic_aio.hardware.cpus import Cpus, Topology
+from elastic_aio.hardware.host import Accelerator
 from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import LogSpec, StdMap
 
@@ -122,9 +122,9 @@ def test_workers_are_bound_near_their_devices(
 ) -> None:
     """On the NUMA nodes of the devices; without devices only "cpu" can be used."""
     cpus = Cpus(os.sched_getaffinity(0))
-    monkeypatch.setattr(accelerators, "numa_node", lambda device: 0)
+    monkeypatch.setattr(hardware, "numa_node", lambda device: 0)
     host = Topology({0: cpus, 1: Cpus({max(cpus) + 1})}, {}, {}, {})
-    monkeypatch.setattr(topology, "read_topology", lambda cpus: host)
+    monkeypatch.setattr(hardware, "read_topology", lambda cpus: host)
     spec = LaunchSpec("x.py", nproc_per_node=3, numa_binding="node")
     assert worker_cpus(spec, 3) == [cpus] * 3
     assert worker_cpus(spec.replace(numa_binding=None), 3) == []

@@ -8,14 +8,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from elastic_aio.hardware.accelerators import (
+from elastic_aio.hardware.host import (
     Accelerator,
     DeviceSources,
     device_of,
     find_accelerators,
     numa_node,
+    read_nvml,
 )
-from elastic_aio.hardware.nvml import read_nvml
 
 
 def write(path: Path, text: object = "") -> None:

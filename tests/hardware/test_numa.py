@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_aio.errors import SpecError
-from elastic_aio.hardware.cpus import Topology, format_cpus, parse_cpus
-from elastic_aio.hardware.numa import NUMA_MODES, bind_workers
-from elastic_aio.hardware.topology import read_topology
+from elastic_aio.hardware.cpus import NUMA_MODES, Topology, bind_workers, format_cpus, parse_cpus
+from elastic_aio.hardware.host import read_topology
 
 
 def write(path: Path, text: object) -> None:

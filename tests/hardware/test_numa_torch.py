@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
-from elastic_aio.hardware.cpus import Cpus
-from elastic_aio.hardware.numa import bind_workers
-from elastic_aio.hardware.topology import read_topology
+from elastic_aio.hardware.cpus import Cpus, bind_workers
+from elastic_aio.hardware.host import read_topology
 from tests.hardware.test_numa import make_host, write
 
 binding: Any = pytest.importorskip("torch.numa.binding")

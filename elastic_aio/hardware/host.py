@@ -1,21 +1,23 @@
-"""The accelerators of a host, counted without torch: device files, sysfs and variables.
+"""What this host has, without torch: accelerators by device files, sysfs and NVML; CPUs by sysfs.
 
-A device exists for a process if it has the device file, which containers give out one by
-one, and if the variable of its vendor does not hide it.  The order is that of the PCI
-addresses, in which the runtimes number equal devices.
+An accelerator exists for a process if it has the device file, which containers give out one by
+one, and if the variable of its vendor does not hide it.  The order is that of the PCI addresses,
+in which the runtimes number equal devices.
 
-Kinds of devices are named as in torch: "cuda" (NVIDIA, and AMD with ROCm), "xpu" (Intel),
+Kinds of accelerators are named as in torch: "cuda" (NVIDIA, and AMD with ROCm), "xpu" (Intel),
 and the names of private-use backends.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
+
+from elastic_aio.hardware.cpus import Cpus, Topology, parse_cpus
 
 _CUDA: Final = "CUDA_VISIBLE_DEVICES"
 _HIP: Final = "HIP_VISIBLE_DEVICES"
@@ -28,32 +30,25 @@ _INTEGRATED: Final = "0000:00:02.0"
 
 
 class Accelerator(Struct, frozen=True):
-    """One device.
-
-    Attributes:
-        pci: its PCI address, `0000:17:00.0`; empty if it is unknown.
-        uuid: its name in a variable of visible devices, `GPU-...` or `MIG-...`; empty if it is
-            unknown.
-        instances: names of its MIG instances, which take its place; empty without MIG.
-    """
+    """One device; a field is empty if it is unknown."""
 
     pci: str = ""
+    """Its PCI address, `0000:17:00.0`."""
     uuid: str = ""
+    """Its name in a variable of visible devices, `GPU-...` or `MIG-...`."""
     instances: tuple[str, ...] = ()
+    """Names of its MIG instances, which take its place."""
 
 
 class PrivateBackend(Struct, frozen=True):
-    """How the devices of a private-use backend of torch are found.
-
-    Attributes:
-        files: pattern of the device files in `/dev`.
-        variable: lists the visible devices by index.
-        vendor: PCI vendor of the files, where several vendors share the name; else empty.
-    """
+    """How the devices of a private-use backend of torch are found."""
 
     files: str
+    """Pattern of the device files in `/dev`."""
     variable: str
+    """Lists the visible devices by index."""
     vendor: str = ""
+    """PCI vendor of the files, where several vendors share the name."""
 
 
 PRIVATE_BACKENDS: Final[Mapping[str, PrivateBackend]] = {
@@ -64,32 +59,23 @@ PRIVATE_BACKENDS: Final[Mapping[str, PrivateBackend]] = {
 }
 """Backends whose devices are counted here; other names are plug-ins."""
 
-ReadNvml = Callable[[], Sequence[Accelerator] | None]
-
 
 class DeviceSources(Struct, frozen=True):
-    """Where the devices of a host are looked up.
-
-    Attributes:
-        env: the environment, with the variables of visible devices.
-        root: directory with `dev`, `proc` and `sys`.
-        read_nvml: returns the NVIDIA devices as NVML knows them; None if it cannot be used.
-        is_divided: whether each worker sees its own device only.
-    """
+    """Where the devices of a host are looked up."""
 
     env: Mapping[str, str]
     root: Path = Path("/")
-    read_nvml: ReadNvml = lambda: None
+    """The directory with `dev`, `proc` and `sys`."""
+    read_nvml: Callable[[], Sequence[Accelerator] | None] = lambda: None
+    """Returns the NVIDIA devices as NVML knows them; None if it cannot be used."""
     is_divided: bool = False
+    """Whether each worker sees its own device only."""
 
 
 def find_accelerators(word: str, sources: DeviceSources) -> list[Accelerator]:
     """Return the visible devices that a word for the number of workers counts.
 
-    Args:
-        word: "gpu", "xpu", "auto" (the first kind that exists) or a name of
-            `PRIVATE_BACKENDS`.
-        sources: where to look.
+    The word is "gpu", "xpu", "auto" (the first kind that exists) or a name of `PRIVATE_BACKENDS`.
     """
     if word == "gpu":
         return _nvidia(sources) or _amd(sources)
@@ -273,3 +259,86 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, ValueError):
         return ""
+
+
+# --------------------------------------------------------------------------- NVML
+
+
+def read_nvml() -> list[Accelerator] | None:
+    """Return all devices in PCI order; None if the library or the driver cannot be used."""
+    try:
+        import pynvml  # optional
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001  # not installed, no driver, no permission: not used then
+        return None
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return [_describe(pynvml, handle) for handle in handles]
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _describe(nvml: Any, handle: Any) -> Accelerator:
+    instances = []
+    try:
+        is_divided = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_divided else 0
+    except nvml.NVMLError:
+        count = 0  # without MIG
+    for index in range(count):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except nvml.NVMLError:
+            continue  # a place without an instance
+        instances.append(_decoded(nvml.nvmlDeviceGetUUID(instance)))
+    # NVML writes eight digits of the domain, sysfs four.
+    domain, _, rest = _decoded(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    pci = f"{domain[-4:]}:{rest}"
+    return Accelerator(pci, _decoded(nvml.nvmlDeviceGetUUID(handle)), tuple(instances))
+
+
+def _decoded(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+# --------------------------------------------------------------------------- CPUs
+
+
+def read_topology(sys: Path = Path("/sys"), cpus: Iterable[int] = ()) -> Topology:
+    """Read the topology from sysfs.
+
+    A kernel without NUMA has no nodes there: all CPUs then belong to node 0.  Where a file
+    of a CPU cannot be read, the CPU has a package, core and cache of its own.  `cpus` are
+    described even if no node lists them.
+    """
+    nodes: dict[int, Cpus] = {}
+    for path in sorted(sys.glob("devices/system/node/node[0-9]*")):
+        if found := parse_cpus(_text(path / "cpulist")):
+            nodes[int(path.name[4:])] = found
+    if not nodes:
+        nodes[0] = frozenset(cpus) or parse_cpus(_text(sys / "devices/system/cpu/online"))
+    every = frozenset(cpus).union(*nodes.values())
+    packages, cores, caches = {}, {}, {}
+    for cpu in every:
+        path = sys / f"devices/system/cpu/cpu{cpu}"
+        package = _text(path / "topology/physical_package_id")
+        packages[cpu] = int(package) if re.fullmatch(r"-?\d+", package) else 0
+        cores[cpu] = parse_cpus(_text(path / "topology/thread_siblings_list")) | {cpu}
+        caches[cpu] = _last_cache(path / "cache") | {cpu}
+    return Topology(nodes, packages, cores, caches)
+
+
+def _last_cache(path: Path) -> Cpus:
+    """Return the CPUs that share the highest level of data cache; empty if it is unknown."""
+    best, shared = -1, Cpus()
+    for index in sorted(path.glob("index[0-9]*")):
+        level = _text(index / "level")
+        is_data = _text(index / "type") in ("Unified", "Data")
+        if is_data and level.isdecimal() and int(level) > best:
+            best, shared = int(level), parse_cpus(_text(index / "shared_cpu_list"))
+    return shared
