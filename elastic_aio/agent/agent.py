@@ -33,7 +33,7 @@ from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import JobState, LaunchResult, signal_name
 from elastic_aio.process.base import Spawner
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.children import command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import (

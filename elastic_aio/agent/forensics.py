@@ -22,7 +22,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.stacks import (
     ThreadStack,
     WorkerStacks,
@@ -85,7 +85,7 @@ def read_stacks(targets: Sequence[Target]) -> tuple[WorkerStacks, ...]:
     found = {target.pid: _kernel_state(target) for target in targets}
     requests: dict[int, _Request] = {}
     try:
-        for target in () if proc_scan.is_foreign() else targets:
+        for target in () if proc.is_foreign() else targets:
             if (request := _request_stacks(target.pid)) is not None:
                 requests[target.pid] = request
         _wait_written(requests, min(deadline, time.monotonic() + _FAULTHANDLER_S))
@@ -246,7 +246,7 @@ def _is_python(pid: int) -> bool:
 def _kernel_state(target: Target) -> WorkerStacks:
     """Return what the kernel shows of the main thread of a worker."""
     worker = WorkerStacks(target.rank, target.local_rank, target.pid, status=target.status)
-    if proc_scan.is_foreign():
+    if proc.is_foreign():
         return replace(worker, note="/proc shows the processes of another pid namespace")
     directory = f"/proc/{target.pid}"
     wchan = _read(f"{directory}/wchan")
@@ -287,7 +287,7 @@ def read_activity(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for pid in pids:
         try:
-            below = [process.pid for process in proc_scan.iter_descendants(pid)]
+            below = [process.pid for process in proc.iter_descendants(pid)]
         except OSError:
             below = []
         for each in (pid, *below):

@@ -24,7 +24,7 @@ from functools import partial
 
 from elastic_aio.agent.liveness_table import MESSAGE_MAX
 from elastic_aio.errors import SpawnError
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.text import error_reason
 
 PERIOD_S = 1.0
@@ -204,7 +204,7 @@ class NotifySockets:
 
     def _find_ancestor(self, pid: int) -> int | None:
         for _ in range(_ANCESTORS_MAX):
-            process = proc_scan.read_process(pid)
+            process = proc.read_process(pid)
             if process is None:
                 return None
             if (local_rank := self.find_worker(process.session)) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
-from elastic_aio.process.session_list import list_size
+from elastic_aio.process.descendants import list_size
 from elastic_aio.spec.job import (
     NPROC_ACCEPTED,
     Command,

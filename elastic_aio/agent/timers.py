@@ -26,7 +26,7 @@ from elastic_aio.agent.timer_table import ExpiredTimer, TimerTable
 from elastic_aio.aio import PausableClock, cancel_and_wait, create_task
 from elastic_aio.errors import HostError
 from elastic_aio.events import Event, TimerExpired, TimerRejected
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.text import error_reason
 
@@ -41,7 +41,7 @@ class _Owned(Struct, frozen=True):
 
     timer: ExpiredTimer
     record: WorkerRecord | None
-    process: proc_scan.ProcEntry | None
+    process: proc.ProcEntry | None
 
 
 class JobTimers:
@@ -194,14 +194,14 @@ class JobTimers:
                 await self._examine(f"timer {fatal[0].timer.scope!r} expired")
             for item in fatal:
                 if item.process is not None:
-                    proc_scan.signal_process(item.process, item.timer.signal)
+                    proc.signal_process(item.process, item.timer.signal)
                 if item.record is not None and item.record.exit is None:
                     self._tree.signal_leaders(item.timer.signal, item.record.pid)
 
     async def _with_owners(self, timers: list[ExpiredTimer]) -> AsyncIterator[_Owned]:
         """Yield the timers of workers that run, and of other processes of the job."""
         records = {timer.pid: self._record_of(timer.pid) for timer in timers}
-        processes: dict[int, proc_scan.ProcEntry] = {}
+        processes: dict[int, proc.ProcEntry] = {}
         if None in records.values():
             processes = {entry.pid: entry for entry in await self._tree.descendants() or ()}
         for timer in timers:
@@ -213,7 +213,7 @@ class JobTimers:
             if process is None:
                 continue  # it has ended, or is none of ours
             record = self._record_of(process.session)
-            ancestor: proc_scan.ProcEntry | None = process
+            ancestor: proc.ProcEntry | None = process
             while record is None and ancestor is not None:
                 record = self._record_of(ancestor.parent)
                 ancestor = processes.get(ancestor.parent)

@@ -14,7 +14,7 @@ from typing import Final
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.outcome import ExitStatus, Failure
-from elastic_aio.process.proc_scan import read_status
+from elastic_aio.process.proc import read_status
 
 _LOOKS: Final = 8
 """How often a worker is looked at within the time that it may hang."""

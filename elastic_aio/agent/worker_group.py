@@ -31,7 +31,7 @@ from elastic_aio.events import (
 )
 from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.process.base import Child, ChildExit
 from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
@@ -304,7 +304,7 @@ class WorkerGroup:
             return True
         if await tree.linger(_SETTLE_S, self._linger_over):
             return True
-        left = {entry.pid: proc_scan.name_of(entry.pid) for entry in await tree.descendants() or ()}
+        left = {entry.pid: proc.name_of(entry.pid) for entry in await tree.descendants() or ()}
         if left:
             self._runtime.publish(
                 LeftoversFound(

@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 
-from elastic_aio.process.proc_scan import name_of
+from elastic_aio.process.proc import name_of
 
 DIRECTORY_MODE = 0o700
 SOCKET_SUFFIX = ".sock"

@@ -13,9 +13,9 @@ from resource import struct_rusage
 
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.outcome import ExitStatus, ResourceUsage
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
+from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.base import ChildExit
-from elastic_aio.process.orphans import subreaper
 
 # How many descendants are watched at a time, by a descriptor each.
 _WATCHES_MAX = 64
@@ -99,11 +99,11 @@ class Watches:
             if not future.done() and (pids is None or pid in pids)
         ]
 
-    def was_signalled(self, process: proc_scan.ProcEntry) -> bool:
+    def was_signalled(self, process: proc.ProcEntry) -> bool:
         """Return whether `send` has signalled a process."""
         return process.identity in self._signalled
 
-    def send(self, process: proc_scan.ProcEntry, number: int) -> None:
+    def send(self, process: proc.ProcEntry, number: int) -> None:
         """Signal a process once, and watch it unless too many are watched already.
 
         The embedding program needs descriptors too.  Processes that are not watched are
@@ -115,7 +115,7 @@ class Watches:
         if identity in self._watched or (identity in self._signalled and not has_room):
             return
         try:
-            descriptor = proc_scan.open_pidfd(process)
+            descriptor = proc.open_pidfd(process)
         except OSError:
             self.is_short = True  # the next scan tries again
             return
@@ -123,9 +123,9 @@ class Watches:
             return
         if identity not in self._signalled:
             self._signalled.add(identity)
-            proc_scan.send(descriptor, number)
-            if proc_scan.needs_continue(process, number):
-                proc_scan.send(descriptor, signal.SIGCONT)
+            proc.send(descriptor, number)
+            if proc.needs_continue(process, number):
+                proc.send(descriptor, signal.SIGCONT)
         if has_room:
             ended = asyncio.get_running_loop().create_future()
             self._watched[identity] = ended

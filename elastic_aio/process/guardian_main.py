@@ -33,15 +33,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
 
-    from elastic_aio.process import proc_scan, session_list, stop_order
+    from elastic_aio.process import descendants, proc, stop_order
 else:
     # The public module makes enumerations: a third of this process's start.
     import _signal as signal
 
     # -I leaves this file's directory out of the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    import proc_scan
-    import session_list
+    import descendants
+    import proc
     import stop_order
 
 # Seconds without a descendant before the job counts as gone.
@@ -79,13 +79,13 @@ def main() -> int:
         import resource  # noqa: F401
 
         fcntl.lockf(sessions, fcntl.LOCK_EX)
-    workers = session_list.read_session_list(sessions)
-    starting = workers.pop(session_list.STARTING, None)
-    hidden = [] if starting is None else proc_scan.list_execs(starting.opened, program)
+    workers = descendants.read_session_list(sessions)
+    starting = workers.pop(descendants.STARTING, None)
+    hidden = [] if starting is None else proc.list_execs(starting.opened, program)
     marker, grace = sys.argv[4].encode("ascii"), float(sys.argv[7])
     is_ordered = sys.argv[8] != "all"
     # A supervisor that goes on reads them itself.
-    is_gone = os.getppid() != supervisor or proc_scan.program_of(supervisor) != program
+    is_gone = os.getppid() != supervisor or proc.program_of(supervisor) != program
     job = Job(marker, since, workers, supervisor, _receive_pipes(pipes) if is_gone else [])
     is_ended = job.end(number, grace, is_ordered)
     if hidden:
@@ -99,21 +99,19 @@ def _check_kernel(sessions: int) -> None:
     descriptor = os.pidfd_open(os.getpid())
     signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)
-    session_list.read_session_list(sessions)
+    descendants.read_session_list(sessions)
 
 
 def _program_of_parent() -> tuple[int, int, int] | None:
-    me = proc_scan.read_process(int(os.readlink("/proc/self")))
-    return None if me is None else proc_scan.program_of(me.parent)
+    me = proc.read_process(int(os.readlink("/proc/self")))
+    return None if me is None else proc.program_of(me.parent)
 
 
-def _wait_for_execs(
-    hidden: list[proc_scan.ProcEntry], program: tuple[int, int, int] | None
-) -> None:
+def _wait_for_execs(hidden: list[proc.ProcEntry], program: tuple[int, int, int] | None) -> None:
     end = time.monotonic() + _EXEC_S
     while time.monotonic() < end:
         try:
-            if not any(proc_scan.may_be_in_exec(process, program) for process in hidden):
+            if not any(proc.may_be_in_exec(process, program) for process in hidden):
                 return
         except OSError:
             pass  # no descriptor for a moment: look again
@@ -172,7 +170,7 @@ class Job:
         self,
         marker: bytes,
         since: int,
-        sessions: dict[int, session_list.WorkerSession],
+        sessions: dict[int, descendants.WorkerSession],
         supervisor: int,
         pipes: list[int],
     ) -> None:
@@ -182,7 +180,7 @@ class Job:
         self._sessions = sessions
         self._supervisor = supervisor
         self._pipes = pipes
-        self._cache = proc_scan.ScanCache()
+        self._cache = proc.ScanCache()
         self._foreground: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], float] = {}
 
@@ -210,7 +208,7 @@ class Job:
                 self._signal(descendants or [], number, signalled, is_ordered)
             else:
                 for process in descendants or ():
-                    proc_scan.signal_process(process, signal.SIGKILL)
+                    proc.signal_process(process, signal.SIGKILL)
             scanned = time.monotonic()
             if grace_until is None:
                 grace_until = scanned + grace
@@ -226,7 +224,7 @@ class Job:
 
     def _signal(
         self,
-        processes: list[proc_scan.ProcEntry],
+        processes: list[proc.ProcEntry],
         number: int,
         signalled: set[tuple[int, int]],
         is_ordered: bool,
@@ -249,24 +247,24 @@ class Job:
                         found = stop_order.foreground_of(process.pid)
                         self._foreground.update(item.identity for item in found)
                     signalled.add(process.identity)
-                    proc_scan.signal_process(process, number)
+                    proc.signal_process(process, number)
         except OSError:
             return  # no descriptor for a moment
         for process in processes:
             # A stopped process acts on a signal only after this, and others may need it.
-            if proc_scan.needs_continue(process, number):
-                proc_scan.signal_process(process, signal.SIGCONT)
+            if proc.needs_continue(process, number):
+                proc.signal_process(process, signal.SIGCONT)
 
-    def _owner_of(self, process: proc_scan.ProcEntry) -> int | None:
+    def _owner_of(self, process: proc.ProcEntry) -> int | None:
         return process.session if process.session in self._sessions else None
 
-    def find_descendants(self) -> list[proc_scan.ProcEntry]:
+    def find_descendants(self) -> list[proc.ProcEntry]:
         """Return the descendants that one scan finds.
 
         Raises:
             OSError: no descriptor or memory is left: scan again.
         """
-        scan = proc_scan.find_descendants(
+        scan = proc.find_descendants(
             self._marker, self._since, self._sessions, {}, self._cache, self._adopters
         )
         while True:
@@ -274,7 +272,7 @@ class Job:
                 if pause := next(scan):
                     time.sleep(pause)
             except StopIteration as end:
-                descendants: list[proc_scan.ProcEntry] = end.value
+                descendants: list[proc.ProcEntry] = end.value
                 return descendants
 
     def _adopters(self) -> set[int]:
@@ -282,7 +280,7 @@ class Job:
         if parent != self._supervisor:
             # What adopts this process adopts the orphans of the supervisor too.
             return {self._supervisor, parent}
-        return {parent} | proc_scan.may_adopt(int(os.readlink("/proc/self")))
+        return {parent} | proc.may_adopt(int(os.readlink("/proc/self")))
 
     def _drain(self) -> None:
         """Read what the workers have written, so that none waits or gets SIGPIPE."""

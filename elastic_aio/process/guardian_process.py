@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from msgspec import Struct
 
 from elastic_aio.errors import HostError
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.spec.stop import StopPlan, StopStep
 from elastic_aio.text import error_reason
 
@@ -112,7 +112,7 @@ class GuardedJob(Struct, frozen=True):
             marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
             # One tick earlier: processes of the present tick may be older or newer.
             try:
-                job = cls(marker, proc_scan.ticks_now() - 1, session_list, KeptPipes())
+                job = cls(marker, proc.ticks_now() - 1, session_list, KeptPipes())
             except OSError:
                 os.close(session_list)
                 raise

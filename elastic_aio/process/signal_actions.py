@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from elastic_aio.process.proc_scan import ProcEntry, read_status
+from elastic_aio.process.proc import ProcEntry, read_status
 
 _HARMLESS: Final = {
     signal.SIGCHLD,

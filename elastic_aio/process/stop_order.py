@@ -14,7 +14,7 @@ ignores SIGINT and SIGQUIT (Shell Command Language, 2.11).  Programs change the 
 SIGINT, and rarely that of SIGQUIT, so SIGQUIT decides.  A shell that is itself below a command
 of the background ignores SIGINT, and so do all its children: that says nothing about them.
 
-The guardian runs this file in a bare interpreter, as `proc_scan`.
+The guardian runs this file in a bare interpreter, as `proc`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __package__:  # it has none in the guardian
-    from elastic_aio.process import proc_scan
+    from elastic_aio.process import proc
 else:
-    import proc_scan
+    import proc
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -37,12 +37,12 @@ _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
 def next_due(
-    processes: Sequence[proc_scan.ProcEntry],
+    processes: Sequence[proc.ProcEntry],
     leaders: set[int],
-    owner_of: Callable[[proc_scan.ProcEntry], int | None],
+    owner_of: Callable[[proc.ProcEntry], int | None],
     number: int,
     foreground: Container[tuple[int, int]],
-) -> tuple[list[proc_scan.ProcEntry], set[int]]:
+) -> tuple[list[proc.ProcEntry], set[int]]:
     """Return the processes that a signal reaches now, and the pids that the others wait for.
 
     Args:
@@ -68,11 +68,11 @@ def next_due(
 
 
 def due_for_signal(
-    processes: Iterable[proc_scan.ProcEntry],
+    processes: Iterable[proc.ProcEntry],
     leaders: set[int],
-    owner_of: Callable[[proc_scan.ProcEntry], int | None],
+    owner_of: Callable[[proc.ProcEntry], int | None],
     is_ignoring: Callable[[int], bool],
-) -> tuple[list[proc_scan.ProcEntry], set[int]]:
+) -> tuple[list[proc.ProcEntry], set[int]]:
     """Do the same by parents and leaders only; pure.
 
     `is_ignoring`: returns whether a process ignores the signal.  It then passes its turn to what
@@ -81,7 +81,7 @@ def due_for_signal(
     present = {process.pid for process in processes}
     leaders = set(leaders)
     while True:
-        due: list[proc_scan.ProcEntry] = []
+        due: list[proc.ProcEntry] = []
         holders: set[int] = set()
         for process in processes:
             if process.parent in present and process.pid not in leaders:
@@ -100,8 +100,8 @@ def due_for_signal(
 
 
 def without_readers(
-    due: Sequence[proc_scan.ProcEntry], is_ignoring: Callable[[int], bool]
-) -> tuple[list[proc_scan.ProcEntry], set[int]]:
+    due: Sequence[proc.ProcEntry], is_ignoring: Callable[[int], bool]
+) -> tuple[list[proc.ProcEntry], set[int]]:
     """Leave out the readers of pipes into which processes write that the signal reaches.
 
     `tee` has to outlive the program whose last lines it takes, and ends when that has ended.  A
@@ -133,9 +133,7 @@ def without_readers(
     return first, set().union(*(waits_for[pid] for pid in waiting))
 
 
-def is_draining(
-    process: proc_scan.ProcEntry, since: dict[tuple[int, int], float], now: float
-) -> bool:
+def is_draining(process: proc.ProcEntry, since: dict[tuple[int, int], float], now: float) -> bool:
     """Return whether a process may still read what the writers of a pipe have left there.
 
     It ends by itself then, as a rule.
@@ -159,7 +157,7 @@ def _pipe(pid: int, descriptor: int) -> str:
     return link if link.startswith("pipe:") else ""
 
 
-def foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
+def foreground_of(pid: int) -> list[proc.ProcEntry]:
     """Return what a shell waits for, with what shells among these wait for.
 
     Returns none if the process is no shell.
@@ -167,15 +165,15 @@ def foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
     Raises:
         OSError: this process has no descriptors or memory left.
     """
-    found: list[proc_scan.ProcEntry] = []
+    found: list[proc.ProcEntry] = []
     shells = [pid]
     while shells:
         shell = shells.pop()
         if not _is_shell(shell):
             continue
         tells = not _ignored(shell) & _SIGINT_BIT
-        for child in proc_scan.list_children(shell):
-            process = proc_scan.read_process(child)
+        for child in proc.list_children(shell):
+            process = proc.read_process(child)
             # A shell keeps SIGINT as it is; bash ignores SIGQUIT always.
             sign = _SIGINT_BIT if _is_shell(child) else _SIGQUIT_BIT
             if process is not None and not (tells and _ignored(child) & sign):
@@ -194,7 +192,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def _ignored(pid: int) -> int:
-    return int(proc_scan.read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
+    return int(proc.read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
 
 
 def _is_shell(pid: int) -> bool:

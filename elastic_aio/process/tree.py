@@ -1,7 +1,7 @@
 """All processes of a job on this host, and how they are stopped.
 
 The workers themselves (the *leaders*, each of a session) are our children and known by
-their futures.  Their descendants are found by scans of /proc (`proc_scan`).
+their futures.  Their descendants are found by scans of /proc (`proc`).
 
 `ProcessTree.stop` takes the steps of the stop plan (a signal, a grace period), and last
 SIGKILL with `reap_timeout`.  One step does the following:
@@ -56,11 +56,11 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
-from elastic_aio.process import proc_scan, stop_order
+from elastic_aio.process import proc, stop_order
+from elastic_aio.process.adopted import Orphans
 from elastic_aio.process.base import Child
+from elastic_aio.process.descendants import SessionList, WorkerSession
 from elastic_aio.process.exits import PidfdChild, Watches
-from elastic_aio.process.orphans import Orphans
-from elastic_aio.process.session_list import SessionList, WorkerSession
 from elastic_aio.process.signal_actions import is_ended_by, receivers_of
 from elastic_aio.spec.stop import StopPlan, StopStep
 
@@ -110,7 +110,7 @@ class ProcessTree:
         """
         self._marker = marker.encode("ascii")
         # One tick earlier: processes of the present tick may be older or newer.
-        self._since = proc_scan.ticks_now() - 1 if since is None else since
+        self._since = proc.ticks_now() - 1 if since is None else since
         self._clock = clock
         self._listed = SessionList(session_list)
         self._starting_at = 0  # ticks since boot
@@ -120,8 +120,8 @@ class ProcessTree:
         self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
-        self._cache = proc_scan.ScanCache()
-        self._is_foreign = proc_scan.is_foreign()
+        self._cache = proc.ScanCache()
+        self._is_foreign = proc.is_foreign()
         self._is_starting = False
         self._reserve: list[int] = []
         self._keep_descriptors()
@@ -145,7 +145,7 @@ class ProcessTree:
         They have executed their programs when the block ends, and `add` may follow later.  A
         block within another one, for one child, tells the guardian nothing.
         """
-        self._starting_at = proc_scan.ticks_now()
+        self._starting_at = proc.ticks_now()
         if self._is_starting:
             yield
             return
@@ -163,7 +163,7 @@ class ProcessTree:
 
     def _list(self, leader: Child) -> WorkerSession:
         pid = _shown_pid(leader) if self._is_foreign else leader.pid
-        opened = proc_scan.ticks_now()
+        opened = proc.ticks_now()
         # Else it has started in this tick.  The read waits for its exec, for milliseconds.
         if opened != self._starting_at and (entry := _read_process(pid)) is not None:
             opened = entry.start  # not readable: it has started now, give or take a tick
@@ -202,7 +202,7 @@ class ProcessTree:
         """Return why stops skip to SIGKILL; empty if they do not."""
         return str(self._must_kill.result()) if self._must_kill.done() else ""
 
-    async def descendants(self, seconds: float = _BLIND_S) -> list[proc_scan.ProcEntry] | None:
+    async def descendants(self, seconds: float = _BLIND_S) -> list[proc.ProcEntry] | None:
         """Scan for all live processes of the job, leaders included.
 
         Returns None if no scan succeeded for so many seconds: this process has no
@@ -232,9 +232,9 @@ class ProcessTree:
         while self._reserve:
             os.close(self._reserve.pop())
 
-    async def _scan(self) -> list[proc_scan.ProcEntry]:
+    async def _scan(self) -> list[proc.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
-        scan = proc_scan.find_descendants(
+        scan = proc.find_descendants(
             self._marker,
             self._since,
             self._listed.sessions,
@@ -247,14 +247,14 @@ class ProcessTree:
             try:
                 pause = next(scan)
             except StopIteration as end:
-                entries: list[proc_scan.ProcEntry] = end.value
+                entries: list[proc.ProcEntry] = end.value
                 self.orphans.note(entries)
                 return [entry for entry in entries if not self._is_excluded(entry)]
             if pause:
                 await asyncio.sleep(pause)  # no event reports the end of an exec
             await yielder.maybe_yield()
 
-    def _is_excluded(self, process: proc_scan.ProcEntry) -> bool:
+    def _is_excluded(self, process: proc.ProcEntry) -> bool:
         # A member of its session is no worker: those lead sessions of their own.
         session = self._excluded
         return (
@@ -297,13 +297,13 @@ class ProcessTree:
             elif receivers or leader.send_signal(number):
                 sent.append(leader.pid)
             for process in receivers or ():
-                proc_scan.signal_process(process, number)
+                proc.signal_process(process, number)
         return tuple(sent), tuple(unhandled)
 
     async def signal_all(self, number: int) -> None:
         """Send a signal to all live processes of the job, once."""
         for process in await self.descendants() or ():
-            proc_scan.signal_process(process, number)
+            proc.signal_process(process, number)
 
     def begin_stop(self, plan: StopPlan) -> None:
         """Send the first signal of a plan to the leaders now; `stop` has to follow.
@@ -479,7 +479,7 @@ class ProcessTree:
 
     async def _signal_due(
         self,
-        processes: list[proc_scan.ProcEntry],
+        processes: list[proc.ProcEntry],
         number: int,
         watches: Watches,
         is_ordered: bool,
@@ -496,8 +496,8 @@ class ProcessTree:
             except OSError:
                 pass  # no descriptor left: all that the scan has found are due
             for process in set(processes).difference(due):
-                if proc_scan.needs_continue(process, number):
-                    proc_scan.signal_process(process, signal.SIGCONT)  # others may need it
+                if proc.needs_continue(process, number):
+                    proc.signal_process(process, signal.SIGCONT)  # others may need it
         yielder = _Yielder()
         timers: list[asyncio.Future[Any]] = []
         now = self._clock.now()
@@ -517,14 +517,14 @@ class ProcessTree:
         leaders = [leader.exited for pid, leader in self._running() if pid in holders]
         return [*leaders, *watches.exits(holders), *timers]
 
-    def _owner_of(self, process: proc_scan.ProcEntry) -> int | None:
+    def _owner_of(self, process: proc.ProcEntry) -> int | None:
         """Return the leader of a process without parents in the job; None: it is unknown."""
         if process.session in self._listed.sessions:
             return process.session
         return self._owners.get(process.identity)
 
     def _signal_descendant(
-        self, process: proc_scan.ProcEntry, number: int, watches: Watches, is_ordered: bool
+        self, process: proc.ProcEntry, number: int, watches: Watches, is_ordered: bool
     ) -> None:
         # Later on, a trap of the shell may wait for what it has started.
         if is_ordered and not watches.was_signalled(process):
@@ -546,10 +546,10 @@ class ProcessTree:
             for _ in self._recorded(pid):
                 await yielder.maybe_yield()
 
-    def _recorded(self, leader: int) -> Iterator[proc_scan.ProcEntry]:
+    def _recorded(self, leader: int) -> Iterator[proc.ProcEntry]:
         """Record the descendants of a leader while their parents live, and yield each."""
         try:
-            for entry in proc_scan.iter_descendants(leader):
+            for entry in proc.iter_descendants(leader):
                 self._descendants[entry.pid] = entry.start
                 self._owners[entry.identity] = leader
                 yield entry
@@ -585,7 +585,7 @@ class ProcessTree:
         self._listed.remove(ended)
 
     def _close(self, session: WorkerSession) -> None:
-        self._listed.close(session, proc_scan.ticks_now())
+        self._listed.close(session, proc.ticks_now())
 
     async def aclose(self) -> None:
         """Stop writing the session list, whose file is about to be closed, and adopting orphans.
@@ -634,20 +634,20 @@ class _Yielder:
 def _continue_leader(pid: int, leader: Child, number: int) -> None:
     """Let a leader act on a signal that it has got, if it is stopped."""
     entry = None if number == signal.SIGKILL else _read_process(pid)
-    if entry is not None and proc_scan.needs_continue(entry, number):
+    if entry is not None and proc.needs_continue(entry, number):
         leader.send_signal(signal.SIGCONT)
 
 
 def _shown_pid(leader: Child) -> int:
     try:
-        return proc_scan.shown_pid(leader.pid)
+        return proc.shown_pid(leader.pid)
     except OSError:
         return leader.pid  # no descriptor left, or reaped already
 
 
-def _read_process(pid: int) -> proc_scan.ProcEntry | None:
+def _read_process(pid: int) -> proc.ProcEntry | None:
     try:
-        return proc_scan.read_process(pid)
+        return proc.read_process(pid)
     except OSError:
         return None  # no descriptor left
 
@@ -659,14 +659,14 @@ def _timer(seconds: float) -> asyncio.Future[None]:
     return future
 
 
-def _foreground_of(pid: int) -> list[proc_scan.ProcEntry]:
+def _foreground_of(pid: int) -> list[proc.ProcEntry]:
     try:
         return stop_order.foreground_of(pid)
     except OSError:
         return []  # no descriptor left
 
 
-def _survivor(process: proc_scan.ProcEntry) -> Survivor:
+def _survivor(process: proc.ProcEntry) -> Survivor:
     try:
         with open(f"/proc/{process.pid}/wchan", encoding="ascii") as file:
             function = file.read().strip()

@@ -163,7 +163,7 @@ class _Stuck:
 @pytest.mark.slow
 async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
     """What holds memory and ports from the last attempt leaves no room for another one."""
-    from elastic_aio.process.command import command_spawner
+    from elastic_aio.process.children import command_spawner
 
     real = command_spawner(asyncio.get_running_loop())
     stuck: list[_Stuck] = []

@@ -28,7 +28,7 @@ from elastic_aio import (
 )
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.children import command_spawner
 from tests.support.children import ignoring_signals, noted, noting, shell, until
 from tests.support.leaks import alive
 

@@ -29,9 +29,9 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
-from elastic_aio.process import exits, proc_scan
+from elastic_aio.process import exits, proc
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.children import command_spawner
 from elastic_aio.process.guardian import Guardian
 from tests.support.children import (
     SIGNAL_LOGGER,
@@ -107,7 +107,7 @@ async def test_where_signals_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:
         (worker,) = await until(noted(tmp_path, 1))
-        for module in (exits, proc_scan):
+        for module in (exits, proc):
             monkeypatch.setattr(f"{module.__name__}.signal.pidfd_send_signal", refuse)
         await agent.stop()
     assert not alive(worker)
@@ -362,7 +362,7 @@ async def test_a_suspension_that_fails_continues_the_workers(tmp_path: Path) -> 
         pids = await until(noted(tmp_path, 2))
         with pytest.raises(RuntimeError, match="not suspended"):
             await agent._started_driver.suspend_while(wait)
-        assert all(proc_scan.read_process(pid).state != "T" for pid in pids)  # type: ignore[union-attr]  # they run
+        assert all(proc.read_process(pid).state != "T" for pid in pids)  # type: ignore[union-attr]  # they run
 
 
 @pytest.mark.parametrize("kind", [WorkerExited, StopRequested], ids=lambda kind: kind.__name__)

@@ -34,7 +34,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import fd_limit
+from elastic_aio.process import descriptors
 from tests.support import functions
 from tests.support.children import noted, until, until_sync
 from tests.support.cli import run_program
@@ -65,7 +65,7 @@ async def test_a_function_has_the_old_descriptor_limit(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that needs more raises it for itself only."""
-    monkeypatch.setattr(fd_limit, "_BASE", 300)
+    monkeypatch.setattr(descriptors, "_BASE", 300)
     former = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, former[1]))
     try:

@@ -307,7 +307,7 @@ SUPERVISOR = """
 import asyncio, os, sys
 from elastic_aio.aio import PausableClock
 from elastic_aio.process.base import ChildSpec
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.children import command_spawner
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree
@@ -452,11 +452,11 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
     code = (
         "import sys, time\n"
         f"sys.path.insert(0, {str(main.parent)!r})\n"
-        "import guardian_main, proc_scan\n"
+        "import guardian_main, proc\n"
         "def scan(*_):\n"
         "    yield 0.1\n"
         "    return []\n"
-        "proc_scan.find_descendants = scan\n"
+        "proc.find_descendants = scan\n"
         "began = time.monotonic()\n"
         "found = guardian_main.Job(b'', 0, {}, 1, []).find_descendants()\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"
@@ -467,7 +467,7 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
 SLOW_SCANS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import _signal, guardian_main, proc_scan
+import _signal, guardian_main, proc
 class Clock:
     now = 0.0
     def monotonic(self):
@@ -475,7 +475,7 @@ class Clock:
         return self.now
     def sleep(self, seconds):
         self.now += seconds
-alive, sent = [proc_scan.ProcEntry(7, 1, 7, 0, "T")], []
+alive, sent = [proc.ProcEntry(7, 1, 7, 0, "T")], []
 def scan(self):
     guardian_main.time.now += float(sys.argv[3])
     return list(alive)
@@ -486,7 +486,7 @@ def send(process, number):
     if number == _signal.SIGKILL:
         alive.clear()
 guardian_main.time, guardian_main.Job.find_descendants = Clock(), scan
-proc_scan.signal_process = send
+proc.signal_process = send
 is_ended = guardian_main.Job(b"", 0, {}, 1, []).end(_signal.SIGTERM, 0.5, True)
 sys.exit(not is_ended or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
 """

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_aio.process.session_list import (
+from elastic_aio.process.descendants import (
     STARTING,
     SessionList,
     WorkerSession,

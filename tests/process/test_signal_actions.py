@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_aio.process.proc_scan import ProcEntry
+from elastic_aio.process.proc import ProcEntry
 from elastic_aio.process.signal_actions import (
     ended_by_default,
     has_missed_sigterm,

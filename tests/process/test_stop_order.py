@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.process import proc_scan
-from elastic_aio.process.proc_scan import ProcEntry
+from elastic_aio.process import proc
+from elastic_aio.process.proc import ProcEntry
 from elastic_aio.process.stop_order import due_for_signal, foreground_of
 
 GUARD_MS = 30_000
@@ -184,7 +184,7 @@ class Shell:
         return self._stdout.readline().decode().strip()
 
     def below(self) -> set[int]:
-        return {process.pid for process in proc_scan.iter_descendants(self.pid)}
+        return {process.pid for process in proc.iter_descendants(self.pid)}
 
     def foreground(self) -> set[int]:
         return {process.pid for process in foreground_of(self.pid)}
@@ -258,9 +258,9 @@ def test_a_command_in_the_foreground(shell: list[str], script: str, run: MakeShe
 
 def is_of_background(pid: int) -> bool:
     """Return whether a process is one that a script of these tests starts with `&`."""
-    arguments = proc_scan._read(f"/proc/{pid}/cmdline") or b""
+    arguments = proc._read(f"/proc/{pid}/cmdline") or b""
     return arguments == b"sleep\x0099\0" and bool(
-        int(proc_scan.read_status(pid)[b"SigIgn"], 16) & 1 << signal.SIGINT - 1
+        int(proc.read_status(pid)[b"SigIgn"], 16) & 1 << signal.SIGINT - 1
     )
 
 

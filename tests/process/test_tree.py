@@ -19,11 +19,11 @@ import pytest
 
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import proc_scan, tree
+from elastic_aio.process import proc, tree
 from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.command import command_spawner
+from elastic_aio.process.children import command_spawner
+from elastic_aio.process.descendants import STARTING, read_session_list
 from elastic_aio.process.guardian_process import GuardedJob
-from elastic_aio.process.session_list import STARTING, read_session_list
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
 from tests.support.children import until
@@ -212,9 +212,9 @@ async def test_the_first_leader_does_not_wait_for_the_last_to_be_looked_at(
     """The descendants of each are recorded right before its signal."""
     leaders = [await bench.add("sleep", "99") for _ in range(3)]
     done: list[tuple[str, int]] = []
-    find = proc_scan.iter_descendants
+    find = proc.iter_descendants
 
-    def record(pid: int) -> Iterator[proc_scan.ProcEntry]:
+    def record(pid: int) -> Iterator[proc.ProcEntry]:
         done.append(("recorded", pid))
         return find(pid)
 
@@ -227,7 +227,7 @@ async def test_the_first_leader_does_not_wait_for_the_last_to_be_looked_at(
 
         leader.send_signal = note
 
-    monkeypatch.setattr(proc_scan, "iter_descendants", record)
+    monkeypatch.setattr(proc, "iter_descendants", record)
     for leader in leaders:
         note_signals(leader)
     bench.tree.begin_stop(LONG)
@@ -253,17 +253,17 @@ async def test_a_child_of_this_tick_is_listed_without_a_look_at_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel holds that back until the exec of the child is over."""
-    ticks, reads = proc_scan.ticks_now(), list[int]()
+    ticks, reads = proc.ticks_now(), list[int]()
 
     def read(pid: int) -> None:
         reads.append(pid)
 
-    monkeypatch.setattr(proc_scan, "read_process", read)
+    monkeypatch.setattr(proc, "read_process", read)
     for later, expected in ((0, 0), (1, 1)):
-        monkeypatch.setattr(proc_scan, "ticks_now", lambda: ticks)
+        monkeypatch.setattr(proc, "ticks_now", lambda: ticks)
         with bench.tree.starting():
             pass
-        monkeypatch.setattr(proc_scan, "ticks_now", lambda later=later: ticks + later)
+        monkeypatch.setattr(proc, "ticks_now", lambda later=later: ticks + later)
         child = await bench.add("sleep", "99")
         assert read_session_list(bench.sessions)[child.pid].opened == ticks + later
         assert reads.count(child.pid) == expected
@@ -275,7 +275,7 @@ async def test_the_listed_start_of_a_child_is_that_of_the_kernel(bench: Bench) -
     for _ in range(20):
         with bench.tree.starting():
             child = await bench.add("sleep", "99")
-        process = proc_scan.read_process(child.pid)
+        process = proc.read_process(child.pid)
         assert process is not None
         assert read_session_list(bench.sessions)[child.pid].opened == process.start
     assert await bench.stop(LONG) == []
@@ -419,7 +419,7 @@ async def test_a_child_that_is_being_started_is_on_the_session_list(bench: Bench
         assert await bench.stop(LONG) == []
         (row,) = read_session_list(bench.sessions).values()
         assert (row.number, row.closed) == (STARTING, None)
-        assert row.opened <= proc_scan.ticks_now()
+        assert row.opened <= proc.ticks_now()
     assert read_session_list(bench.sessions) == {}
     second = await bench.add("sleep", "99")
     assert list(read_session_list(bench.sessions)) == [second.pid]
@@ -432,9 +432,9 @@ class Missing:
         self.is_seen = False
         self._pid = pid
         self._is_over = is_over
-        self._scan = proc_scan.find_descendants
+        self._scan = proc.find_descendants
 
-    def __call__(self, *args: Any) -> Generator[float, None, list[proc_scan.ProcEntry]]:
+    def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         entries = yield from self._scan(*args)
         if self.is_seen:
             return entries
@@ -451,7 +451,7 @@ async def test_a_process_that_one_clean_scan_has_missed(
     leader = await bench.add("bash", "-c", script)
     child = int(bench.line())
     missing = Missing(child, leader.exited.done)
-    monkeypatch.setattr(proc_scan, "find_descendants", missing)
+    monkeypatch.setattr(proc, "find_descendants", missing)
     assert await bench.stop(LONG) == []
     assert missing.is_seen
     assert not alive(child)
@@ -464,7 +464,7 @@ async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
     child = int(bench.line())
     async with asyncio.timeout(GUARD):
         await asyncio.shield(leader.exited)
-    monkeypatch.setattr(proc_scan, "find_descendants", Missing(child, leader.exited.done))
+    monkeypatch.setattr(proc, "find_descendants", Missing(child, leader.exited.done))
     assert not await bench.tree.forget_if_empty()
     assert await bench.stop(LONG) == []
     assert not alive(child)
@@ -477,7 +477,7 @@ async def test_a_scan_has_time_to_wait_for_an_exec(
         yield 0.1
         return []
 
-    monkeypatch.setattr(proc_scan, "find_descendants", scan)
+    monkeypatch.setattr(proc, "find_descendants", scan)
     began = bench.clock.now()
     assert await bench.tree.descendants() == []
     assert bench.clock.now() - began > 0.05
@@ -650,7 +650,7 @@ async def test_a_stop_without_scans_ends_in_time(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(proc_scan, "find_descendants", fail)
+        patch.setattr(proc, "find_descendants", fail)
         began = bench.clock.now()
         assert await bench.stop(SHORT) == [Survivor(0, "/proc could not be read")]
         assert bench.escalations == [(9, (leader.pid,))]
@@ -667,7 +667,7 @@ async def test_a_stop_of_what_cannot_be_watched_ends_in_time(
     child = int(bench.line())
     plan = StopPlan(SHORT.steps, reap_timeout=0.2)
     with monkeypatch.context() as patch:
-        patch.setattr(proc_scan, "open_pidfd", lambda process: None)
+        patch.setattr(proc, "open_pidfd", lambda process: None)
         survivors = await bench.stop(plan)
     assert [survivor.pid for survivor in survivors if isinstance(survivor, Survivor)] == [child]
     assert alive(child)
@@ -677,7 +677,7 @@ async def test_a_stop_without_watches_takes_the_grace_and_no_longer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where /proc shows the pids of another namespace, scans find the end of processes."""
-    monkeypatch.setattr(proc_scan, "is_foreign", lambda: True)
+    monkeypatch.setattr(proc, "is_foreign", lambda: True)
     await bench.tree.aclose()
     bench.tree = ProcessTree(bench.marker, bench.clock, bench.sessions)
     ignoring = "setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 99' & wait"
@@ -714,10 +714,10 @@ class Scans:
         self.count = 0
         self.found: list[set[int]] = []
         self._extra = extra
-        self._scan = proc_scan.find_descendants
-        monkeypatch.setattr(proc_scan, "find_descendants", self)
+        self._scan = proc.find_descendants
+        monkeypatch.setattr(proc, "find_descendants", self)
 
-    def __call__(self, *args: Any) -> Generator[float, None, list[proc_scan.ProcEntry]]:
+    def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         self.count += 1
         yield self._extra
         entries = yield from self._scan(*args)

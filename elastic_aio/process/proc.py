@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     import signal
     from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 
-    from elastic_aio.process.session_list import WorkerSession
+    from elastic_aio.process.descendants import WorkerSession
 else:
     import _signal as signal  # without the enumerations: 3 ms of the guardian's start
 

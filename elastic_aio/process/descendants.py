@@ -7,7 +7,7 @@ One line a session: its number, the ticks at which its leader started, and those
 it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can cut a
 write short.  A line of 64 bytes lies within one page of the file, which the kernel copies
 at once; should it be torn even so, the checksum tells, and only this entry is lost: its
-processes are then found by the marker, as before they were listed (see `proc_scan`).
+processes are then found by the marker, as before they were listed (see `proc`).
 
 A row with the number 0 (`STARTING`) that is not closed says that children are being started
 since these ticks.  A child has neither a session nor the marker before its exec, which a file

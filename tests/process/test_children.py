@@ -25,7 +25,7 @@ from elastic_aio.errors import SpawnError
 from elastic_aio.launcher import use_pidfd_child_watcher
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
-from elastic_aio.process.command import command_spawner, spawn_with_asyncio, spawn_with_popen
+from elastic_aio.process.children import command_spawner, spawn_with_asyncio, spawn_with_popen
 from elastic_aio.process.exits import PidfdChild
 
 pytestmark = pytest.mark.both_loops

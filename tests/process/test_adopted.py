@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic_aio import HostError, LaunchSpec, launch
-from elastic_aio.process import orphans
-from elastic_aio.process.orphans import Orphans, subreaper
-from elastic_aio.process.proc_scan import may_adopt, ticks_now
+from elastic_aio.process import adopted
+from elastic_aio.process.adopted import Orphans, subreaper
+from elastic_aio.process.proc import may_adopt, ticks_now
 from tests.support.children import python, until
 from tests.support.cli import CLI, run_program
 from tests.support.leaks import alive, own_children
@@ -64,7 +64,7 @@ async def adopting() -> AsyncIterator[Orphans]:
     await job.aclose()
     await job.aclose()
     assert subreaper.jobs == 0
-    assert not orphans._is_subreaper()
+    assert not adopted._is_subreaper()
 
 
 def noted(directory: Path) -> int:
@@ -135,12 +135,12 @@ async def test_a_fork_of_the_program_has_no_jobs(adopting: Orphans) -> None:
     assert subreaper.jobs == 1
     pid = os.fork()
     if pid == 0:
-        os._exit(subreaper.jobs + orphans._is_subreaper())
+        os._exit(subreaper.jobs + adopted._is_subreaper())
     assert os.waitpid(pid, 0) == (pid, 0)  # it exits at once
 
 
 async def test_a_host_that_forbids_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "_PR_SET_CHILD_SUBREAPER", 9999)
+    monkeypatch.setattr(adopted, "_PR_SET_CHILD_SUBREAPER", 9999)
     job = Orphans()
     with pytest.raises(HostError, match=r"cannot adopt orphans .*: \[Errno 22\] Invalid argument"):
         job.adopt()

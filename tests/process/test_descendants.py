@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.process import proc_scan
-from elastic_aio.process.proc_scan import (
+from elastic_aio.process import proc
+from elastic_aio.process.descendants import WorkerSession
+from elastic_aio.process.proc import (
     ProcEntry,
     ScanCache,
     find_descendants,
@@ -26,7 +27,6 @@ from elastic_aio.process.proc_scan import (
     send,
     ticks_now,
 )
-from elastic_aio.process.session_list import WorkerSession
 
 MARKER = f"ELASTIC_AIO_JOB_TEST_{os.getpid()}_{os.urandom(4).hex()}"
 GUARD_MS = 20_000
@@ -117,8 +117,8 @@ def test_this_process_can_be_read() -> None:
 def test_some_fields_of_a_status_are_read_alone() -> None:
     """The first one, and others in any order; those that are not there are left out."""
     names = (b"SigIgn", b"Name", b"Uid", b"Sig")
-    every = proc_scan.read_status(os.getpid())
-    assert {name: every[name] for name in names[:3]} == proc_scan.read_status(os.getpid(), *names)
+    every = proc.read_status(os.getpid())
+    assert {name: every[name] for name in names[:3]} == proc.read_status(os.getpid(), *names)
 
 
 def test_a_reaped_process_is_none() -> None:
@@ -245,9 +245,9 @@ class FakeExec:
         self.pid = 0
         self.hidden_looks = 0
         self.looks = 0
-        self._read, self._is_hidden = proc_scan._read, proc_scan._Found.is_hidden
-        monkeypatch.setattr(proc_scan, "_read", self._fake_read)
-        monkeypatch.setattr(proc_scan._Found, "is_hidden", lambda *args: self._count(*args))
+        self._read, self._is_hidden = proc._read, proc._Found.is_hidden
+        monkeypatch.setattr(proc, "_read", self._fake_read)
+        monkeypatch.setattr(proc._Found, "is_hidden", lambda *args: self._count(*args))
 
     def hide(self, child: int, looks: int = 1_000_000) -> None:
         """Hide a child from the first look of the next scan and from some later ones."""
@@ -261,7 +261,7 @@ class FakeExec:
             return b""
         return self._read(path)
 
-    def _count(self, found: proc_scan._Found, former: ProcEntry) -> bool:
+    def _count(self, found: proc._Found, former: ProcEntry) -> bool:
         self.looks += former.pid == self.pid
         return self._is_hidden(found, former)
 
@@ -308,8 +308,8 @@ def test_an_unreadable_environment_is_not_waited_for(
     child = family.start("sleep", "99", env={MARKER: "1"})
     other = family.start("sleep", "99")
     fake_exec.hide(other.pid)
-    read, unreadable = proc_scan._read, f"/proc/{other.pid}/environ"
-    monkeypatch.setattr(proc_scan, "_read", lambda path: None if path == unreadable else read(path))
+    read, unreadable = proc._read, f"/proc/{other.pid}/environ"
+    monkeypatch.setattr(proc, "_read", lambda path: None if path == unreadable else read(path))
     assert family.found() == {child.pid}
     assert fake_exec.looks == 0
 
@@ -329,7 +329,7 @@ def test_exits_and_threads_of_the_kernel_are_not_waited_for(
             entry.flags |= flag
         return entry
 
-    monkeypatch.setattr(proc_scan, "read_process", read_with_flag)
+    monkeypatch.setattr(proc, "read_process", read_with_flag)
     assert family.found() == {child.pid}
     assert fake_exec.looks == 0
 
@@ -495,7 +495,7 @@ def test_the_orphan_of_a_program_that_ended_during_the_scan(
             shell.wait()
         return entry
 
-    monkeypatch.setattr(proc_scan, "read_process", read_and_kill)
+    monkeypatch.setattr(proc, "read_process", read_and_kill)
     assert family.found() == set()
     assert family.found() == {orphan}
 

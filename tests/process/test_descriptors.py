@@ -13,8 +13,8 @@ import pytest
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.base import ChildSpec
-from elastic_aio.process.command import spawn_with_popen
-from elastic_aio.process.fd_limit import DescriptorLimit, with_descriptor_limit
+from elastic_aio.process.children import spawn_with_popen
+from elastic_aio.process.descriptors import DescriptorLimit, with_descriptor_limit
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,7 +24,7 @@ def raised_from(soft: int, hard: int, workers: int) -> list[str]:
     code = (
         "import resource, sys\n"
         "from elastic_aio.errors import HostError\n"
-        "from elastic_aio.process.fd_limit import limit\n"
+        "from elastic_aio.process.descriptors import limit\n"
         "soft, hard, workers = map(int, sys.argv[1:])\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "try:\n"

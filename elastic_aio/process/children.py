@@ -43,6 +43,7 @@ from typing import Any
 from elastic_aio.aio import create_task, set_result_if_pending
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.base import (
     Child,
     ChildExit,
@@ -59,7 +60,6 @@ from elastic_aio.process.exits import (
     ReapedChild,
     open_child_pidfd,
 )
-from elastic_aio.process.orphans import subreaper
 from elastic_aio.process.rusage import peek_usage
 
 

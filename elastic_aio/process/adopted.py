@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import HostError
-from elastic_aio.process import proc_scan
+from elastic_aio.process import proc
 from elastic_aio.signals import ReceivedSignals
 
 # Seconds for which an orphan may remain a zombie, where a look at the children is short.
@@ -98,20 +98,20 @@ class _Subreaper:
     def has_strangers(self) -> bool:
         """Return whether this process has children that this package has not started."""
         try:
-            return bool(set(proc_scan.list_children(os.getpid())) - self.own)
+            return bool(set(proc.list_children(os.getpid())) - self.own)
         except OSError:
             return True  # no descriptor is left to look
 
-    def adopted(self) -> Iterator[proc_scan.ProcEntry]:
+    def adopted(self) -> Iterator[proc.ProcEntry]:
         """Yield the adopted children, zombies included.
 
         Raises:
             OSError: no descriptor is left.
         """
         session = os.getsid(0)
-        pids = set(proc_scan.list_children(os.getpid())) - self.own
+        pids = set(proc.list_children(os.getpid())) - self.own
         for pid in () if self._spawning else pids:
-            entry = proc_scan.read_process(pid)
+            entry = proc.read_process(pid)
             if entry is not None and entry.session != session:
                 yield entry
 
@@ -221,9 +221,9 @@ class Orphans:
         me = int(os.readlink("/proc/self"))
         if self._is_adopting:
             return {me}  # since before the first worker
-        return {me} | proc_scan.may_adopt(me)
+        return {me} | proc.may_adopt(me)
 
-    def note(self, processes: Iterable[proc_scan.ProcEntry]) -> None:
+    def note(self, processes: Iterable[proc.ProcEntry]) -> None:
         """Note processes of the job: those that are adopted are reaped when they exit."""
         if self._is_adopting:
             me = os.getpid()
