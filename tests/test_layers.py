@@ -247,7 +247,7 @@ def test_third_parties_are_confined(name: str) -> None:
     """Each third-party package is imported where `CONFINED` allows it."""
     roots = {imported.partition(".")[0] for imported in imported_by(name)}
     third_parties = roots - set(sys.stdlib_module_names) - {"elastic_aio"}
-    if name in ("process.guardian_main", "process.stop_order"):
+    if name in {f"process.{each}" for each in ("guardian_main", *BARE_NEIGHBOURS)}:
         third_parties -= BARE_NEIGHBOURS
     if name in ("worker.bootstrap", "worker.bootstrap_main"):
         # Before the package can be found.
@@ -337,7 +337,7 @@ def test_one_node_does_not_pay_for_many() -> None:
 def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
     """Its bare interpreter imports only neighbouring files of this package."""
     names = imported_by(f"process.{name}", typing_too=False)
-    if name != "stop_order":  # it finds its neighbour in the package too
+    if name in ("guardian_main", "proc"):  # the others find it in the package too
         assert not [imported for imported in names if imported.startswith("elastic_aio")]
     roots = {imported.partition(".")[0] for imported in names}
     standard = {"__future__", "_signal", "_socket", "binascii", "errno", "fcntl"}

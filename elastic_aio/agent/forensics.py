@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -107,7 +108,7 @@ def read_stacks(targets: Sequence[Target]) -> tuple[WorkerStacks, ...]:
 
 def _request_stacks(pid: int) -> _Request | None:
     """Ask a worker for its stacks; None if it has not offered them, or no descriptor is left."""
-    if (path := _offered_file(pid)) is None or not _handles_signal(pid):
+    if (path := _offered_file(pid)) is None or not _has_signal(pid, b"SigCgt"):
         return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -123,36 +124,24 @@ def _request_stacks(pid: int) -> _Request | None:
 
 
 def _offered_file(pid: int) -> str | None:
-    directory = f"/proc/{pid}/fd"
+    if proc.link_of(pid, f"fd/{_USUAL_DESCRIPTOR}") == _LINK:
+        return f"/proc/{pid}/fd/{_USUAL_DESCRIPTOR}"
     try:
-        if os.readlink(f"{directory}/{_USUAL_DESCRIPTOR}") == _LINK:
-            return f"{directory}/{_USUAL_DESCRIPTOR}"
+        for number in proc.list_numbers(pid, "fd"):
+            if proc.link_of(pid, f"fd/{number}") == _LINK:
+                return f"/proc/{pid}/fd/{number}"
     except OSError:
-        pass  # it has another number
-    try:
-        for name in os.listdir(directory):
-            if os.readlink(f"{directory}/{name}") == _LINK:
-                return f"{directory}/{name}"
-    except OSError:
-        pass  # the process has ended, or is another user's
+        pass  # no descriptor is left
     return None
 
 
-def _handles_signal(pid: int) -> bool:
-    return bool(_mask(f"/proc/{pid}/status", b"SigCgt:") >> (STACKS_SIGNAL - 1) & 1)
-
-
-def _mask(path: str, *keys: bytes) -> int:
-    """Return the signals in any of these masks of proc_pid_status(5)."""
-    mask = 0
+def _has_signal(pid: int, *masks: bytes) -> bool:
+    """Return whether one of these masks of a process or a thread has the signal."""
     try:
-        with open(path, "rb") as file:
-            for line in file:
-                if line.startswith(keys):
-                    mask |= int(line.split()[1], 16)
-    except (OSError, ValueError, IndexError):
-        return 0  # it has ended
-    return mask
+        found = proc.read_status(pid, *masks).values()
+    except OSError:
+        return False  # no descriptor is left
+    return any(proc.is_in(int(mask, 16), STACKS_SIGNAL) for mask in found)
 
 
 def _wait_written(requests: dict[int, _Request], deadline: float) -> None:
@@ -173,12 +162,10 @@ def _wait_written(requests: dict[int, _Request], deadline: float) -> None:
 
 def _is_handling(pid: int) -> bool:
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        threads = proc.list_numbers(pid, "task")
     except OSError:
-        return False
-    keys = b"SigPnd:", b"ShdPnd:", b"SigBlk:"
-    masks = (_mask(f"/proc/{pid}/task/{thread}/status", *keys) for thread in threads)
-    return any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
+        return False  # no descriptor is left
+    return any(_has_signal(thread, b"SigPnd", b"ShdPnd", b"SigBlk") for thread in threads)
 
 
 def _written(request: _Request) -> str:
@@ -234,10 +221,7 @@ def _spy_result(
 
 
 def _is_python(pid: int) -> bool:
-    try:
-        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:
-        return False
+    return "python" in os.path.basename(proc.link_of(pid, "exe"))
 
 
 # ---------------------------------------------------------------------------- the kernel
@@ -248,14 +232,16 @@ def _kernel_state(target: Target) -> WorkerStacks:
     worker = WorkerStacks(target.rank, target.local_rank, target.pid, status=target.status)
     if proc.is_foreign():
         return replace(worker, note="/proc shows the processes of another pid namespace")
-    directory = f"/proc/{target.pid}"
-    wchan = _read(f"{directory}/wchan")
-    stack = _read(f"{directory}/stack").splitlines()
+    try:
+        process = proc.read_process(target.pid)
+    except OSError:
+        process = None  # no descriptor is left
+    stack = _text(target.pid, "stack").splitlines()
     return replace(
         worker,
-        state=_read(f"{directory}/stat").rpartition(")")[2].strip()[:1],
-        wchan="" if wchan == "0" else one_line(wchan, 100),
-        syscall=_syscall_name(_read(f"{directory}/syscall")),
+        state="" if process is None else process.state,
+        wchan=one_line(proc.wait_channel(target.pid), 100),
+        syscall=_syscall_name(_text(target.pid, "syscall")),
         kernel_stack=tuple(line.rpartition(" ")[2] for line in stack[:50]),
     )
 
@@ -268,12 +254,11 @@ def _syscall_name(text: str) -> str:
     return names.get(int(number), f"number {number}")
 
 
-def _read(path: str) -> str:
+def _text(pid: int, name: str) -> str:
     try:
-        with open(path, "rb") as file:
-            return file.read(1 << 16).decode("ascii", "replace").strip()
+        return (proc.read(pid, name) or b"").decode("ascii", "replace").strip()
     except OSError:
-        return ""  # it has ended, or the kernel does not allow it
+        return ""  # no descriptor is left
 
 
 # -------------------------------------------------------------------------------- idleness
@@ -286,14 +271,11 @@ def read_activity(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
     """
     found: dict[int, tuple[int, int]] = {}
     for pid in pids:
-        try:
-            below = [process.pid for process in proc.iter_descendants(pid)]
-        except OSError:
-            below = []
-        for each in (pid, *below):
-            fields = _read(f"/proc/{each}/stat").rpartition(")")[2].split()
-            if len(fields) > 12:
-                written = _read(f"/proc/{each}/io").partition("wchar:")[2].split()
-                bytes_written = int(written[0]) if written else 0
-                found[each] = int(fields[11]) + int(fields[12]), bytes_written
+        with suppress(OSError):  # no descriptor is left
+            for each in (pid, *(process.pid for process in proc.iter_descendants(pid))):
+                fields = proc.read_stat(each)
+                if len(fields) > 12:
+                    written = (proc.read(each, "io") or b"").partition(b"wchar:")[2].split()
+                    bytes_written = int(written[0]) if written else 0
+                    found[each] = int(fields[11]) + int(fields[12]), bytes_written
     return found

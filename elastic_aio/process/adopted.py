@@ -39,6 +39,7 @@ from contextlib import contextmanager, suppress
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import HostError
 from elastic_aio.process import proc
+from elastic_aio.process.descendants import may_adopt
 from elastic_aio.signals import ReceivedSignals
 
 # Seconds for which an orphan may remain a zombie, where a look at the children is short.
@@ -218,10 +219,10 @@ class Orphans:
         Raises:
             OSError: no descriptor is left.
         """
-        me = int(os.readlink("/proc/self"))
+        me = proc.own_pid()
         if self._is_adopting:
             return {me}  # since before the first worker
-        return {me} | proc.may_adopt(me)
+        return {me} | may_adopt(me)
 
     def note(self, processes: Iterable[proc.ProcEntry]) -> None:
         """Note processes of the job: those that are adopted are reaped when they exit."""
@@ -259,11 +260,8 @@ def _is_of_job(pid: int) -> bool:
     """Return whether an adopted child belongs to the only job of this process."""
     try:
         os.kill(pid, 0)
-        if subreaper.owns_process and os.getpid() != 1:
-            return True
-        with open(f"/proc/{pid}/environ", "rb"):
-            return False  # the scan looks for the marker there
-    except PermissionError as error:
-        return error.filename is not None  # it can be signalled, but not read
     except OSError:
         return False
+    if subreaper.owns_process and os.getpid() != 1:
+        return True
+    return proc.hides_environment(pid)  # otherwise the scan looks for the marker there

@@ -43,6 +43,7 @@ from typing import Any
 from elastic_aio.aio import create_task, set_result_if_pending
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
+from elastic_aio.process import proc
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.base import (
     Child,
@@ -292,10 +293,10 @@ def _make_inheritable(descriptor: int) -> None:
 def _inheritable() -> set[int]:
     """Return the descriptors that every child would inherit."""
     descriptors = set()
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in proc.own_descriptors():
         try:
-            if os.get_inheritable(int(name)):
-                descriptors.add(int(name))
+            if os.get_inheritable(descriptor):
+                descriptors.add(descriptor)
         except OSError:
             continue  # closed in the meantime
     return descriptors

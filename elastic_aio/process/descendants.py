@@ -1,19 +1,28 @@
-"""The sessions of a job's workers, and the list of them: an agent writes it, its guardian reads it.
+"""The descendants of a job's workers: the list of the workers' sessions, and scans of /proc.
 
-The list is an anonymous file in memory: writing wakes no process, and the file outlives
-the agent for as long as the guardian holds it open.
+A process is a descendant if
 
-One line a session: its number, the ticks at which its leader started, and those at which
-it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can cut a
-write short.  A line of 64 bytes lies within one page of the file, which the kernel copies
-at once; should it be torn even so, the checksum tells, and only this entry is lost: its
-processes are then found by the marker, as before they were listed (see `proc`).
+* its **session** is one that a worker leads (workers are started by `setsid`; a
+  shell's job control makes new process groups, not new sessions); or
+* its **parent** is a descendant (even with another session and an empty environment); or
+* its **environment** holds the job's marker, a variable whose *name* is unique to
+  the job, so that nested jobs carry both (a daemon leaves the session, but keeps the
+  environment), *and* its parent may have adopted it.  The marker alone proves nothing:
+  `sbatch --export=ALL` hands it to a job whose parent is a daemon of the scheduler.
 
-A row with the number 0 (`STARTING`) that is not closed says that children are being started
-since these ticks.  A child has neither a session nor the marker before its exec, which a file
-system can delay.
+A session counts only while its number cannot have been used again (`WorkerSession`).
 
-The guardian runs this file in a bare interpreter, so it imports little.
+The list of the sessions is an anonymous file in memory, which an agent writes and its guardian
+reads: writing wakes no process, and the file outlives the agent for as long as the guardian
+holds it open.  One line a session: its number, the ticks at which its leader started, and those
+at which it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can cut a
+write short.  A line of 64 bytes lies within one page of the file, which the kernel copies at
+once; should it be torn even so, the checksum tells, and only this entry is lost: its processes
+are then found by the marker, as before they were listed.  A row with the number 0 (`STARTING`)
+that is not closed says that children are being started since these ticks.  A child has neither
+a session nor the marker before its exec, which a file system can delay.
+
+The guardian runs this file in a bare interpreter, as `proc`.
 """
 
 from __future__ import annotations
@@ -22,13 +31,21 @@ import binascii
 import os
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
-    from collections.abc import Iterable
+if TYPE_CHECKING or __package__:  # it has none in the guardian
+    from elastic_aio.process import proc
+else:
+    import proc
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
 STARTING = 0
 """The number of the row of the children that are being started."""
 _LINE = 64
 _BODY = _LINE - 9
+# How often one scan looks again at execs under way, and the pause before, in seconds: an
+# exec hides a process for about a millisecond, on a busy host or a slow disk for longer.
+_LOOKS = 100
+_PAUSE_S = 0.002
 
 
 class WorkerSession:
@@ -143,3 +160,219 @@ def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
     if STARTING in sessions and sessions[STARTING].closed is not None:
         del sessions[STARTING]
     return sessions
+
+
+# ------------------------------------------------------------------------------ scans
+
+
+def may_be_in_exec(process: proc.ProcEntry, program: tuple[int, int, int] | None) -> bool:
+    """Return whether a process, which `program` has started, may not have ended its exec.
+
+    It shows the program of its parent first, and then, in the exec, no arguments.
+    """
+    present = proc.read_process(process.pid)
+    if present is None or present.start != process.start or present.is_dead:
+        return False
+    if present.flags & (proc.PF_KTHREAD | proc.PF_EXITING):
+        return False
+    is_before = program is not None and proc.program_of(process.pid) == program
+    return is_before or proc.read(process.pid, "cmdline") == b""
+
+
+def list_execs(since: int, program: tuple[int, int, int] | None) -> list[proc.ProcEntry]:
+    """Return the processes that started at `since` ticks or later and may be in an exec.
+
+    Returns none if this process has no descriptor or memory left.
+    """
+    me = proc.own_pid()
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        entries = [entry for pid in pids if pid != me and (entry := proc.read_process(pid))]
+        return [item for item in entries if item.start >= since and may_be_in_exec(item, program)]
+    except OSError:
+        return []
+
+
+class ScanCache:
+    """Processes that the next scans of a job need not look at, or need not wait for.
+
+    `older` has the processes that are older than the job, most of a host, as pids and the
+    numbers of their directories' inodes.  The kernel drops these inodes with the process
+    (proc_flush_pid), so that a process with the same pid has a directory with another
+    number; readdir(3) gives the number at no cost.
+
+    `hidden` has the identities of the processes that an exec hid to the end of a scan.
+    """
+
+    def __init__(self) -> None:
+        self.older: dict[int, int] = {}
+        self.hidden: set[tuple[int, int]] = set()
+
+
+def find_descendants(
+    marker: bytes,
+    since: int,
+    sessions: Mapping[int, WorkerSession],
+    known: Mapping[int, int],
+    cache: ScanCache,
+    adopters: Callable[[], Collection[int]],
+) -> Generator[float, None, list[proc.ProcEntry]]:
+    """Read every process once; return the live descendants of the workers.
+
+    Yields before each process, so that a caller with an event loop can run other tasks.
+    The value is 0, or the seconds to pause because an exec hides an environment; a scan
+    pauses for 0.2 s at most, and never twice for the same process.
+
+    Args:
+        marker: name of the job's environment variable.
+        since: ticks at which the job began; no older process can belong to it.
+        sessions: the workers' sessions by number.
+        known: start times, by pid, of processes that are known as descendants.
+        cache: the same for all scans of a job.
+        adopters: returns the pids of the processes that adopt orphans of the job; called if
+            only the marker in its environment says that a process is of the job.
+
+    Raises:
+        OSError: there is no /proc, or this process has no descriptors or memory left.
+    """
+    found = _Found(marker, sessions, adopters)
+    hidden: list[proc.ProcEntry] = []
+    me = proc.own_pid()
+    with os.scandir("/proc") as directory:
+        inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
+    inodes.pop(me, None)
+    for pid, inode in inodes.items():
+        if cache.older.get(pid) == inode:
+            continue
+        yield 0.0
+        process = proc.read_process(pid)
+        if process is None or process.is_dead:
+            continue
+        if process.start < since:
+            cache.older[pid] = inode
+        elif known.get(pid) == process.start:
+            found.ours[pid] = process
+        elif found.classify(process) is None:
+            hidden.append(process)
+    yield from found.add_relatives()
+    hidden += found.undecided()
+    for _ in range(_LOOKS):
+        # Session and parent have decided for some, and an earlier scan has waited for others.
+        hidden = [
+            item for item in hidden if not (item.pid in found.ours or item.identity in cache.hidden)
+        ]
+        if not hidden:
+            break
+        yield _PAUSE_S
+        hidden = [*filter(found.is_hidden, hidden)]
+        yield from found.add_relatives()
+        hidden += found.undecided()
+    cache.hidden.update(process.identity for process in hidden)
+    return list(found.ours.values())
+
+
+class _Found:
+    """What one scan has found: the processes of the job, and those that may belong to it."""
+
+    def __init__(
+        self,
+        marker: bytes,
+        sessions: Mapping[int, WorkerSession],
+        adopters: Callable[[], Collection[int]],
+    ) -> None:
+        self.ours: dict[int, proc.ProcEntry] = {}
+        self._unknown: dict[int, proc.ProcEntry] = {}
+        self._marked: set[int] = set()
+        self._marker = marker
+        self._sessions = sessions
+        self._adopters = adopters
+        self._adopter_pids: Collection[int] | None = None
+
+    def classify(self, process: proc.ProcEntry) -> bool | None:
+        """Note a process; return whether it has a sign of the job; None: an exec hides it."""
+        session = self._sessions.get(process.session)
+        if session and session.is_certain(process.pid, process.start):
+            self.ours[process.pid] = process
+            return True
+        self._unknown[process.pid] = process
+        is_marked = _has_marker(process, self._marker)
+        if is_marked:
+            self._marked.add(process.pid)
+        return is_marked
+
+    def is_hidden(self, former: proc.ProcEntry) -> bool:
+        """Look again at a process; return whether an exec still hides it."""
+        process = proc.read_process(former.pid)
+        if process is None or process.is_dead or process.start != former.start:
+            return False
+        return self.classify(process) is None
+
+    def undecided(self) -> list[proc.ProcEntry]:
+        """Return the processes with the marker whose parent is about to leave them to another."""
+        parents = (
+            (self._unknown[pid], self._unknown.get(self._unknown[pid].parent))
+            for pid in self._marked & self._unknown.keys()
+        )
+        return [process for process, parent in parents if parent and parent.flags & proc.PF_EXITING]
+
+    def add_relatives(self) -> Iterator[float]:
+        """Add members of their sessions, descendants, and orphans that have the marker."""
+        pinned = {process.session for process in self.ours.values()} & self._sessions.keys()
+        has_grown = True
+        while has_grown:
+            has_grown = False
+            for process in list(self._unknown.values()):
+                # A leader whose start time is another one than the worker's is a new process.
+                by_session = process.session in pinned and process.pid != process.session
+                if by_session or process.parent in self.ours or self._is_orphan(process):
+                    self.ours[process.pid] = self._unknown.pop(process.pid)
+                    has_grown = True
+            yield 0.0
+
+    def _is_orphan(self, process: proc.ProcEntry) -> bool:
+        if process.pid not in self._marked:
+            return False
+        if self._adopter_pids is None:
+            self._adopter_pids = self._adopters()
+        return process.parent in self._adopter_pids
+
+
+def may_adopt(pid: int) -> set[int]:
+    """Return the pids that orphans of a process may have as their parent.
+
+    These are its ancestors, since the kernel does not show which of them is a child
+    subreaper, and process 1 of this pid namespace (PR_SET_CHILD_SUBREAPER in prctl(2)).
+    """
+    found = set() if proc.is_foreign() else {1}
+    while process := proc.read_process(pid):
+        pid = process.parent
+        if pid in found or not pid:
+            break
+        found.add(pid)
+    return found
+
+
+def _has_marker(process: proc.ProcEntry, marker: bytes) -> bool | None:
+    """Return whether the environment holds the marker; None: an exec hides it."""
+    if process.flags & proc.PF_KTHREAD:
+        return False
+    environment = _environment(process)
+    if environment == b"" and not process.flags & proc.PF_EXITING:
+        # For about a millisecond of an exec neither the environment nor the arguments can
+        # be read; a process that really has no environment still has arguments.
+        may_be_in_exec = proc.read(process.pid, "cmdline") == b""
+        # Once more: the exec may have ended between the two reads.
+        environment = _environment(process)
+        if may_be_in_exec and environment == b"":
+            return None
+    return b"\0" + marker + b"=" in b"\0" + (environment or b"")
+
+
+def _environment(process: proc.ProcEntry) -> bytes | None:
+    """Return the environment; None: gone, or another user's; session and parent decide."""
+    if not process.flags & proc.PF_EXITING:
+        return proc.read(process.pid, "environ")
+    # The main thread has ended, and has no memory any more; others may run.
+    threads = proc.list_numbers(process.pid, "task") if process.threads > 1 else []
+    contents = (proc.read(process.pid, f"task/{thread}/environ") for thread in threads)
+    return next(filter(None, contents), None)

@@ -15,6 +15,7 @@ import resource
 from msgspec.structs import replace
 
 from elastic_aio.errors import HostError
+from elastic_aio.process import proc
 from elastic_aio.process.base import ChildSpec, check_program
 
 # Descriptors of one worker: asyncio's pidfd and ours, and two logs that are followed.
@@ -94,7 +95,7 @@ def set_soft_limit(soft: int) -> None:
 def _count_open(soft: int) -> int:
     """Return how many descriptors this process has open; `soft` if none is left to list them."""
     try:
-        return len(os.listdir("/proc/self/fd"))
+        return len(proc.own_descriptors())
     except OSError:
         return soft
 

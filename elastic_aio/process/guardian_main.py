@@ -81,7 +81,7 @@ def main() -> int:
         fcntl.lockf(sessions, fcntl.LOCK_EX)
     workers = descendants.read_session_list(sessions)
     starting = workers.pop(descendants.STARTING, None)
-    hidden = [] if starting is None else proc.list_execs(starting.opened, program)
+    hidden = [] if starting is None else descendants.list_execs(starting.opened, program)
     marker, grace = sys.argv[4].encode("ascii"), float(sys.argv[7])
     is_ordered = sys.argv[8] != "all"
     # A supervisor that goes on reads them itself.
@@ -103,7 +103,7 @@ def _check_kernel(sessions: int) -> None:
 
 
 def _program_of_parent() -> tuple[int, int, int] | None:
-    me = proc.read_process(int(os.readlink("/proc/self")))
+    me = proc.read_process(proc.own_pid())
     return None if me is None else proc.program_of(me.parent)
 
 
@@ -111,7 +111,7 @@ def _wait_for_execs(hidden: list[proc.ProcEntry], program: tuple[int, int, int] 
     end = time.monotonic() + _EXEC_S
     while time.monotonic() < end:
         try:
-            if not any(proc.may_be_in_exec(process, program) for process in hidden):
+            if not any(descendants.may_be_in_exec(process, program) for process in hidden):
                 return
         except OSError:
             pass  # no descriptor for a moment: look again
@@ -180,7 +180,7 @@ class Job:
         self._sessions = sessions
         self._supervisor = supervisor
         self._pipes = pipes
-        self._cache = proc.ScanCache()
+        self._cache = descendants.ScanCache()
         self._foreground: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], float] = {}
 
@@ -201,18 +201,18 @@ class Job:
             if not is_grace and killing_until is None:
                 killing_until = now + _LIMIT_S
             try:
-                descendants = self.find_descendants()
+                found = self.find_descendants()
             except OSError:
-                descendants = None  # no descriptor for a moment: scan again
+                found = None  # no descriptor for a moment: scan again
             if is_grace:
-                self._signal(descendants or [], number, signalled, is_ordered)
+                self._signal(found or [], number, signalled, is_ordered)
             else:
-                for process in descendants or ():
+                for process in found or ():
                     proc.signal_process(process, signal.SIGKILL)
             scanned = time.monotonic()
             if grace_until is None:
                 grace_until = scanned + grace
-            if descendants == []:
+            if found == []:
                 if now - quiet_since >= _QUIET_S:
                     return True
             elif killing_until is not None and now >= killing_until:
@@ -264,7 +264,7 @@ class Job:
         Raises:
             OSError: no descriptor or memory is left: scan again.
         """
-        scan = proc.find_descendants(
+        scan = descendants.find_descendants(
             self._marker, self._since, self._sessions, {}, self._cache, self._adopters
         )
         while True:
@@ -272,15 +272,15 @@ class Job:
                 if pause := next(scan):
                     time.sleep(pause)
             except StopIteration as end:
-                descendants: list[proc.ProcEntry] = end.value
-                return descendants
+                found: list[proc.ProcEntry] = end.value
+                return found
 
     def _adopters(self) -> set[int]:
         parent = os.getppid()
         if parent != self._supervisor:
             # What adopts this process adopts the orphans of the supervisor too.
             return {self._supervisor, parent}
-        return {parent} | proc.may_adopt(int(os.readlink("/proc/self")))
+        return {parent} | descendants.may_adopt(proc.own_pid())
 
     def _drain(self) -> None:
         """Read what the workers have written, so that none waits or gets SIGPIPE."""

@@ -1,20 +1,15 @@
-"""Scans of /proc for the descendants of a job's workers, and signals to exactly those.
+"""`/proc/<pid>`: what the kernel shows of a process, and signals to exactly this process.
 
-The guardian runs this file in a bare interpreter (`python -I -S`), so it imports four
-small modules of the standard library and nothing else.  A process is a descendant if
+All other modules of the package ask this one.  A pid is not an identity, since pids are used
+again: a process is its pid *and* its start time, and it is signalled through a pidfd that was
+checked against both.
 
-* its **session** is one that a worker leads (workers are started by `setsid`; a
-  shell's job control makes new process groups, not new sessions); or
-* its **parent** is a descendant (even with another session and an empty environment); or
-* its **environment** holds the job's marker, a variable whose *name* is unique to
-  the job, so that nested jobs carry both (a daemon leaves the session, but keeps the
-  environment), *and* its parent may have adopted it.  The marker alone proves nothing:
-  `sbatch --export=ALL` hands it to a job whose parent is a daemon of the scheduler.
+A process that is gone, or another user's, has no content.  This process may also have no
+descriptor or memory left to look.  That must not be mistaken for an absence: it is an OSError,
+except of functions that return a text.
 
-A pid is not an identity: pids and session ids are used again.  A process is identified
-by its pid *and* its start time, it is signalled through a pidfd that was checked
-against both, and a session counts only while its number cannot have been used again
-(see `session_list`).
+The guardian runs this file in a bare interpreter (`python -I -S`), so it imports three small
+modules of the standard library and nothing else.
 """
 
 from __future__ import annotations
@@ -26,22 +21,22 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
     import signal
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-
-    from elastic_aio.process.descendants import WorkerSession
+    from collections.abc import Iterable, Iterator
 else:
     import _signal as signal  # without the enumerations: 3 ms of the guardian's start
 
-_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# How often one scan looks again at execs under way, and the pause before, in seconds: an
-# exec hides a process for about a millisecond, on a busy host or a slow disk for longer.
-_LOOKS = 100
-_PAUSE_S = 0.002
+LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing about a process, but that this one has nothing left to look with."""
+PF_EXITING = 0x4
+"""Flag of a task (include/linux/sched.h): it is past the point of no return of its exit."""
+PF_KTHREAD = 0x200000
+"""Flag of a task: it is a thread of the kernel."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-# Flags of a task (include/linux/sched.h): it is past the point of no return of its exit; it
-# is a thread of the kernel.
-_PF_EXITING = 0x4
-_PF_KTHREAD = 0x200000
+# Signals whose default action does not end a process (signal(7)).
+_HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN}
+_HARMLESS |= {signal.SIGTTOU, signal.SIGURG, signal.SIGWINCH}
+# What a process blocks for as long as it starts another one: all but SIGKILL and SIGSTOP.
+_ALL_SIGNALS = 0x7FFB_FEFF
 
 
 def ticks_now() -> int:
@@ -49,8 +44,77 @@ def ticks_now() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // (1_000_000_000 // _TICKS_PER_SECOND)
 
 
+def read(pid: int, name: str) -> bytes | None:
+    """Return the content of a file of a process; None if it cannot be read."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.read(descriptor, 65536)
+            while content and len(content) % 65536 == 0 and (more := os.read(descriptor, 65536)):
+                content += more
+            return content
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in LACK:
+            raise
+        return None
+
+
+def link_of(pid: int, name: str) -> str:
+    """Return what a link of a process refers to: `exe`, or `fd/1`; "" if it cannot be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/{name}")
+    except OSError:
+        return ""  # closed, gone, or another user's
+
+
+def list_numbers(pid: int, name: str) -> list[int]:
+    """Return the names in a directory of a process: its threads in `task`, descriptors in `fd`."""
+    try:
+        return [*map(int, os.listdir(f"/proc/{pid}/{name}"))]
+    except OSError as error:
+        if error.errno in LACK:
+            raise
+        return []
+
+
+def hides_environment(pid: int) -> bool:
+    """Return whether this process may not read the environment of another one."""
+    try:
+        os.close(os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
+
+
+def own_pid() -> int:
+    """Return the pid under which /proc shows this process.
+
+    Raises:
+        OSError: there is no /proc.
+    """
+    return int(os.readlink("/proc/self"))
+
+
+def is_foreign() -> bool:
+    """Return whether /proc shows the pids of another namespace, pid_namespaces(7)."""
+    try:
+        return own_pid() != os.getpid()
+    except OSError:
+        return False
+
+
+def own_descriptors() -> list[int]:
+    """Return the descriptors that this process has open, that of the directory included."""
+    return [*map(int, os.listdir("/proc/self/fd"))]
+
+
+# ------------------------------------------------------------------------- stat, status
+
+
 class ProcEntry:
-    """One process as `/proc` shows it; (`pid`, `start`) is its identity.
+    """One process as `/proc` shows it; not changed after that.
 
     `start` is in clock ticks since boot; `flags` are those of its main thread.
     """
@@ -94,16 +158,13 @@ class ProcEntry:
 
 
 def parse_stat(content: bytes) -> ProcEntry:
-    """Read `/proc/<pid>/stat` (proc(5)).
-
-    The name stands in parentheses and may contain anything, so fields are counted from
-    the last parenthesis.
+    """Read `/proc/<pid>/stat`.
 
     Raises:
         ValueError: the content has another format.
     """
     pid = int(content[: content.index(b" ")])
-    fields = content[content.rindex(b")") + 2 :].split()
+    fields = _fields(content)
     if len(fields) < 20:
         raise ValueError("stat is too short")
     return ProcEntry(
@@ -117,299 +178,35 @@ def parse_stat(content: bytes) -> ProcEntry:
     )
 
 
-def read_process(pid: int) -> ProcEntry | None:
-    """Read one process; None when it is gone.
+def _fields(content: bytes) -> list[bytes]:
+    # proc_pid_stat(5): the name stands in parentheses and may contain anything.
+    return content[content.rindex(b")") + 1 :].split()
 
-    Raises:
-        OSError: this process has no descriptor or memory left.
-    """
-    content = _read(f"/proc/{pid}/stat")
+
+def read_process(pid: int) -> ProcEntry | None:
+    """Read one process; None when it is gone."""
+    content = read(pid, "stat")
     try:
         return None if content is None else parse_stat(content)
     except ValueError:
         return None
 
 
-def program_of(pid: int) -> tuple[int, int, int] | None:
-    """Return what identifies a process and its forks; None: gone, or another user's.
+def read_stat(pid: int) -> list[bytes]:
+    """Return the fields of `/proc/<pid>/stat`, from the third of proc_pid_stat(5) on, the state.
 
-    These are device and inode of its program, and where its stack begins (`startstack` of
-    proc(5)).  A child has all three until its exec; the kernel places the stack of each
-    exec at random.
-
-    Raises:
-        OSError: this process has no descriptor or memory left.
+    Returns none if it is gone.
     """
-    try:
-        status = os.stat(f"/proc/{pid}/exe")
-    except OSError:
-        return None
-    fields = (_read(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split()
-    return (status.st_dev, status.st_ino, int(fields[25])) if len(fields) > 25 else None
-
-
-def may_be_in_exec(process: ProcEntry, program: tuple[int, int, int] | None) -> bool:
-    """Return whether a process, which `program` has started, may not have ended its exec.
-
-    It shows the program of its parent first, and then, in the exec, no arguments.
-
-    Raises:
-        OSError: this process has no descriptor or memory left.
-    """
-    present = read_process(process.pid)
-    if present is None or present.start != process.start or present.is_dead:
-        return False
-    if present.flags & (_PF_KTHREAD | _PF_EXITING):
-        return False
-    is_before = program is not None and program_of(process.pid) == program
-    return is_before or _read(f"/proc/{process.pid}/cmdline") == b""
-
-
-def list_execs(since: int, program: tuple[int, int, int] | None) -> list[ProcEntry]:
-    """Return the processes that started at `since` ticks or later and may be in an exec.
-
-    Returns none if this process has no descriptor or memory left.
-    """
-    me = os.readlink("/proc/self")
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != me]
-        entries = [entry for pid in pids if (entry := read_process(pid)) is not None]
-        return [item for item in entries if item.start >= since and may_be_in_exec(item, program)]
-    except OSError:
-        return []
-
-
-class ScanCache:
-    """Processes that the next scans of a job need not look at, or need not wait for.
-
-    `older` has the processes that are older than the job, most of a host, as pids and the
-    numbers of their directories' inodes.  The kernel drops these inodes with the process
-    (proc_flush_pid), so that a process with the same pid has a directory with another
-    number; readdir(3) gives the number at no cost.
-
-    `hidden` has the identities of the processes that an exec hid to the end of a scan.
-    """
-
-    def __init__(self) -> None:
-        self.older: dict[int, int] = {}
-        self.hidden: set[tuple[int, int]] = set()
-
-
-def find_descendants(
-    marker: bytes,
-    since: int,
-    sessions: Mapping[int, WorkerSession],
-    known: Mapping[int, int],
-    cache: ScanCache,
-    adopters: Callable[[], Collection[int]],
-) -> Generator[float, None, list[ProcEntry]]:
-    """Read every process once; return the live descendants of the workers.
-
-    Yields before each process, so that a caller with an event loop can run other tasks.
-    The value is 0, or the seconds to pause because an exec hides an environment; a scan
-    pauses for 0.2 s at most, and never twice for the same process.
-
-    Args:
-        marker: name of the job's environment variable.
-        since: ticks at which the job began; no older process can belong to it.
-        sessions: the workers' sessions by number.
-        known: start times, by pid, of processes that are known as descendants.
-        cache: the same for all scans of a job.
-        adopters: returns the pids of the processes that adopt orphans of the job; called if
-            the environment of a process has the marker and no other sign decides.
-
-    Raises:
-        OSError: there is no /proc, or this process has no descriptors or memory left.
-    """
-    found = _Found(marker, sessions, adopters)
-    hidden: list[ProcEntry] = []
-    me = os.readlink("/proc/self")
-    with os.scandir("/proc") as directory:
-        inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
-    inodes.pop(int(me), None)
-    for pid, inode in inodes.items():
-        if cache.older.get(pid) == inode:
-            continue
-        yield 0.0
-        process = read_process(pid)
-        if process is None or process.is_dead:
-            continue
-        if process.start < since:
-            cache.older[pid] = inode
-        elif known.get(pid) == process.start:
-            found.ours[pid] = process
-        elif found.classify(process) is None:
-            hidden.append(process)
-    yield from found.add_relatives()
-    hidden += found.undecided()
-    for _ in range(_LOOKS):
-        # Session and parent have decided for some, and an earlier scan has waited for others.
-        hidden = [
-            item for item in hidden if not (item.pid in found.ours or item.identity in cache.hidden)
-        ]
-        if not hidden:
-            break
-        yield _PAUSE_S
-        hidden = [*filter(found.is_hidden, hidden)]
-        yield from found.add_relatives()
-        hidden += found.undecided()
-    cache.hidden.update(process.identity for process in hidden)
-    return list(found.ours.values())
-
-
-class _Found:
-    """What one scan has found: the processes of the job, and those that may belong to it."""
-
-    def __init__(
-        self,
-        marker: bytes,
-        sessions: Mapping[int, WorkerSession],
-        adopters: Callable[[], Collection[int]],
-    ) -> None:
-        self.ours: dict[int, ProcEntry] = {}
-        self._unknown: dict[int, ProcEntry] = {}
-        self._marked: set[int] = set()
-        self._marker = marker
-        self._sessions = sessions
-        self._adopters = adopters
-        self._adopter_pids: Collection[int] | None = None
-
-    def classify(self, process: ProcEntry) -> bool | None:
-        """Note a process; return whether it has a sign of the job; None: an exec hides it."""
-        session = self._sessions.get(process.session)
-        if session and session.is_certain(process.pid, process.start):
-            self.ours[process.pid] = process
-            return True
-        self._unknown[process.pid] = process
-        is_marked = _has_marker(process, self._marker)
-        if is_marked:
-            self._marked.add(process.pid)
-        return is_marked
-
-    def is_hidden(self, former: ProcEntry) -> bool:
-        """Look again at a process; return whether an exec still hides it."""
-        process = read_process(former.pid)
-        if process is None or process.is_dead or process.start != former.start:
-            return False
-        return self.classify(process) is None
-
-    def undecided(self) -> list[ProcEntry]:
-        """Return the processes with the marker whose parent is about to leave them to another."""
-        parents = (
-            (self._unknown[pid], self._unknown.get(self._unknown[pid].parent))
-            for pid in self._marked & self._unknown.keys()
-        )
-        return [process for process, parent in parents if parent and parent.flags & _PF_EXITING]
-
-    def add_relatives(self) -> Iterator[float]:
-        """Add members of their sessions, descendants, and orphans that have the marker."""
-        pinned = {process.session for process in self.ours.values()} & self._sessions.keys()
-        has_grown = True
-        while has_grown:
-            has_grown = False
-            for process in list(self._unknown.values()):
-                # A leader whose start time is another one than the worker's is a new process.
-                by_session = process.session in pinned and process.pid != process.session
-                if by_session or process.parent in self.ours or self._is_orphan(process):
-                    self.ours[process.pid] = self._unknown.pop(process.pid)
-                    has_grown = True
-            yield 0.0
-
-    def _is_orphan(self, process: ProcEntry) -> bool:
-        if process.pid not in self._marked:
-            return False
-        if self._adopter_pids is None:
-            self._adopter_pids = self._adopters()
-        return process.parent in self._adopter_pids
-
-
-def may_adopt(pid: int) -> set[int]:
-    """Return the pids that orphans of a process may have as their parent.
-
-    These are its ancestors, since the kernel does not show which of them is a child
-    subreaper, and process 1 of this pid namespace (PR_SET_CHILD_SUBREAPER in prctl(2)).
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    found = set() if is_foreign() else {1}
-    while process := read_process(pid):
-        pid = process.parent
-        if pid in found or not pid:
-            break
-        found.add(pid)
-    return found
-
-
-def _has_marker(process: ProcEntry, marker: bytes) -> bool | None:
-    """Return whether the environment holds the marker; None: an exec hides it."""
-    if process.flags & _PF_KTHREAD:
-        return False
-    environment = _environment(process)
-    if environment == b"" and not process.flags & _PF_EXITING:
-        # For about a millisecond of an exec neither the environment nor the arguments can
-        # be read; a process that really has no environment still has arguments.
-        may_be_in_exec = _read(f"/proc/{process.pid}/cmdline") == b""
-        # Once more: the exec may have ended between the two reads.
-        environment = _environment(process)
-        if may_be_in_exec and environment == b"":
-            return None
-    return b"\0" + marker + b"=" in b"\0" + (environment or b"")
-
-
-def _environment(process: ProcEntry) -> bytes | None:
-    """Return the environment; None: gone, or another user's; session and parent decide."""
-    if not process.flags & _PF_EXITING:
-        return _read(f"/proc/{process.pid}/environ")
-    # The main thread has ended, and has no memory any more; others may run.
-    try:
-        threads = os.listdir(f"/proc/{process.pid}/task") if process.threads > 1 else []
-    except OSError as error:
-        if error.errno in _LACK:
-            raise
-        return None
-    contents = (_read(f"/proc/{process.pid}/task/{thread}/environ") for thread in threads)
-    return next(filter(None, contents), None)
-
-
-def iter_descendants(pid: int) -> Iterator[ProcEntry]:
-    """Yield the descendants of a process, as far as main threads have started them.
-
-    One small read for each, where the kernel lists children; nothing where it does
-    not (CONFIG_PROC_CHILDREN).
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    parents = [pid]
-    while parents:
-        # A full scan still finds those of a kernel that does not list them.
-        for child in list_children(parents.pop()):
-            if process := read_process(child):
-                yield process
-                parents.append(child)
-
-
-def list_children(pid: int) -> list[int]:
-    """Return the children that the main thread of a process has started.
-
-    Returns none if the process is gone, or this kernel lists none.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    return [*map(int, (_read(f"/proc/{pid}/task/{pid}/children") or b"").split())]
+    content = read(pid, "stat")
+    return _fields(content) if content else []
 
 
 def read_status(pid: int, *names: bytes) -> dict[bytes, bytes]:
     """Return the fields of `/proc/<pid>/status` (proc_pid_status(5)); none if it is gone.
 
-    With `names`, which takes a third of the time, only these.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
+    With `names`, which takes a third of the time, only these.  The pid may be that of a thread.
     """
-    content = b"\n" + (_read(f"/proc/{pid}/status") or b"")
+    content = b"\n" + (read(pid, "status") or b"")
     fields = {}
     for name in names or [line.partition(b":")[0] for line in content.splitlines()[1:]]:
         label = b"\n%s:" % name
@@ -419,38 +216,127 @@ def read_status(pid: int, *names: bytes) -> dict[bytes, bytes]:
     return fields
 
 
+def list_children(pid: int) -> list[int]:
+    """Return the children that the main thread of a process has started.
+
+    Returns none if the process is gone, or this kernel lists none (CONFIG_PROC_CHILDREN).
+    """
+    return [*map(int, (read(pid, f"task/{pid}/children") or b"").split())]
+
+
+def iter_descendants(pid: int) -> Iterator[ProcEntry]:
+    """Yield the descendants of a process, as far as `list_children` lists them."""
+    parents = [pid]
+    while parents:
+        # A full scan still finds those of a kernel that does not list them.
+        for child in list_children(parents.pop()):
+            if process := read_process(child):
+                yield process
+                parents.append(child)
+
+
+def program_of(pid: int) -> tuple[int, int, int] | None:
+    """Return what identifies a process and its forks; None: gone, or another user's.
+
+    These are device and inode of its program, and where its stack begins (`startstack` of
+    proc(5)).  A child has all three until its exec; the kernel places the stack of each
+    exec at random.
+    """
+    try:
+        status = os.stat(f"/proc/{pid}/exe")
+    except OSError:
+        return None
+    fields = read_stat(pid)
+    return (status.st_dev, status.st_ino, int(fields[25])) if len(fields) > 25 else None
+
+
 def name_of(pid: int) -> str:
     """Return program and script of a process, as `python3.11 upload.py`; "?" if it is gone."""
     try:
-        words = (_read(f"/proc/{pid}/cmdline") or b"").decode("utf-8", "replace").split("\0")
+        words = (read(pid, "cmdline") or b"").decode("utf-8", "replace").split("\0")
         # A word with blanks is code, as in `sh -c "sleep 9; upload"`.
         plain = [word for word in words[1:] if word[:1] != "-" and len(word.split()) == 1]
         name = " ".join(word.rpartition("/")[2] for word in [words[0], *plain[:1]]).strip()
-        name = name or (_read(f"/proc/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
+        name = name or (read(pid, "comm") or b"?").decode("utf-8", "replace").strip()
     except OSError:
         return "?"  # no descriptor is left
     return f"{name[:37]}..." if len(name) > 40 else name
 
 
-def is_foreign() -> bool:
-    """Return whether /proc shows the pids of another namespace, pid_namespaces(7)."""
+def wait_channel(pid: int) -> str:
+    """Return the function of the kernel in which a process waits; "" if it is unknown."""
     try:
-        return os.readlink("/proc/self") != str(os.getpid())
+        name = (read(pid, "wchan") or b"").decode("ascii", "replace").strip()
     except OSError:
+        return ""  # no descriptor is left
+    return "" if name == "0" else name
+
+
+# ---------------------------------------------------------- what it does about a signal
+
+
+def ignored_signals(pid: int) -> int:
+    """Return the mask of the signals that a process ignores."""
+    return int(read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
+
+
+def is_in(mask: int, number: int) -> bool:
+    """Return whether a mask of signals has a signal."""
+    return bool(mask >> (number - 1) & 1)
+
+
+def ended_by_default(pids: Iterable[int], number: int) -> tuple[int, ...]:
+    """Return which processes the default action of a signal would end."""
+    return tuple(pid for pid in pids if is_ended_by(pid, number))
+
+
+def is_ended_by(pid: int, number: int) -> bool | None:
+    """Return whether the default action of a signal would end a process; None: it has ended.
+
+    It has neither a handler for the signal nor a mask then.  A process that blocks the signal
+    may wait for it (sigwait(3)).  Takes some 30 microseconds.
+    """
+    if number in _HARMLESS:
         return False
+    defaults = _defaults(pid)
+    return None if defaults is None else is_in(defaults, number)
+
+
+def has_missed_sigterm(pid: int) -> bool:
+    """Return whether a process runs that any SIGTERM would have ended.
+
+    An interpreter of Python that exits handles no signal any more, but still ignores SIGPIPE.
+    """
+    defaults = _defaults(pid) or 0
+    is_exiting = is_in(defaults, signal.SIGINT) and not is_in(defaults, signal.SIGPIPE)
+    return not is_exiting and is_in(defaults, signal.SIGTERM)
+
+
+def _defaults(pid: int) -> int | None:
+    """Return the mask of signals with their default action; None for a process that has ended."""
+    masks = (b"SigCgt", b"SigIgn", b"SigBlk")
+    try:
+        status = read_status(pid, b"State", *masks)
+    except OSError:
+        return 0  # no descriptor is left to look
+    if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):
+        return None
+    caught, ignored, blocked = (int(status[name], 16) for name in masks)
+    if blocked & _ALL_SIGNALS == _ALL_SIGNALS:
+        blocked = 0
+    return ~(caught | ignored | blocked)
+
+
+# ------------------------------------------------------------ signals to exactly one process
 
 
 def shown_pid(child: int) -> int:
-    """Return the pid under which /proc shows a child that is not reaped yet.
-
-    Raises:
-        OSError: no descriptor is left.
-    """
+    """Return the pid under which /proc shows a child that is not reaped yet."""
     if not is_foreign():
         return child
     descriptor = os.pidfd_open(child)
     try:
-        information = _read(f"/proc/self/fdinfo/{descriptor}") or b""
+        information = read(own_pid(), f"fdinfo/{descriptor}") or b""
     finally:
         os.close(descriptor)
     fields = dict(line.split(b":", 1) for line in information.splitlines())
@@ -460,10 +346,7 @@ def shown_pid(child: int) -> int:
 def open_pidfd(process: ProcEntry) -> int | None:
     """Return a descriptor for signals to exactly this process; None when it is gone.
 
-    It is a pidfd, or its directory in a /proc of another pid namespace.
-
-    Raises:
-        OSError: no descriptor is left.
+    It is a pidfd, or its directory in a /proc of another pid namespace (pidfd_send_signal(2)).
     """
     try:
         if is_foreign():
@@ -495,11 +378,6 @@ def signal_process(process: ProcEntry, number: int) -> None:
         os.close(descriptor)
 
 
-def needs_continue(process: ProcEntry, number: int) -> bool:
-    """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
-    return process.state == "T" and number not in (0, signal.SIGKILL, signal.SIGSTOP)
-
-
 def send(descriptor: int, number: int) -> bool:
     """Send a signal through a pidfd; return whether the process existed and allowed it."""
     try:
@@ -509,23 +387,6 @@ def send(descriptor: int, number: int) -> bool:
     return True
 
 
-def _read(path: str) -> bytes | None:
-    """Return the content of a file in /proc; None if it cannot be read.
-
-    Raises:
-        OSError: this process has no descriptor or memory left to read it, which must
-            not be mistaken for an absence.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            content = os.read(descriptor, 65536)
-            while content and len(content) % 65536 == 0 and (more := os.read(descriptor, 65536)):
-                content += more
-            return content
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno in _LACK:
-            raise
-        return None
+def needs_continue(process: ProcEntry, number: int) -> bool:
+    """Return whether a process is stopped: it acts on a signal only after SIGCONT."""
+    return process.state == "T" and number not in (0, signal.SIGKILL, signal.SIGSTOP)

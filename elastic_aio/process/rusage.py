@@ -15,10 +15,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from elastic_aio.outcome import ResourceUsage
+from elastic_aio.process import proc
 from elastic_aio.status import JobStatus, WorkerStatus
 
 # The number of waitid(2).  Elsewhere the usage is not known.
 _WAITID: Final = {"x86_64": 247, "aarch64": 95, "riscv64": 95, "ppc64le": 272, "s390x": 281}
+
+_USED: Final = (b"VmHWM", b"VmRSS", b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
 
 # getrusage(2): two timevals, then 14 longs.  Each timeval is two longs on these machines.
 _LONGS: Final = 18
@@ -68,24 +71,17 @@ def read_usage(pid: int) -> tuple[ResourceUsage, int] | None:
     process.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            stat = file.read()
-        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-            lines = file.read().splitlines()
+        stat = proc.read_stat(pid)
+        named = proc.read_status(pid, *_USED)
     except OSError:
+        return None  # no descriptor is left
+    if not stat or not named:
         return None
-    # proc_pid_stat(5): the name, in parentheses, may have any characters.
-    numbers = [int(word) for word in stat.rpartition(b")")[2].split()[1:]]
-    minor, child_minor, major, child_major, user, system, child_user, child_system = numbers[6:14]
-    named = dict(
-        line.split(b":", 1)
-        for line in lines
-        if line.startswith((b"VmHWM", b"VmRSS", b"vol", b"nonv"))
+    minor, child_minor, major, child_major, user, system, child_user, child_system = map(
+        int, stat[7:15]
     )
     ticks = os.sysconf("SC_CLK_TCK")
-    peak, resident = (
-        int(named.get(key, b"0 kB").split()[0]) * 1024 for key in (b"VmHWM", b"VmRSS")
-    )
+    peak, resident = (int(named.get(key, b"0 kB").split()[0]) * 1024 for key in _USED[:2])
     usage = ResourceUsage(
         user_s=(user + child_user) / ticks,
         system_s=(system + child_system) / ticks,

@@ -1,4 +1,4 @@
-"""Whom a signal of a stop plan reaches first: leaders, then what they have started.
+"""Which processes a signal of a stop plan reaches first, and which get a forwarded one.
 
 A data loader, an engine or a wrapped program belongs to its leader: it is needed while the
 leader finishes its work, and the leader ends it.  So a process gets the signal of a step
@@ -18,8 +18,6 @@ The guardian runs this file in a bare interpreter, as `proc`.
 """
 
 from __future__ import annotations
-
-import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __package__:  # it has none in the guardian
@@ -52,13 +50,10 @@ def next_due(
             may have ended; None: it is not known.
         number: the signal.
         foreground: identities of the processes that signalled shells wait for.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
     """
 
     def is_ignoring(pid: int) -> bool:
-        return ignores(pid, number)
+        return proc.is_in(proc.ignored_signals(pid), number)
 
     due, holders = due_for_signal(processes, leaders, owner_of, is_ignoring)
     known = set(due)
@@ -107,12 +102,7 @@ def without_readers(
     `tee` has to outlive the program whose last lines it takes, and ends when that has ended.  A
     circle of pipes waits for nothing, and no reader waits for a writer that does not end.
 
-    Args:
-        due: the processes that have had the signal, or get it now.
-        is_ignoring: returns whether a process ignores it; called if there is a reader.
-
-    Returns:
-        The others, and the pids of the writers.
+    `due` have had the signal, or get it now.  Returns the others, and the pids of the writers.
     """
     pipes = {process.pid: pipe for process in due if (pipe := _pipe(process.pid, 0))}
     if not pipes:
@@ -136,12 +126,8 @@ def without_readers(
 def is_draining(process: proc.ProcEntry, since: dict[tuple[int, int], float], now: float) -> bool:
     """Return whether a process may still read what the writers of a pipe have left there.
 
-    It ends by itself then, as a rule.
-
-    Args:
-        process: a process without writers in the job.
-        since: when such processes were first seen, by identity; it is added here.
-        now: the present time in seconds.
+    It has no writers in the job, and ends by itself then, as a rule.  `since` is when such
+    processes were first seen, by identity; it is added here.
     """
     if process.identity not in since and not _pipe(process.pid, 0):
         return False
@@ -150,10 +136,7 @@ def is_draining(process: proc.ProcEntry, since: dict[tuple[int, int], float], no
 
 def _pipe(pid: int, descriptor: int) -> str:
     """Return the pipe behind a descriptor of a process; "" if it is none."""
-    try:
-        link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-    except OSError:
-        return ""  # closed, gone, or another user's
+    link = proc.link_of(pid, f"fd/{descriptor}")
     return link if link.startswith("pipe:") else ""
 
 
@@ -161,9 +144,6 @@ def foreground_of(pid: int) -> list[proc.ProcEntry]:
     """Return what a shell waits for, with what shells among these wait for.
 
     Returns none if the process is no shell.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
     """
     found: list[proc.ProcEntry] = []
     shells = [pid]
@@ -171,33 +151,36 @@ def foreground_of(pid: int) -> list[proc.ProcEntry]:
         shell = shells.pop()
         if not _is_shell(shell):
             continue
-        tells = not _ignored(shell) & _SIGINT_BIT
+        tells = not proc.ignored_signals(shell) & _SIGINT_BIT
         for child in proc.list_children(shell):
             process = proc.read_process(child)
             # A shell keeps SIGINT as it is; bash ignores SIGQUIT always.
             sign = _SIGINT_BIT if _is_shell(child) else _SIGQUIT_BIT
-            if process is not None and not (tells and _ignored(child) & sign):
+            if process is not None and not (tells and proc.ignored_signals(child) & sign):
                 found.append(process)
                 shells.append(child)
     return found
 
 
-def ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal.
-
-    Raises:
-        OSError: this process has no descriptors or memory left.
-    """
-    return bool(_ignored(pid) >> (number - 1) & 1)
-
-
-def _ignored(pid: int) -> int:
-    return int(proc.read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
-
-
 def _is_shell(pid: int) -> bool:
-    try:
-        path = os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return False  # gone, or another user's
+    path = proc.link_of(pid, "exe")
     return path.rpartition("/")[2].removesuffix(" (deleted)") in _SHELLS  # after an upgrade
+
+
+def receivers_of(
+    leader: int,
+    is_ended: Callable[[int], bool | None],
+    foreground: Callable[[int], Iterable[proc.ProcEntry]],
+) -> list[proc.ProcEntry] | None:
+    """Return which processes get a forwarded signal in place of a leader, if it is a shell; pure.
+
+    Returns none for a leader that handles the signal, and None if no process of the worker does.
+
+    Args:
+        leader: its pid.
+        is_ended: returns whether the signal would end a process; None: it has ended.
+        foreground: returns what a process waits for, if it is a shell.
+    """
+    if not is_ended(leader):
+        return []
+    return [process for process in foreground(leader) if is_ended(process.pid) is False] or None

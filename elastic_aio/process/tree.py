@@ -59,9 +59,13 @@ from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc, stop_order
 from elastic_aio.process.adopted import Orphans
 from elastic_aio.process.base import Child
-from elastic_aio.process.descendants import SessionList, WorkerSession
+from elastic_aio.process.descendants import (
+    ScanCache,
+    SessionList,
+    WorkerSession,
+    find_descendants,
+)
 from elastic_aio.process.exits import PidfdChild, Watches
-from elastic_aio.process.signal_actions import is_ended_by, receivers_of
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
@@ -120,7 +124,7 @@ class ProcessTree:
         self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
-        self._cache = proc.ScanCache()
+        self._cache = ScanCache()
         self._is_foreign = proc.is_foreign()
         self._is_starting = False
         self._reserve: list[int] = []
@@ -234,7 +238,7 @@ class ProcessTree:
 
     async def _scan(self) -> list[proc.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
-        scan = proc.find_descendants(
+        scan = find_descendants(
             self._marker,
             self._since,
             self._listed.sessions,
@@ -288,10 +292,10 @@ class ProcessTree:
         Returns:
             The leaders of these workers, and those of the workers that are left out.
         """
-        is_ended = partial(is_ended_by, number=number)
+        is_ended = partial(proc.is_ended_by, number=number)
         sent, unhandled = [], []
         for pid, leader in self._running():
-            receivers = receivers_of(pid, is_ended, _foreground_of)
+            receivers = stop_order.receivers_of(pid, is_ended, _foreground_of)
             if receivers is None:
                 unhandled.append(leader.pid)
             elif receivers or leader.send_signal(number):
@@ -667,10 +671,6 @@ def _foreground_of(pid: int) -> list[proc.ProcEntry]:
 
 
 def _survivor(process: proc.ProcEntry) -> Survivor:
-    try:
-        with open(f"/proc/{process.pid}/wchan", encoding="ascii") as file:
-            function = file.read().strip()
-    except OSError:
-        function = ""
-    suffix = f" in {function}" if function not in ("", "0") else ""
+    function = proc.wait_channel(process.pid)
+    suffix = f" in {function}" if function else ""
     return Survivor(process.pid, f"{process.state}{suffix}")

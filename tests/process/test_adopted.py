@@ -15,7 +15,8 @@ import pytest
 from elastic_aio import HostError, LaunchSpec, launch
 from elastic_aio.process import adopted
 from elastic_aio.process.adopted import Orphans, subreaper
-from elastic_aio.process.proc import may_adopt, ticks_now
+from elastic_aio.process.descendants import may_adopt
+from elastic_aio.process.proc import ticks_now
 from tests.support.children import python, until
 from tests.support.cli import CLI, run_program
 from tests.support.leaks import alive, own_children

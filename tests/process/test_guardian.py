@@ -452,11 +452,11 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
     code = (
         "import sys, time\n"
         f"sys.path.insert(0, {str(main.parent)!r})\n"
-        "import guardian_main, proc\n"
+        "import descendants, guardian_main\n"
         "def scan(*_):\n"
         "    yield 0.1\n"
         "    return []\n"
-        "proc.find_descendants = scan\n"
+        "descendants.find_descendants = scan\n"
         "began = time.monotonic()\n"
         "found = guardian_main.Job(b'', 0, {}, 1, []).find_descendants()\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"

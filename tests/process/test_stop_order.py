@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.process import proc
 from elastic_aio.process.proc import ProcEntry
-from elastic_aio.process.stop_order import due_for_signal, foreground_of
+from elastic_aio.process.stop_order import due_for_signal, foreground_of, receivers_of
 
 GUARD_MS = 30_000
 
@@ -258,7 +258,7 @@ def test_a_command_in_the_foreground(shell: list[str], script: str, run: MakeShe
 
 def is_of_background(pid: int) -> bool:
     """Return whether a process is one that a script of these tests starts with `&`."""
-    arguments = proc._read(f"/proc/{pid}/cmdline") or b""
+    arguments = proc.read(pid, "cmdline") or b""
     return arguments == b"sleep\x0099\0" and bool(
         int(proc.read_status(pid)[b"SigIgn"], 16) & 1 << signal.SIGINT - 1
     )
@@ -365,3 +365,28 @@ def test_a_zombie_of_a_shell() -> None:
     with subprocess.Popen(["bash", "-c", "true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert foreground_of(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("is_ended", "receivers"),
+    [
+        ({1: False}, []),  # the leader handles it: only the leader gets it
+        ({1: False, 2: False}, []),
+        ({1: None}, []),
+        ({1: True}, None),
+        ({1: True, 2: False}, [2]),  # a shell that runs a program
+        ({1: True, 2: True}, None),
+        ({1: True, 2: None}, None),  # a program that has ended
+        ({1: True, 2: True, 3: False}, [3]),  # a shell in a shell, or both sides of a pipe
+    ],
+)
+def test_which_processes_of_a_worker_get_a_forwarded_signal(
+    is_ended: dict[int, bool | None], receivers: list[int] | None
+) -> None:
+    """1 is the leader, and waits for the others."""
+    found = receivers_of(1, is_ended.__getitem__, lambda _: map(entry, list(is_ended)[1:]))
+    assert (found if found is None else [one.pid for one in found]) == receivers
+
+
+def entry(pid: int) -> ProcEntry:
+    return ProcEntry(pid, 1, 1, 0, "S")

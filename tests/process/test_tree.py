@@ -19,7 +19,7 @@ import pytest
 
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process import proc, tree
+from elastic_aio.process import descendants, proc, tree
 from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.descendants import STARTING, read_session_list
@@ -432,7 +432,7 @@ class Missing:
         self.is_seen = False
         self._pid = pid
         self._is_over = is_over
-        self._scan = proc.find_descendants
+        self._scan = descendants.find_descendants
 
     def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         entries = yield from self._scan(*args)
@@ -451,7 +451,7 @@ async def test_a_process_that_one_clean_scan_has_missed(
     leader = await bench.add("bash", "-c", script)
     child = int(bench.line())
     missing = Missing(child, leader.exited.done)
-    monkeypatch.setattr(proc, "find_descendants", missing)
+    monkeypatch.setattr(tree, "find_descendants", missing)
     assert await bench.stop(LONG) == []
     assert missing.is_seen
     assert not alive(child)
@@ -464,7 +464,7 @@ async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
     child = int(bench.line())
     async with asyncio.timeout(GUARD):
         await asyncio.shield(leader.exited)
-    monkeypatch.setattr(proc, "find_descendants", Missing(child, leader.exited.done))
+    monkeypatch.setattr(tree, "find_descendants", Missing(child, leader.exited.done))
     assert not await bench.tree.forget_if_empty()
     assert await bench.stop(LONG) == []
     assert not alive(child)
@@ -477,7 +477,7 @@ async def test_a_scan_has_time_to_wait_for_an_exec(
         yield 0.1
         return []
 
-    monkeypatch.setattr(proc, "find_descendants", scan)
+    monkeypatch.setattr(tree, "find_descendants", scan)
     began = bench.clock.now()
     assert await bench.tree.descendants() == []
     assert bench.clock.now() - began > 0.05
@@ -650,7 +650,7 @@ async def test_a_stop_without_scans_ends_in_time(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(proc, "find_descendants", fail)
+        patch.setattr(tree, "find_descendants", fail)
         began = bench.clock.now()
         assert await bench.stop(SHORT) == [Survivor(0, "/proc could not be read")]
         assert bench.escalations == [(9, (leader.pid,))]
@@ -714,8 +714,8 @@ class Scans:
         self.count = 0
         self.found: list[set[int]] = []
         self._extra = extra
-        self._scan = proc.find_descendants
-        monkeypatch.setattr(proc, "find_descendants", self)
+        self._scan = descendants.find_descendants
+        monkeypatch.setattr(tree, "find_descendants", self)
 
     def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         self.count += 1
