@@ -36,7 +36,7 @@ from elastic_aio.logs.sink import STYLES, Sink
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
 from elastic_aio.logs.tee import Tee
 from elastic_aio.outcome import AttemptResult
-from elastic_aio.process.streams import StandardStreams
+from elastic_aio.process.descriptors import StandardStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.text import error_reason

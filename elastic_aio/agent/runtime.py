@@ -62,10 +62,9 @@ from elastic_aio.events import (
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.base import Child, ChildSpec, Spawner
-from elastic_aio.process.descriptors import limit, with_descriptor_limit
+from elastic_aio.process.descriptors import StandardStreams, limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early
-from elastic_aio.process.streams import StandardStreams
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.signals import default_interrupts

@@ -1,4 +1,6 @@
-"""RLIMIT_NOFILE: raised for this process while a job needs it, unchanged for workers.
+"""Descriptors of this process: how many it may have, and the standard ones that workers inherit.
+
+RLIMIT_NOFILE is raised for this process while a job needs it, and unchanged for workers.
 
 The soft limit is raised only if a job needs more than it allows.  Each worker is then
 started through util-linux's `prlimit`, or `sh` where that is missing, which restores the
@@ -131,3 +133,41 @@ def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
         unset = "" if "PWD" in os.environ else "unset PWD; "
         wrapper = ("/bin/sh", "-c", f'{unset}ulimit -S -n "$0" && exec "$@"', str(soft))
     return replace(spec, argv=(*wrapper, *spec.argv))
+
+
+class StandardStreams:
+    """This process's standard streams, and `/dev/null`; must be closed.
+
+    In a program that was started without standard streams, the next files that it opens
+    get their numbers: its event loop, for example.  Python and libuv open everything with
+    FD_CLOEXEC, so a descriptor that has this flag is no standard stream.
+    """
+
+    def __init__(self) -> None:
+        """Open `/dev/null`, and occupy the numbers of closed standard streams with it.
+
+        Otherwise a file of the job would get such a number, and could not be passed on.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._opened: list[int] = []
+        while not self._opened or self._opened[-1] <= 2:
+            self._opened.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+        self.null = self._opened[-1]
+        """Descriptor of `/dev/null`."""
+
+    def __repr__(self) -> str:
+        return f"<StandardStreams, /dev/null is {self.null}>"
+
+    def inherited(self, number: int) -> int:
+        """Return the standard stream of this number; `/dev/null` if it is closed."""
+        try:
+            return number if os.get_inheritable(number) else self.null
+        except OSError:
+            return self.null
+
+    def close(self) -> None:
+        """Close `/dev/null`.  Idempotent."""
+        while self._opened:
+            os.close(self._opened.pop())

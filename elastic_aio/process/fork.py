@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from elastic_aio.process.base import Child, ChildSpec, check_directory, spawn_error
-from elastic_aio.process.exits import ReapedChild
+from elastic_aio.process.children import ReapedChild
 from elastic_aio.worker import forked
 
 

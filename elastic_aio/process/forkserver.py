@@ -44,8 +44,9 @@ from elastic_aio.process.base import (
     spawn_error,
 )
 from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
+from elastic_aio.process.children import PidfdChild, PidfdWatch
 from elastic_aio.process.descriptors import limit
-from elastic_aio.process.exits import PidfdChild, PidfdWatch, usage_of
+from elastic_aio.process.rusage import usage_of
 from elastic_aio.text import error_reason
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver_main.py")

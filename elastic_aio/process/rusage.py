@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache
+from resource import struct_rusage
 from typing import Final
 
 from msgspec.structs import replace
@@ -25,6 +26,19 @@ _USED: Final = (b"VmHWM", b"VmRSS", b"voluntary_ctxt_switches", b"nonvoluntary_c
 
 # getrusage(2): two timevals, then 14 longs.  Each timeval is two longs on these machines.
 _LONGS: Final = 18
+
+
+def usage_of(rusage: struct_rusage) -> ResourceUsage:
+    """Return the resource usage of a reaped process."""
+    return ResourceUsage(
+        user_s=rusage.ru_utime,
+        system_s=rusage.ru_stime,
+        max_rss_bytes=rusage.ru_maxrss * 1024,  # getrusage(2): kilobytes on Linux
+        minor_faults=rusage.ru_minflt,
+        major_faults=rusage.ru_majflt,
+        voluntary_switches=rusage.ru_nvcsw,
+        involuntary_switches=rusage.ru_nivcsw,
+    )
 
 
 def peek_usage(descriptor: int) -> ResourceUsage | None:

@@ -48,7 +48,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -59,19 +59,21 @@ from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc, stop_order
 from elastic_aio.process.adopted import Orphans
 from elastic_aio.process.base import Child
+from elastic_aio.process.children import PidfdChild, PidfdWatch
 from elastic_aio.process.descendants import (
     ScanCache,
     SessionList,
     WorkerSession,
     find_descendants,
 )
-from elastic_aio.process.exits import PidfdChild, Watches
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
 _SLICE_S = 0.002
 # Descriptors that are kept for scans and signals when no other is left.
 _RESERVE = 2
+# How many descendants are watched at a time, by a descriptor each.
+_WATCHES_MAX = 64
 # Seconds between two scans when there is nothing to wait for, and for which scans may fail.
 _RETRY_S = 0.005
 # Seconds for which descendants wait for a scan, which looks for them while leaders end.
@@ -130,7 +132,7 @@ class ProcessTree:
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
-        self._begun: tuple[StopStep, Watches] | None = None  # see `begin_stop`
+        self._begun: tuple[StopStep, _Watches] | None = None  # see `begin_stop`
         self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -318,7 +320,7 @@ class ProcessTree:
         self._begun = None
         if self._must_kill.done() or not plan.steps:
             return
-        step, watches, leaders = plan.steps[0], Watches(), self._running()
+        step, watches, leaders = plan.steps[0], _Watches(), self._running()
         end = time.perf_counter() + _SLICE_S
         for pid, leader in leaders:
             # One after the other: of many leaders, the first ones do not wait for the last.
@@ -414,7 +416,7 @@ class ProcessTree:
         *,
         is_last: bool = False,
         is_ordered: bool = False,
-        watches: Watches | None = None,
+        watches: _Watches | None = None,
         until: asyncio.Future[Any] | None = None,
     ) -> bool:
         """Take one step of a stop; return whether all processes ended within its grace.
@@ -431,7 +433,7 @@ class ProcessTree:
         end = self._clock.now() + grace
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         early = (never if is_last else self._must_kill, until or never)
-        with watches or Watches() as watches:
+        with watches or _Watches() as watches:
             await self._signal_leaders(number, watches, is_ordered)
             if is_ordered and watches.leaders:
                 # Most end at once: a scan meanwhile would only take a processor from them.
@@ -467,7 +469,7 @@ class ProcessTree:
         await self._wait_reaped()
         return True
 
-    async def _signal_leaders(self, number: int, watches: Watches, is_ordered: bool) -> None:
+    async def _signal_leaders(self, number: int, watches: _Watches, is_ordered: bool) -> None:
         yielder = _Yielder()
         left = [(pid, one) for pid, one in self._running() if pid not in watches.leaders]
         if not left:
@@ -485,7 +487,7 @@ class ProcessTree:
         self,
         processes: list[proc.ProcEntry],
         number: int,
-        watches: Watches,
+        watches: _Watches,
         is_ordered: bool,
     ) -> list[asyncio.Future[Any]]:
         """Signal and watch the processes whose turn it is; return the exits others wait for."""
@@ -528,7 +530,7 @@ class ProcessTree:
         return self._owners.get(process.identity)
 
     def _signal_descendant(
-        self, process: proc.ProcEntry, number: int, watches: Watches, is_ordered: bool
+        self, process: proc.ProcEntry, number: int, watches: _Watches, is_ordered: bool
     ) -> None:
         # Later on, a trap of the shell may wait for what it has started.
         if is_ordered and not watches.was_signalled(process):
@@ -536,7 +538,7 @@ class ProcessTree:
         watches.send(process, number)
 
     def _signal_leader(
-        self, pid: int, leader: Child, number: int, watches: Watches, is_ordered: bool
+        self, pid: int, leader: Child, number: int, watches: _Watches, is_ordered: bool
     ) -> None:
         watches.leaders.add(pid)
         foreground = _foreground_of(pid) if is_ordered else []
@@ -599,6 +601,81 @@ class ProcessTree:
         self._listed.detach()
         self._free_descriptors()
         await self.orphans.aclose()
+
+
+class _Watches:
+    """The processes that one step has signalled; descendants are watched until they end.
+
+    Attributes:
+        leaders: those that were signalled; a pid suffices, it is not used until reaped.
+        has_room: whether descendants can be watched now.
+        foreground: identities of what the signalled shells wait for.
+        is_blind: whether a process runs that was signalled and is not watched.
+        is_short: whether a process was not signalled, for want of descriptors.
+        readers: when readers of pipes were first seen without writers, by identity.
+    """
+
+    def __init__(self) -> None:
+        self.leaders: set[int] = set()
+        self.has_room = True
+        self.foreground: set[tuple[int, int]] = set()
+        self.is_blind = False
+        self.is_short = False
+        self.readers: dict[tuple[int, int], float] = {}
+        self._signalled: set[tuple[int, int]] = set()
+        self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._watches: list[PidfdWatch] = []
+
+    def __enter__(self) -> _Watches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.close()
+
+    def exits(self, pids: Container[int] | None = None) -> list[asyncio.Future[None]]:
+        """Return a future for each exit that is awaited; with `pids`, for these only."""
+        return [
+            future
+            for (pid, _), future in self._watched.items()
+            if not future.done() and (pids is None or pid in pids)
+        ]
+
+    def was_signalled(self, process: proc.ProcEntry) -> bool:
+        """Return whether `send` has signalled a process."""
+        return process.identity in self._signalled
+
+    def send(self, process: proc.ProcEntry, number: int) -> None:
+        """Signal a process once, and watch it unless too many are watched already.
+
+        The embedding program needs descriptors too.  Processes that are not watched are
+        found again by the scan that follows the end of the watched ones.
+        """
+        identity = process.identity
+        has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
+        self.is_blind |= not has_room and identity not in self._watched
+        if identity in self._watched or (identity in self._signalled and not has_room):
+            return
+        try:
+            descriptor = proc.open_pidfd(process)
+        except OSError:
+            self.is_short = True  # the next scan tries again
+            return
+        if descriptor is None:
+            return
+        if identity not in self._signalled:
+            self._signalled.add(identity)
+            proc.send(descriptor, number)
+            if proc.needs_continue(process, number):
+                proc.send(descriptor, signal.SIGCONT)
+        if has_room:
+            ended = asyncio.get_running_loop().create_future()
+            self._watched[identity] = ended
+            self._watches.append(
+                PidfdWatch(descriptor, partial(set_result_if_pending, ended, None))
+            )
+        else:
+            os.close(descriptor)
 
 
 class _ScanPace:

@@ -29,7 +29,7 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
-from elastic_aio.process import exits, proc
+from elastic_aio.process import children, proc
 from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.guardian import Guardian
@@ -107,7 +107,7 @@ async def test_where_signals_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:
         (worker,) = await until(noted(tmp_path, 1))
-        for module in (exits, proc):
+        for module in (children, proc):
             monkeypatch.setattr(f"{module.__name__}.signal.pidfd_send_signal", refuse)
         await agent.stop()
     assert not alive(worker)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from elastic_aio.cli import entry
-from elastic_aio.process.exits import PidfdWatch
+from elastic_aio.process.children import PidfdWatch
 from elastic_aio.reasons import compile_patterns
 
 ENDS = {"signal": "pidfd_send_signal", "start": "fork_exec"}
