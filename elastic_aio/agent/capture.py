@@ -24,11 +24,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from elastic_aio.logs.console import ConsoleStreams
+from elastic_aio.logs.console import ConsoleStreams, Sink
 from elastic_aio.logs.lines import fixed_prefix
 from elastic_aio.logs.paths import NOT_CAPTURED, CapturedStreams, StreamPlan
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import Sink
 from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.logs.tee import Tee
 from elastic_aio.spec.logs import Std

@@ -19,7 +19,7 @@ from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
-from elastic_aio.logs.console import ConsoleStreams, ConsoleTarget, LineFeeder
+from elastic_aio.logs.console import STYLES, ConsoleStreams, ConsoleTarget, LineFeeder, Sink
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
 from elastic_aio.logs.paths import (
@@ -32,7 +32,6 @@ from elastic_aio.logs.paths import (
     plan_logs,
 )
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import STYLES, Sink
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
 from elastic_aio.logs.tee import Tee
 from elastic_aio.outcome import AttemptResult

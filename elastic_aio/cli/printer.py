@@ -8,8 +8,14 @@ from typing import Final
 
 from elastic_aio.aio import create_task
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
-from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, WorkerStarted
-from elastic_aio.logs.sink import LineWriter, Sink, SinkLost, styled
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobFinished,
+    JobStarted,
+    WorkerStarted,
+)
+from elastic_aio.logs.console import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import format_failure, format_success
 from elastic_aio.spec.job import LaunchSpec

@@ -20,7 +20,7 @@ from elastic_aio.launcher import (
     supervise,
     use_pidfd_child_watcher,
 )
-from elastic_aio.logs.sink import LineWriter, open_sink
+from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.report import Level

@@ -23,7 +23,7 @@ from elastic_aio.cli.parser import OptionParser, add_timeout_option, add_token_o
 from elastic_aio.cli.tls_options import add_client_tls_options, add_server_tls_options, tls_of
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
-from elastic_aio.logs.sink import LineWriter, open_sink
+from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.rendezvous import DEFAULT_PORT
 from elastic_aio.spec.tls import TlsSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.logs import relay as relay_module
+from elastic_aio.logs.console import Sink, open_sink
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.sink import Sink, open_sink
 from elastic_aio.logs.tee import Tee
 
 pytestmark = pytest.mark.both_loops

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_aio.logs.console import Sink, SinkLost
 from elastic_aio.logs.log_file import LogFile
-from elastic_aio.logs.sink import Sink, SinkLost
-from elastic_aio.logs.tailer import LogTailer
+from elastic_aio.logs.tee import LogTailer
 from tests.support.memory import peak_growth
 
 pytestmark = pytest.mark.both_loops
@@ -189,8 +189,8 @@ async def test_a_long_line_of_a_truncated_file_is_gone(bench: Bench) -> None:
 COPY = """
 import os
 from elastic_aio.logs.log_file import LogFile
-from elastic_aio.logs.sink import Sink
-from elastic_aio.logs.tailer import LogTailer
+from elastic_aio.logs.console import Sink
+from elastic_aio.logs.tee import LogTailer
 from tests.support.memory import peak_growth
 
 async def main(path):

@@ -16,9 +16,9 @@ import pytest
 
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.logs import inotify, tee
+from elastic_aio.logs.console import Sink, open_sink
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.log_file import CHUNK
-from elastic_aio.logs.sink import Sink, open_sink
 from elastic_aio.logs.tee import Tee
 from tests.support.cli import CLI
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.aio import set_result_if_pending
-from elastic_aio.logs.sink import Sink, SinkLost, open_console, open_sink
+from elastic_aio.logs.console import ConsoleStreams, Sink, SinkLost, open_sink
 
 pytestmark = pytest.mark.both_loops
 
@@ -152,7 +152,7 @@ async def test_a_sink_without_a_descriptor_is_an_error(pipe: tuple[int, int]) ->
             for _ in range(free):
                 os.close(held.pop())
             with pytest.raises(OSError, match="Too many open files"):
-                open_console(*pipe)
+                open_sink("stdout", pipe[1])
         finally:
             for descriptor in held:
                 os.close(descriptor)
@@ -273,11 +273,12 @@ async def test_a_closed_sink_is_lost(pipe: tuple[int, int]) -> None:
 
 async def test_the_console_is_descriptors_1_and_2() -> None:
     """They stay open when the console is closed."""
-    console = open_console()
-    assert (console.out.name, console.err.name) == ("stdout", "stderr")
-    assert (console.out.lost, console.err.lost) == (None, None)
+    console = ConsoleStreams((1, 2), (1, 2))
+    out, err = console.sink("stdout"), console.sink("stderr")
+    assert (out.name, err.name) == ("stdout", "stderr")
+    assert (out.lost, err.lost) == (None, None)
     console.close()
-    assert (console.out.lost, console.err.lost) == ("it is closed", "it is closed")
+    assert (out.lost, err.lost) == ("it is closed", "it is closed")
     os.fstat(1)
     os.fstat(2)
 
