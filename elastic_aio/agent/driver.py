@@ -22,6 +22,7 @@ from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any
 
 from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.machine import AgentMachine
 from elastic_aio.agent.messages import (
     BackOff,
@@ -46,7 +47,6 @@ from elastic_aio.agent.messages import (
     WorkerEnded,
     WorkerHung,
 )
-from elastic_aio.agent.output import JobOutput
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded

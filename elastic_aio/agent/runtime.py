@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 
 from elastic_aio.agent.liveness import Liveness
-from elastic_aio.agent.output import JobOutput
+from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
