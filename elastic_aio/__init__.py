@@ -31,7 +31,7 @@ if sys.platform != "linux":
 if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent as Agent
     from elastic_aio.agent.event_log import EventListener as EventListener
-    from elastic_aio.channel import EventReader as EventReader
+    from elastic_aio.aio import EventReader as EventReader
     from elastic_aio.errors import ElasticAioError as ElasticAioError
     from elastic_aio.errors import HostError as HostError
     from elastic_aio.errors import InternalError as InternalError
@@ -126,7 +126,7 @@ else:
         },
         {
             "elastic_aio.agent.event_log": "EventListener",
-            "elastic_aio.channel": "EventReader",
+            "elastic_aio.aio": "EventReader",
             "elastic_aio.errors": "StoreClosed StoreLost StoreRefused StoreTimeout",
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.http.server": "StatusServer",

@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
         "worker_error",
     },
     {"aio", "hardware", "worker"},
-    {"channel", "signals", "sockets"},
+    {"signals", "sockets"},
     {"process", "logs", "store"},
     {"engines"},
     {"discovery", "control"},
@@ -251,7 +251,7 @@ def test_third_parties_are_confined(name: str) -> None:
         third_parties -= BARE_NEIGHBOURS
     if name in ("worker.bootstrap", "worker.bootstrap_main"):
         # Before the package can be found.
-        third_parties -= {"bootstrap", "interpreter", "plain_value"}
+        third_parties -= {"bootstrap", "interpreter"}
     if name == "worker.startup.sitecustomize":
         # The script's own, in place of this one; a neighbour: the package may be elsewhere.
         third_parties -= {"sitecustomize", "interpreter"}

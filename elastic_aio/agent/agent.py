@@ -26,8 +26,7 @@ from elastic_aio.agent.preflight import (
 from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.single_node import SingleNodeMachine
-from elastic_aio.aio import running_loop, wait_shielded
-from elastic_aio.channel import EventReader
+from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget

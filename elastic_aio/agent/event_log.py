@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic_aio.channel import EventHistory, EventReader
+from elastic_aio.aio import EventHistory, EventReader
 from elastic_aio.events import Event, EventsMissed
 from elastic_aio.status import StatusTracker
 

@@ -23,7 +23,6 @@ from elastic_aio.launcher import (
 from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
-from elastic_aio.report import Level
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.status import Level
 from elastic_aio.text import error_reason

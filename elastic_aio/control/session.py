@@ -10,8 +10,7 @@ from typing import Final, Protocol
 
 from msgspec import Raw
 
-from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.channel import EventReader
+from elastic_aio.aio import EventReader, cancel_and_wait, create_task
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
     AwaitEnd,

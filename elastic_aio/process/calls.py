@@ -36,6 +36,9 @@ from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
 from elastic_aio.text import error_reason, one_line
 from elastic_aio.worker import bootstrap, interpreter, plain_value
+from elastic_aio.process.base import reason_of
+from elastic_aio.text import one_line
+from elastic_aio.worker import bootstrap, interpreter
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
 # From this size on, files are closed in a thread: about a millisecond.
@@ -167,7 +170,7 @@ def make_payload(
 def _plain_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return module, name and arguments of a call that needs no pickle; else None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or not plain_value.is_plain(args):
+    if not isinstance(module, str) or not isinstance(name, str) or not bootstrap.is_plain(args):
         return None
     if module in ("__main__", "__mp_main__"):
         return None

@@ -11,7 +11,7 @@ short by a kill is not mistaken for a complete one.
 Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time`
 are loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
 part of pickle costs a fifth of an interpreter's start, so it is not used for a function of
-a module with plain arguments, nor for a plain value (`plain_value`).  The parent imports
+a module with plain arguments, nor for a plain value.  The parent imports
 this module for the two formats, which have writer and reader here.
 """
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 if TYPE_CHECKING or __name__ != "bootstrap":
-    from elastic_aio.worker import interpreter, plain_value
+    from elastic_aio.worker import interpreter
 else:  # the package itself need not be importable
     import interpreter
-    import plain_value
 
 MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap_main.py")
 
@@ -116,7 +115,7 @@ def _find(module: str, name: str, args: tuple[Any, ...]) -> Any:
 def _write_result(descriptor: int, kind: int, content: Any) -> None:
     if os.getpid() != _performer:
         return
-    if plain := plain_value.dump(content):
+    if plain := dump_plain(content):
         end = _HEADER + os.pwrite(descriptor, plain, _HEADER)
     else:
         with open(descriptor, "wb", buffering=1 << 16, closefd=False) as file:
@@ -137,8 +136,8 @@ def read_result(descriptor: int) -> tuple[int, Any]:
     if kind == NOTHING:
         return NOTHING, None
     if plain:
-        size = min(length, plain_value.SIZE_MAX + 1)
-        return kind, plain_value.load(os.pread(descriptor, size, _HEADER))
+        size = min(length, _PLAIN_MAX + 1)
+        return kind, load_plain(os.pread(descriptor, size, _HEADER))
     return kind, _pickle_module().Unpickler(_Content(descriptor, length)).load()
 
 
@@ -205,6 +204,93 @@ def _dump(value: object, file: Any) -> None:
         file.seek(_HEADER)
         file.truncate()
         cloudpickle.Pickler(file, 5).dump(value)
+
+
+# ------------------------------------------------------------------------ plain values
+
+# Arguments and results that marshal keeps unchanged, so that no pickle is used.  The launcher
+# reads results in its event loop, so their size is limited.  A worker that damages its result
+# must not block the loop either: marshal makes a list as long as its form says before it looks
+# for the items.  So a form is checked before it is loaded.
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_PLAIN_MAX = 1 << 16  # bytes of the form of a value
+_ITEMS_MAX = 1000
+_DEPTH_MAX = 4
+_TEXT_MAX = 4096
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+# marshal's forms of these in version 2, which has neither references nor other names of them.
+_VERSION = 2
+_FIXED = {b"N": 0, b"F": 0, b"T": 0, b"i": 4, b"g": 8}
+
+
+def is_plain(value: object) -> bool:
+    """Return whether marshal keeps a value unchanged: scalars, small tuples and lists."""
+    level: list[Any] = [value]
+    count = 1
+    for _ in range(_DEPTH_MAX + 1):
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is tuple or kind is list:
+                count += len(item)
+                if count > _ITEMS_MAX:
+                    return False
+                inner += item
+            elif kind not in _SCALARS or (kind in (bytes, str) and len(item) >= _TEXT_MAX):
+                return False
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
+def dump_plain(value: Any) -> bytes:
+    """Return the form of a plain value; b"" if the value is not plain, or too large."""
+    form = marshal.dumps(value, _VERSION) if is_plain(value) else b""
+    return form if len(form) <= _PLAIN_MAX else b""
+
+
+def load_plain(form: bytes) -> Any:
+    """Return the value of a form.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not _is_sound(form):
+        raise ValueError("its bytes are damaged")
+    return marshal.loads(form)
+
+
+def _is_sound(form: bytes) -> bool:
+    """Whether a form has as many items as it says, and few."""
+    position, missing, count = 0, 1, 1
+    while missing and position < len(form):
+        kind = form[position : position + 1]
+        position += 1
+        missing -= 1
+        if kind in _FIXED:
+            position += _FIXED[kind]
+            continue
+        size = int.from_bytes(form[position : position + 4], "little", signed=True)
+        position += 4
+        if kind == b"l":  # the sign is that of the number
+            position += 2 * abs(size)
+        elif size < 0:
+            return False
+        elif kind in (b"s", b"u"):
+            position += size
+        elif kind in (b"(", b"["):
+            missing += size
+            count += size
+        else:
+            return False
+        if count > _ITEMS_MAX:
+            return False
+    return not missing and position == len(form)
 
 
 # ------------------------------------------------------------------------- a worker

@@ -15,7 +15,7 @@ else:
     import interpreter  # found by the line above
 
 # Calls refer to them by their full names: they must not import them again.
-for name in ("bootstrap", "interpreter", "plain_value"):
+for name in ("bootstrap", "interpreter"):
     sys.modules[f"elastic_aio.worker.{name}"] = sys.modules.pop(name)
 # A worker that starts others pickles this class.
 bootstrap.InheritedDescriptor.__module__ = "elastic_aio.worker.bootstrap"

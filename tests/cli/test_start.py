@@ -42,7 +42,7 @@ cli.restart_options cli.schedulers cli.sd_notify cli.suggestions cli.tls_options
 event_json hardware http logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing
 node_events process.calls process.fork process.forkserver rendezvous spec.torchrun stacks
 store.client store.server store.tls worker.bootstrap worker.membership worker.notify
-worker.plain_value worker.recorder worker.scripts worker.timers
+worker.recorder worker.scripts worker.timers
 """
 
 STANDARD = """

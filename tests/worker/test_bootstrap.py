@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.process.calls import call_argv, make_payload, memory_file, read_call_result
 from elastic_aio.worker import bootstrap
+from elastic_aio.worker.bootstrap import dump_plain, is_plain, load_plain
 from tests.support import functions
 
 PLAIN = st.recursive(
@@ -23,7 +25,7 @@ PLAIN = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False)
-    | st.text()
+    | st.text(st.characters())
     | st.binary(),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple),
     max_leaves=10,
@@ -169,3 +171,79 @@ def test_descriptors_can_have_other_numbers(monkeypatch: pytest.MonkeyPatch) -> 
     assert bootstrap.InheritedDescriptor(7).detach() == 7
     monkeypatch.setattr(bootstrap, "_numbers", {7: 11})
     assert bootstrap.InheritedDescriptor(7).detach() == 11
+
+
+# -------------------------------------------------------------------------- plain values
+
+
+@pytest.mark.slow
+@given(value=PLAIN)
+def test_forms_survive_a_round_trip(value: Any) -> None:
+    form = dump_plain(value)
+    if form:
+        assert repr(load_plain(form)) == repr(value)
+    else:
+        assert not is_plain(value)
+
+
+@pytest.mark.parametrize("value", [None, 3, -(10**30), "\ud800", [[[[1]]]], [[]] * 999])
+def test_a_small_value_is_plain(value: object) -> None:
+    assert load_plain(dump_plain(value)) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Number(1),
+        bytearray(b"x"),
+        memoryview(b"x"),
+        {1: 2},
+        {1},
+        [[[[[[1]]]]]],
+        b"x" * 5000,
+        [1] * 2000,
+        [[1] * 99] * 99,
+        ["x" * 4000] * 20,
+        pytest.param(1 << (1 << 20), id="large int"),
+    ],
+)
+def test_other_values_are_not_plain(value: object) -> None:
+    """marshal would change the type, or the value is large."""
+    assert dump_plain(value) == b""
+
+
+@pytest.mark.slow
+@given(value=PLAIN, data=st.data())
+def test_damaged_bytes(value: Any, data: st.DataObject) -> None:
+    """The only error is one of value: no other type, no endless list."""
+    form = bytearray(dump_plain(value) or b"N")
+    form[data.draw(st.integers(0, len(form) - 1))] = data.draw(st.integers(0, 255))
+    for damaged in (bytes(form), bytes(form[:-1]), bytes(form) + b"N"):
+        try:
+            load_plain(damaged)
+        except ValueError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        b"[\xff\xff\xff\x7f",
+        b"(\xff\xff\xff\x7f" * 9,
+        b"\xdb\xff\xff\xff\x7f",
+        b"[\xff\xff\xff\xff",
+        b"s\xff\xff\xff\x7f",
+        b"[\xd0\x07\0\0" + b"N" * 2000,
+        b"{0",
+        b"c",
+        b"",
+        b"NN",
+    ],
+)
+def test_a_false_length(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """marshal, which would make the list first, does not read it."""
+    read: list[bytes] = []
+    monkeypatch.setattr(marshal, "loads", read.append)
+    with pytest.raises(ValueError, match="damaged"):
+        load_plain(form)
+    assert read == []
