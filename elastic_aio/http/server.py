@@ -21,9 +21,16 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from elastic_aio.aio import cancel_and_wait, create_task, read_file, run_in_thread, running_loop
+from elastic_aio.aio import (
+    EventHistory,
+    EventReader,
+    cancel_and_wait,
+    create_task,
+    read_file,
+    run_in_thread,
+    running_loop,
+)
 from elastic_aio.discovery.network import is_loopback, resolve
-from elastic_aio.aio import (EventHistory, EventReader, cancel_and_wait, create_task, read_file, run_in_thread, running_loop,)
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event, EventsMissed, JobFinished
 from elastic_aio.http.responses import (

@@ -35,9 +35,6 @@ from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import WorkerError
 from elastic_aio.text import error_reason, one_line
-from elastic_aio.worker import bootstrap, interpreter, plain_value
-from elastic_aio.process.base import reason_of
-from elastic_aio.text import one_line
 from elastic_aio.worker import bootstrap, interpreter
 
 _HINT = "install cloudpickle for closures, lambdas and functions of interactive sessions"
