@@ -50,7 +50,7 @@ from elastic_aio.logs.paths import (
 )
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
-from elastic_aio.logs.tee import Tee
+from elastic_aio.logs.tee import StreamView, Tee
 from elastic_aio.outcome import AttemptResult
 from elastic_aio.process.descriptors import StandardStreams
 from elastic_aio.ranks import WorkerRanks
@@ -344,7 +344,7 @@ class JobOutput:
         own_prefix: str | None,
     ) -> None:
         """Show a stream as it grows, or, of a relayed one, what its file does not take."""
-        attempt, path, times = fields.attempt, logged.path, logged.times
+        attempt, path = fields.attempt, logged.path
         if relay is None and not plan.is_shown:
             self._directories[attempt].add(os.path.dirname(path))
             self._trim(fields, path, None)
@@ -362,25 +362,18 @@ class JobOutput:
         if own_prefix is not None:
             prefix = fixed_prefix(own_prefix)
 
-        line_filter = self._line_filter(fields, on_lost)
+        line_filter = self._line_filter(fields, on_lost) if plan.is_shown else None
         color = self._spec.logs.color
         is_colored = color == "always" or (color == "auto" and sink.is_terminal)
         style = STYLES[fields.rank % len(STYLES)] if is_colored else b""
+        view = StreamView(sink, prefix, on_lost, line_filter, style, times=logged.times)
         if relay is None:
-            token = self._tee.follow(path, sink, prefix, on_lost, line_filter, style, times)
+            token = self._tee.follow(path, view)
         else:
             relay.on_full = lambda: self._report_full_disk(attempt, path, relay.why)
             relay.on_closed = partial(_report_rest, relay, on_lost)
-            shown_on = None if plan.is_muted else sink
             token = self._tee.follow_relay(
-                relay,
-                shown_on,
-                prefix,
-                on_lost,
-                is_shown=plan.is_shown,
-                line_filter=line_filter if plan.is_shown else None,
-                style=style,
-                times=times,
+                relay, None if plan.is_muted else view, is_shown=plan.is_shown
             )
             if relay.error is not None:
                 self._report_full_disk(attempt, path, relay.why)
@@ -553,15 +546,10 @@ class Capture:
             self._joined[plan.path] = sink
         report = None if sink is None else on_lost
         relay.on_closed = partial(self._on_closed, relay, plan.path, report)
-        return tee.follow_relay(
-            relay,
-            sink,
-            fixed_prefix(""),
-            on_lost,
-            is_shown=sink is not None,
-            is_raw=True,
-            times=logged.times,
-        )
+        view = None
+        if sink is not None:
+            view = StreamView(sink, fixed_prefix(""), on_lost, is_raw=True, times=logged.times)
+        return tee.follow_relay(relay, view, is_shown=view is not None)
 
     def make_files(self) -> None:
         """Make the files of the present streams, and those of later ones when they begin."""

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from elastic_aio.aio import create_task, when_all_done
 from elastic_aio.logs.console import Sink, SinkLost, styled
@@ -28,7 +28,6 @@ from elastic_aio.logs.lines import (
     LongLine,
     Piece,
     RawSplitter,
-    fixed_prefix,
     with_prefix,
 )
 from elastic_aio.logs.log_file import CHUNK, LogFile
@@ -52,6 +51,25 @@ _CAPTURED_MAX = 4 << 20
 _FRAME_INTERVAL_S = 1.0
 
 
+class StreamView(Struct, frozen=True, eq=False):
+    """How a stream is shown."""
+
+    sink: Sink
+    prefix: Callable[[], bytes]
+    """Returns the prefix of lines that are read now."""
+    on_lost: Callable[[str, int | None], None]
+    """Called with the reason why output is not shown, and the number of bytes, None if it is
+    unknown."""
+    line_filter: LineFilter | None = None
+    """Gets every line too; of one that is too long for memory its beginning."""
+    style: bytes = b""
+    """Escape sequence for the prefix on the sink; the filter gets it plain."""
+    is_raw: bool = False
+    """Whether the bytes are passed on as they are, without the prefix."""
+    times: LineTimes = field(default_factory=LineTimes)
+    """Notes when the file has grown."""
+
+
 class Tee:
     """Follows files and shows what is appended to them; must be closed."""
 
@@ -67,37 +85,14 @@ class Tee:
     def __repr__(self) -> str:
         return f"<Tee of {len(self._tailers)} files>"
 
-    def follow(
-        self,
-        path: str,
-        sink: Sink,
-        prefix: Callable[[], bytes],
-        on_lost: Callable[[str, int | None], None],
-        line_filter: LineFilter | None = None,
-        style: bytes = b"",
-        times: LineTimes | None = None,
-    ) -> int:
+    def follow(self, path: str, view: StreamView) -> int:
         """Show a file while it grows; return a token for `finish`.
-
-        Args:
-            path: the file.
-            sink: where it is shown.
-            prefix: returns the prefix of lines that are read now.
-            on_lost: called with the reason why output is not shown, and the number of
-                bytes, None if it is unknown.
-            line_filter: gets every line too.
-            style: escape sequence for the prefix.
-            times: notes when the file has grown.
 
         Raises:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
-        file = LogFile.open(path)
-        tailer = LogTailer(
-            file, sink, prefix, on_lost, line_filter=line_filter, style=style, times=times
-        )
-        self._show(token, tailer)
+        self._show(token, LogTailer(LogFile.open(path), view))
         if self._watcher is None:
             from elastic_aio.logs.inotify import InotifyWatcher  # most jobs have relays only
 
@@ -105,55 +100,23 @@ class Tee:
         self._watcher.add(path, token)
         return token
 
-    def follow_relay(
-        self,
-        relay: Relay,
-        sink: Sink | None,
-        prefix: Callable[[], bytes],
-        on_lost: Callable[[str, int | None], None],
-        *,
-        is_shown: bool,
-        is_raw: bool = False,
-        line_filter: LineFilter | None = None,
-        style: bytes = b"",
-        times: LineTimes | None = None,
-    ) -> int:
+    def follow_relay(self, relay: Relay, view: StreamView | None, *, is_shown: bool) -> int:
         """Show a relayed stream, or only what its file does not take; return a token.
 
-        Args:
-            relay: the stream; the tee closes it.
-            sink: where it is shown; None drops what the file does not take.
-            prefix: as for `follow`.
-            on_lost: as for `follow`.
-            is_shown: whether all of it is shown.
-            is_raw: whether its bytes are passed on as they are.
-            line_filter: gets every line that is shown too.
-            style: as for `follow`.
-            times: notes when the file has grown.
+        The tee closes the relay.  Without a view, what the file does not take is dropped.
         """
         token = next(self._tokens)
         self._relays[token] = relay
-
         on_full = relay.on_full
 
         def show() -> None:
             if relay.file < 0 and relay.error is None:
                 return  # no byte has come, or no descriptor is left at the moment
-            if sink is not None and token in self._relays and token not in self._tailers:
-                file = RelayedFile(relay, keep=_CAPTURED_MAX if is_raw else 0)
-                tailer = LogTailer(
-                    file,
-                    sink,
-                    prefix,
-                    on_lost,
-                    offset=relay.kept,
-                    line_filter=line_filter,
-                    style=style,
-                    is_raw=is_raw,
-                    times=times,
-                )
+            if view is not None and token in self._relays and token not in self._tailers:
+                file = RelayedFile(relay, keep=_CAPTURED_MAX if view.is_raw else 0)
+                tailer = LogTailer(file, view, offset=relay.kept)
                 self._show(token, tailer)
-                relay.on_data = partial(self._pumps[sink].wake, tailer)
+                relay.on_data = partial(self._pumps[view.sink].wake, tailer)
 
         def show_rest() -> None:
             on_full()
@@ -168,9 +131,9 @@ class Tee:
 
     def _show(self, token: int, tailer: LogTailer) -> None:
         self._tailers[token] = tailer
-        if tailer.sink not in self._pumps:
-            self._pumps[tailer.sink] = _Pump(tailer.sink, self._on_lost)
-        self._pumps[tailer.sink].wake(tailer)
+        if tailer.view.sink not in self._pumps:
+            self._pumps[tailer.view.sink] = _Pump(tailer.view.sink, self._on_lost)
+        self._pumps[tailer.view.sink].wake(tailer)
 
     def needed(self, token: int) -> int | None:
         """Return the position from which on a file is still to be shown; None if it is not."""
@@ -190,7 +153,7 @@ class Tee:
             tailer.is_ending = True
             if self._watcher is not None:
                 self._watcher.remove(token)
-            self._pumps[tailer.sink].wake(tailer)
+            self._pumps[tailer.view.sink].wake(tailer)
             tailer.finished.add_done_callback(partial(self._forget, token))
 
     async def drain(self, timeout: float) -> dict[Sink, int]:
@@ -216,12 +179,12 @@ class Tee:
         for tailer in self._ending():
             if tailer.error is not None:
                 reason = error_reason(tailer.error)
-                tailer.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
+                tailer.view.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
             elif tailer in is_read:
                 reason = f"a line of more than {counted(tailer.held, 'byte')} is still being read"
-                tailer.on_lost(reason, tailer.held + (tailer.unshown or 0))
+                tailer.view.on_lost(reason, tailer.held + (tailer.unshown or 0))
             else:
-                blocked[tailer.sink] = blocked.get(tailer.sink, 0) + (tailer.unshown or 0)
+                blocked[tailer.view.sink] = blocked.get(tailer.view.sink, 0) + (tailer.unshown or 0)
         return blocked
 
     async def aclose(self) -> None:
@@ -261,7 +224,7 @@ class Tee:
                     tailer.note_open()
                 if event & IN_MODIFY:
                     tailer.note_write()
-                self._pumps[tailer.sink].wake(tailer)
+                self._pumps[tailer.view.sink].wake(tailer)
 
 
 class _Pump:
@@ -363,46 +326,16 @@ class _LongLineRest(Struct, frozen=True):
 class LogTailer:
     """Copies one file to one sink; what is not copied yet stays in the file."""
 
-    def __init__(
-        self,
-        file: LogFile,
-        sink: Sink,
-        prefix: Callable[[], bytes],
-        on_lost: Callable[[str, int | None], None],
-        *,
-        offset: int = 0,
-        line_filter: LineFilter | None = None,
-        style: bytes = b"",
-        is_raw: bool = False,
-        times: LineTimes | None = None,
-    ) -> None:
-        """Follow an open file, which this object closes.
-
-        Args:
-            file: the log.
-            sink: where it is shown.
-            prefix: returns the prefix of lines that are read now.
-            on_lost: called with the reason why output is not shown, and the number of
-                bytes, None if it is unknown.
-            offset: where to begin.
-            line_filter: gets every line too; of one that is too long for memory its beginning.
-            style: escape sequence for the prefix on the sink; the filter gets it plain.
-            is_raw: copy the bytes as they are, without the prefix.
-            times: notes when the file has grown.
-        """
-        self.sink = sink
+    def __init__(self, file: LogFile, view: StreamView, *, offset: int = 0) -> None:
+        """Follow an open file from an offset on; this object closes it."""
+        self.view = view
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_ending = False
         self.error: OSError | None = None
         """Why the file cannot be read at present."""
-        self.on_lost = on_lost
         self._file = file
         self._is_truncated = False
-        self._prefix = fixed_prefix("") if is_raw else prefix
-        self._style = style
-        self._filter = line_filter
-        self._times = LineTimes() if times is None else times
-        self._make_splitter = RawSplitter if is_raw else LineSplitter
+        self._make_splitter = RawSplitter if view.is_raw else LineSplitter
         self._splitter: LineSplitter | RawSplitter = self._make_splitter(offset)
         # Read but not written yet; empty except after a cancellation.
         self._queue: deque[Piece | _LongLineRest] = deque()
@@ -440,7 +373,7 @@ class LogTailer:
             await self._start_again()
             return True
         if data:
-            self._times.note(self._splitter.offset + len(data), time.time())
+            self.view.times.note(self._splitter.offset + len(data), time.time())
             await self._show(self._splitter.feed(data))
             self._file.release(self._splitter.needed)
             # A file that has stopped growing causes no event: read until its end.
@@ -458,7 +391,9 @@ class LogTailer:
         self._file.restart()
         if not self._is_truncated:
             self._is_truncated = True
-            self.on_lost("the file was truncated, and what was not shown by then is gone", None)
+            self.view.on_lost(
+                "the file was truncated, and what was not shown by then is gone", None
+            )
         await self._show(rest)
 
     @property
@@ -514,18 +449,21 @@ class LogTailer:
                 case LongLine(start, end):
                     self._pending_frame, self._shown_frame = b"", None
                     self._queue.appendleft(_LongLineRest(start, end))
-                    if self._filter is not None:
+                    if self.view.line_filter is not None:
                         beginning = self._file.read_again(start, end)
-                        self._filter.copy(beginning + b"\n", self._prefix())
-                    await self.sink.write(styled(self._prefix(), self._style))
+                        self.view.line_filter.copy(beginning + b"\n", self.view.prefix())
+                    await self.view.sink.write(self._styled_prefix())
                 case _LongLineRest(start, end):
                     await self._show_rest(start, end)
                 case Frame(text):
                     await self._show_frame(text)
 
+    def _styled_prefix(self) -> bytes:
+        return styled(self.view.prefix(), self.view.style)
+
     async def _show_lines(self, block: bytes) -> None:
-        if self._filter is not None:
-            self._filter.copy(block, self._prefix())
+        if self.view.line_filter is not None:
+            self.view.line_filter.copy(block, self.view.prefix())
         if self._shown_frame is not None:
             first, _, rest = block.partition(b"\n")
             if first == self._shown_frame:
@@ -533,7 +471,7 @@ class LogTailer:
             self._shown_frame = None
         self._pending_frame = b""
         if block:
-            await self.sink.write(with_prefix(block, styled(self._prefix(), self._style)))
+            await self.view.sink.write(with_prefix(block, self._styled_prefix()))
 
     async def _show_rest(self, start: int, end: int) -> None:
         try:
@@ -543,14 +481,14 @@ class LogTailer:
             raise
         if data:  # else the file was truncated meanwhile
             self._queue.appendleft(_LongLineRest(start + len(data), end))
-            await self.sink.write(data)
+            await self.view.sink.write(data)
             await asyncio.sleep(0)  # yield to other tasks: a write to a file does not wait
         else:
-            await self.sink.write(b"\n")
+            await self.view.sink.write(b"\n")
 
     async def _show_frame(self, text: bytes) -> None:
-        if self.sink.is_terminal:
-            await self.sink.show_frame(text, self._prefix(), self._style)
+        if self.view.sink.is_terminal:
+            await self.view.sink.show_frame(text, self.view.prefix(), self.view.style)
             return
         now = asyncio.get_running_loop().time()
         if now < self._next_frame_at:
@@ -560,4 +498,4 @@ class LogTailer:
         self._next_frame_at = now + _FRAME_INTERVAL_S
         if text != self._shown_frame:
             self._shown_frame = text
-            await self.sink.write(styled(self._prefix(), self._style) + text + b"\n")
+            await self.view.sink.write(self._styled_prefix() + text + b"\n")

@@ -16,7 +16,7 @@ import pytest
 from elastic_aio.logs import relay as relay_module
 from elastic_aio.logs.console import Sink, open_sink
 from elastic_aio.logs.relay import Relay
-from elastic_aio.logs.tee import Tee
+from elastic_aio.logs.tee import StreamView, Tee
 
 pytestmark = pytest.mark.both_loops
 
@@ -68,9 +68,7 @@ class Bench:
         self.relay.on_closed = lambda: self.closed.append(self.relay)
         self.token = self.tee.follow_relay(
             self.relay,
-            None if is_muted else self.sink,
-            lambda: b"P:",
-            lambda *loss: None,
+            None if is_muted else StreamView(self.sink, lambda: b"P:", lambda *loss: None),
             is_shown=is_shown,
         )
         return self.relay.writer

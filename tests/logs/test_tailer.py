@@ -11,7 +11,7 @@ import pytest
 
 from elastic_aio.logs.console import Sink, SinkLost
 from elastic_aio.logs.log_file import LogFile
-from elastic_aio.logs.tee import LogTailer
+from elastic_aio.logs.tee import LogTailer, StreamView
 from tests.support.memory import peak_growth
 
 pytestmark = pytest.mark.both_loops
@@ -31,9 +31,8 @@ class Bench:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
         self.sink = Sink("stdout", os.dup(self._writer), self._write)
         self.lost: list[tuple[str, int | None]] = []
-        self.tailer = LogTailer(
-            LogFile.open(str(path)), self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss)
-        )
+        view = StreamView(self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss))
+        self.tailer = LogTailer(LogFile.open(str(path)), view)
 
     def _write(self, data: bytes | memoryview) -> int:
         if self.is_blocked:
@@ -190,13 +189,14 @@ COPY = """
 import os
 from elastic_aio.logs.log_file import LogFile
 from elastic_aio.logs.console import Sink
-from elastic_aio.logs.tee import LogTailer
+from elastic_aio.logs.tee import LogTailer, StreamView
 from tests.support.memory import peak_growth
 
 async def main(path):
     out = os.open("shown", os.O_WRONLY | os.O_CREAT)
     sink = Sink("stdout", out, lambda data: os.write(out, data))
-    tailer = LogTailer(LogFile.open(path), sink, lambda: b"P:", lambda *loss: None)
+    view = StreamView(sink, lambda: b"P:", lambda *loss: None)
+    tailer = LogTailer(LogFile.open(path), view)
     while await tailer.copy():
         pass
     tailer.close()

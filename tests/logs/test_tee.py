@@ -19,7 +19,7 @@ from elastic_aio.logs import inotify, tee
 from elastic_aio.logs.console import Sink, open_sink
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.log_file import CHUNK
-from elastic_aio.logs.tee import Tee
+from elastic_aio.logs.tee import StreamView, Tee
 from tests.support.cli import CLI
 
 pytestmark = pytest.mark.both_loops
@@ -82,10 +82,10 @@ class Bench:
         path = self.directory / name
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.files.append(file)
-        token = self.tee.follow(
-            str(path), self.console.sink, lambda: prefix, lambda *loss: self.unshown.append(loss)
+        view = StreamView(
+            self.console.sink, lambda: prefix, lambda *loss: self.unshown.append(loss)
         )
-        return file, token
+        return file, self.tee.follow(str(path), view)
 
     async def aclose(self) -> None:
         async with asyncio.timeout(GUARD):
@@ -226,7 +226,7 @@ async def test_a_blocked_stdout_does_not_delay_stderr(bench: Bench) -> None:
     other = Console()
     path = bench.directory / "err"
     path.write_bytes(b"error\n")
-    bench.tee.follow(str(path), other.sink, lambda: b"E:", lambda *loss: None)
+    bench.tee.follow(str(path), StreamView(other.sink, lambda: b"E:", lambda *loss: None))
     assert await other.lines(1) == [b"E:error"]
     other.close()
 
@@ -320,7 +320,7 @@ async def test_a_cancelled_pump_restarts(bench: Bench) -> None:
 async def test_a_missing_file_is_an_error(bench: Bench) -> None:
     path = str(bench.directory / "missing")
     with pytest.raises(FileNotFoundError):
-        bench.tee.follow(path, bench.console.sink, lambda: b"", lambda *loss: None)
+        bench.tee.follow(path, StreamView(bench.console.sink, lambda: b"", lambda *loss: None))
 
 
 async def test_a_file_that_cannot_be_read_is_read_again(
