@@ -17,7 +17,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic_aio.lazy import lazy_exports
+from elastic_aio.group import (
+    GroupContext,
+    ProcessFailure,
+    RunProcsResult,
+    start_processes,
+)
+from elastic_aio.lazy import document_classes, lazy_exports
+from elastic_aio.multiprocessing.context import (
+    ProcessContext,
+    ProcessException,
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,
+    start_context,
+)
 
 if TYPE_CHECKING:
     from elastic_aio.multiprocessing.context import ProcessContext as ProcessContext

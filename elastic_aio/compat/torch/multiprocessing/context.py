@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from elastic_aio import group as native
 from elastic_aio import sync
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.multiprocessing.logs import (
@@ -34,7 +35,6 @@ from elastic_aio.compat.torch.multiprocessing.processes import (
     start_method_of,
     torch_errors,
 )
-from elastic_aio.multiprocessing import group as native
 from elastic_aio.spec.job import StartMethod
 
 __all__ = [
