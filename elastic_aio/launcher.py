@@ -7,16 +7,18 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
-from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.aio import create_task, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
 from elastic_aio.logs.console import ConsoleTarget
-from elastic_aio.outcome import LaunchResult
+from elastic_aio.outcome import LaunchResult, signal_name
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import SignalSpec
@@ -63,25 +65,17 @@ async def launch(
     `asyncio.CancelledError` is raised.  Further cancellations do not shorten the plan.
     """
     running_loop()
+    agent = Agent(
+        spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans, control=control
+    )
     if not signals:
-        agent = Agent(
-            spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans, control=control
-        )
         async with agent:
             return await agent.wait()
     chosen = SignalSpec() if signals is True else signals
     if not isinstance(chosen, SignalSpec):
         raise SpecError("signals", signals, "must be True, False or a SignalSpec")
     with receive_signals(chosen) as received:
-        return await supervise(
-            spec,
-            chosen,
-            received,
-            console=console,
-            listeners=listeners,
-            adopt_orphans=adopt_orphans,
-            control=control,
-        )
+        return await supervise_agent(agent, chosen, received)
 
 
 def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
@@ -92,20 +86,10 @@ def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
 
 
 async def supervise(
-    spec: LaunchSpec,
-    chosen: SignalSpec,
-    received: ReceivedSignals,
-    *,
-    console: ConsoleTarget | None = None,
-    listeners: Sequence[EventListener] = (),
-    adopt_orphans: bool = False,
-    control: bool = False,
+    spec: LaunchSpec, chosen: SignalSpec, received: ReceivedSignals, **settings: Any
 ) -> LaunchResult:
-    """Run a job to its end as `launch` does, and handle signals that the caller receives."""
-    agent = Agent(
-        spec, console=console, listeners=listeners, adopt_orphans=adopt_orphans, control=control
-    )
-    return await supervise_agent(agent, chosen, received)
+    """Run a job as `supervise_agent` does; the settings are those of an `Agent`."""
+    return await supervise_agent(Agent(spec, **settings), chosen, received)
 
 
 async def supervise_agent(
@@ -117,13 +101,41 @@ async def supervise_agent(
         def on_stop(number: int) -> None:
             received.discard(chosen.forward | chosen.stop)  # this signal is handled
 
-        handling = agent._handle_signals(received, chosen, on_stop)
+        handling = handle_signals(agent, chosen, received, on_stop)
         handler = create_task(handling, name="handle signals")
         try:
             return await agent.wait()
         finally:
             handler.cancel()
             await wait_shielded(handler)
+
+
+async def handle_signals(
+    agent: Agent,
+    chosen: SignalSpec,
+    received: ReceivedSignals,
+    on_stop: Callable[[int], object],
+) -> None:
+    """Suspend, forward, stop or kill, as each received signal requires.
+
+    `on_stop` is called with the first signal that stops the job.
+    """
+    driver, first = driver_of(agent), 0
+    async for number in received:
+        if number == signal.SIGTSTP:
+            try:
+                await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
+            except OSError:
+                continue  # no descriptor is left to scan /proc with: the job goes on
+        elif number in chosen.forward:
+            driver.forward(number, is_for_all=chosen.unhandled == "kill")
+        elif first:
+            second = "a second " if number == first else ""
+            driver.kill(f"{second}{signal_name(number)} was received")
+        else:
+            first = number
+            on_stop(number)
+            agent.stop(signal=number, reason=f"{signal_name(number)} was received")
 
 
 def run(

@@ -20,16 +20,13 @@ import signal as signals
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
-from elastic_aio import multiprocessing
-from elastic_aio.agent.agent import Agent
+from elastic_aio import group as native
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.group import BareGroup, RunProcsResult
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.console import ConsoleTarget
-from elastic_aio.multiprocessing import RunProcsResult
-from elastic_aio.multiprocessing.context import warn_of_start_method
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
@@ -81,106 +78,108 @@ def _stop_signals(is_wanted: bool) -> ReceivedSignals:
     return ReceivedSignals(SignalSpec().stop if is_wanted and is_main else ())
 
 
-class _SignalHandler:
-    """Stops the processes of an agent at the signals of its block."""
+class GroupThread:
+    """The processes of a group, with an event loop in a thread; must be closed."""
 
-    def __init__(self, is_wanted: bool) -> None:
-        self._received = _stop_signals(is_wanted)
-        self._task: asyncio.Task[None] | None = None
-        self._is_entered = is_wanted and threading.current_thread() is threading.main_thread()
-        if self._is_entered:
-            self._received.__enter__()
+    def __init__(self, group: BareGroup, *, signals: bool) -> None:
+        """Start the processes; with `signals`, stop signals to this process stop them."""
+        self.group = group
+        self._received = _stop_signals(signals)
+        self._handler: asyncio.Task[None] | None = None
+        self._loop = LoopThread()
+        try:
+            if self._received.numbers:
+                self._received.__enter__()
+            self.call(self._start())
+        except BaseException:  # KeyboardInterrupt too: the loop's thread must end
+            self._release()
+            raise
 
-    def start(self, agent: Agent) -> None:
-        """Begin on the running event loop, which is another thread's."""
-        if self._is_entered:
-            done = agent._started_driver.done
-            handling = agent._handle_signals(
-                self._received,
-                SignalSpec(forward=()),
-                lambda number: done.add_done_callback(lambda _: self._received.leave(number)),
+    async def _start(self) -> None:
+        await self.group.start()
+        received, done = self._received, self.group.done
+        if received.numbers:
+            # The signal goes on its way when the processes have ended.
+            handling = self.group.handle_signals(
+                received, lambda number: done.add_done_callback(lambda _: received.leave(number))
             )
-            self._task = create_task(handling, name="handle signals")
+            self._handler = create_task(handling, name="handle signals")
 
-    async def aclose(self) -> None:
-        """End on the event loop; `close` follows on the main thread."""
-        if self._task is not None:
-            await cancel_and_wait([self._task])
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the group's event loop, and return its result."""
+        return self._loop.call(work)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything is released."""
+        return self._loop.is_closed
 
     def close(self) -> None:
-        """Restore the handlers.  Idempotent."""
-        if self._is_entered:
+        """Stop the processes that still run, and release everything.  Idempotent."""
+        try:
+            if not self._loop.is_closed:
+                self.call(self._stop())
+        finally:
+            self._release()
+
+    async def _stop(self) -> None:
+        await self.group.stop()
+        if self._handler is not None:
+            await cancel_and_wait([self._handler])
+
+    def _release(self) -> None:
+        self._loop.close()
+        if self._received.numbers:
             self._received.__exit__()
 
 
 class SyncGroupContext:
     """The processes of `start_processes`: a context manager (`multiprocessing.GroupContext`)."""
 
-    def __init__(self, group: multiprocessing.GroupContext, signals: bool = True) -> None:
+    def __init__(self, group: BareGroup, signals: bool = True) -> None:
         """Use `start_processes` to get one."""
         self._group = group
+        self._context = native.GroupContext(group)
         self._takes_signals = signals
-        self._handler: _SignalHandler | None = None
-        self._thread: LoopThread | None = None
+        self._running: GroupThread | None = None
 
     @property
-    def _loop(self) -> LoopThread:
-        if self._thread is None:
+    def _thread(self) -> GroupThread:
+        if self._running is None:
             raise RuntimeError("the processes are not started: use `with`")
-        return self._thread
+        return self._running
 
     def __enter__(self) -> SyncGroupContext:
         """Start all processes."""
-        thread = self._thread = LoopThread()
-        handler: _SignalHandler | None = None
-        try:
-            handler = self._handler = _SignalHandler(self._takes_signals)
-            thread.call(self._start(handler))
-        except BaseException:  # KeyboardInterrupt too: the loop's thread must end
-            thread.close()
-            if handler is not None:
-                handler.close()
-            raise
+        self._running = GroupThread(self._group, signals=self._takes_signals)
         return self
-
-    async def _start(self, handler: _SignalHandler) -> None:
-        await self._group.__aenter__()
-        handler.start(self._group._group.agent)
 
     def __exit__(self, *_: object) -> None:
         """Stop the processes that still run, and release everything."""
-        handler = self._handler
-        assert handler is not None, "the block has been entered"
-        try:
-            self._loop.call(self._group.__aexit__(None, None, None))
-            self._loop.call(handler.aclose())
-        finally:
-            self._loop.close()
-            handler.close()
+        self._thread.close()
 
     def wait(self, timeout: float | None = None) -> RunProcsResult | None:
         """Wait until all have succeeded or one has failed; None if the timeout passes first."""
-        return self._loop.call(self._group.wait(timeout))
+        return self._thread.call(self._context.wait(timeout))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
-        return self._group.pids()
+        return self._context.pids()
 
     def close(self, signal: int = signals.SIGTERM, timeout: float = DEFAULT_GRACE) -> None:
         """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
-        self._loop.call(self._group.close(signal, timeout))
+        self._thread.call(self._context.close(signal, timeout))
 
 
 class SyncProcessContext:
     """The processes of `spawn(..., join=False)` (see `multiprocessing.ProcessContext`)."""
 
     def __init__(
-        self, loop: LoopThread, context: multiprocessing.ProcessContext, handler: _SignalHandler
+        self, thread: GroupThread, on_terminate: Callable[[int], None] | None = None
     ) -> None:
         """Use `spawn` to get one."""
-        self._loop = loop
-        self._context = context
-        self._handler = handler
+        self._thread = thread
+        self._context = native.ProcessContext(thread.group, on_terminate)
 
     def __enter__(self) -> SyncProcessContext:
         """Return the context; its processes run already."""
@@ -190,6 +189,16 @@ class SyncProcessContext:
         """Stop the processes that still run."""
         self.close()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all processes have exited and all resources are released."""
+        return self._context.is_over
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """Indexes of the processes that `join` has seen to exit."""
+        return self._context.joined
+
     def pids(self) -> list[int]:
         """Return the process ids in order."""
         return self._context.pids()
@@ -197,24 +206,16 @@ class SyncProcessContext:
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until processes have exited (see `multiprocessing.ProcessContext.join`)."""
         try:
-            return self._loop.is_closed or self._loop.call(
+            return self._thread.is_closed or self._thread.call(
                 self._context.join(timeout, grace_period)
             )
         finally:
-            if self._context.is_over:  # a failure ends all processes too
-                self._release()
+            if self.is_over:  # a failure ends all processes too
+                self.close()
 
     def close(self) -> None:
         """Stop the processes that still run and release everything.  Idempotent."""
-        if not self._loop.is_closed:
-            self._loop.call(self._context.aclose())
-            self._release()
-
-    def _release(self) -> None:
-        if not self._loop.is_closed:
-            self._loop.call(self._handler.aclose())
-            self._loop.close()
-        self._handler.close()
+        self._thread.close()
 
 
 def start_processes(
@@ -235,16 +236,16 @@ def start_processes(
     Args:
         signals: whether stop signals stop the processes first (see the module).
     """
-    group = multiprocessing.start_processes(
+    group = native.make_group(
         name,
         entrypoint,
         args,
         envs,
-        logs,
+        console=console,
+        logs=logs,
         start_method=start_method,
         preload=preload,
         numa_binding=numa_binding,
-        console=console,
     )
     return SyncGroupContext(group, signals)
 
@@ -264,7 +265,7 @@ def spawn(
     Args:
         signals: whether stop signals stop the processes first (see the module).
     """
-    warn_of_start_method(start_method)
+    native.warn_of_start_method(start_method)
     return start_context(fn, args, nprocs, join, daemon, "spawn", signals=signals)
 
 
@@ -277,69 +278,46 @@ def start_context(
     start_method: StartMethod = "spawn",
     *,
     signals: bool = True,
-    _on_terminate: Callable[[int], None] | None = None,
 ) -> SyncProcessContext | None:
     """Run `fn(index, *args)` by any start method (see `multiprocessing.start_context`).
 
     Args:
         signals: whether stop signals stop the processes first (see the module).
     """
-    start = partial(
-        multiprocessing.start_context,
-        fn,
-        args,
-        nprocs,
-        False,
-        daemon,
-        start_method,
-        _on_terminate=_on_terminate,
-    )
-    if join:
-        received = _stop_signals(signals)
-        with received if received.numbers else nullcontext():
-            run_coroutine(lambda: _join(start, received))
+    group = native.make_processes(fn, args, nprocs, daemon, start_method)
+    if group is None:
         return None
-    loop = LoopThread()
-    handler: _SignalHandler | None = None
-    context = None
-    try:
-        handler = _SignalHandler(signals)
-        context = loop.call(_start_context(start, handler))
-    finally:
-        if context is None:  # nothing runs; KeyboardInterrupt too: the loop's thread must end
-            loop.close()
-            if handler is not None:
-                handler.close()
-    return None if context is None else SyncProcessContext(loop, context, handler)
+    if join:
+        join_processes(group, signals=signals)
+        return None
+    return SyncProcessContext(GroupThread(group, signals=signals))
 
 
-Start = Callable[[], Coroutine[Any, Any, multiprocessing.ProcessContext | None]]
+def join_processes(
+    group: BareGroup, *, signals: bool = True, on_terminate: Callable[[int], None] | None = None
+) -> None:
+    """Run the processes of a group to their end, with an event loop in this thread.
 
+    Args:
+        group: from `make_processes`.
+        signals: whether stop signals stop the processes first (see the module).
+        on_terminate: called with the pid of each process that is stopped after a failure.
+    """
+    received = _stop_signals(signals)
+    context = native.ProcessContext(group, on_terminate)
 
-async def _start_context(
-    start: Start, handler: _SignalHandler
-) -> multiprocessing.ProcessContext | None:
-    context = await start()
-    if context is not None:
-        handler.start(context._group.agent)
-    return context
+    async def join() -> None:
+        await group.start()
+        async with context:
+            handlers: list[asyncio.Task[None]] = []
+            if received.numbers:
+                handling = group.handle_signals(received, received.resend)
+                handlers.append(create_task(handling, name="handle signals"))
+            try:
+                while not await context.join():
+                    pass
+            finally:
+                await cancel_and_wait(handlers)
 
-
-async def _join(start: Start, received: ReceivedSignals) -> None:
-    """Run processes to their end on the main thread, or where no signals are handled."""
-    context = await start()
-    if context is None:
-        return
-    async with context:
-        handling = context._group.agent._handle_signals(
-            received, SignalSpec(forward=()), received.resend
-        )
-        handler = create_task(handling, name="handle signals") if received.numbers else None
-        try:
-            while not await context.join():
-                pass
-        finally:
-            if handler is not None:
-                await cancel_and_wait([handler])
-            else:
-                handling.close()
+    with received if received.numbers else nullcontext():
+        run_coroutine(join)

@@ -7,9 +7,7 @@ import inspect
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
-from signal import SIGTSTP
+from collections.abc import Awaitable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,11 +28,10 @@ from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
-from elastic_aio.outcome import JobState, LaunchResult, signal_name
+from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.process.base import Spawner
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.rusage import with_usage
-from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import (
     checked_console,
     checked_integer,
@@ -44,7 +41,6 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.stop import SignalSpec
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
@@ -424,37 +420,6 @@ class Agent:
         """
         return await self._started_driver.dump(checked_text("reason", reason))
 
-    async def _handle_signals(
-        self,
-        received: ReceivedSignals,
-        chosen: SignalSpec,
-        on_stop: Callable[[int], object],
-    ) -> None:
-        """Suspend, forward, stop or kill, as each received signal requires.
-
-        Args:
-            received: the signals.
-            chosen: which of them are sent to which workers.
-            on_stop: called with the first signal that stops the job.
-        """
-        first = 0
-        async for number in received:
-            if number == SIGTSTP:
-                suspend = partial(received.suspend_process, time.monotonic())
-                try:
-                    await self._started_driver.suspend_while(suspend)
-                except OSError:
-                    continue  # no descriptor is left to scan /proc with: the job goes on
-            elif number in chosen.forward:
-                self._started_driver.forward(number, is_for_all=chosen.unhandled == "kill")
-            elif first:
-                second = "a second " if number == first else ""
-                self._started_driver.kill(f"{second}{signal_name(number)} was received")
-            else:
-                first = number
-                on_stop(number)
-                self.stop(signal=number, reason=f"{signal_name(number)} was received")
-
     @property
     def _started_driver(self) -> Driver:
         if self._driver is None:
@@ -462,6 +427,15 @@ class Agent:
         if self._driver.is_copy:
             raise RuntimeError("the job runs in the process that has forked this one")
         return self._driver
+
+
+def driver_of(agent: Agent) -> Driver:
+    """Return the driver of an agent.
+
+    Raises:
+        RuntimeError: the job has not been started, or runs in the process that forked this one.
+    """
+    return agent._started_driver
 
 
 def _failed_message(spec: LaunchSpec, result: LaunchResult) -> str:

@@ -13,47 +13,28 @@ and `os._exit(0)` end a process and do not hang the group.
 `elastic_aio.sync` has the same for scripts without an event loop.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from elastic_aio.group import (
     GroupContext,
-    ProcessFailure,
-    RunProcsResult,
-    start_processes,
-)
-from elastic_aio.lazy import document_classes, lazy_exports
-from elastic_aio.multiprocessing.context import (
     ProcessContext,
     ProcessException,
     ProcessExitedException,
+    ProcessFailure,
     ProcessRaisedException,
+    RunProcsResult,
     spawn,
     start_context,
+    start_processes,
 )
 
-if TYPE_CHECKING:
-    from elastic_aio.multiprocessing.context import ProcessContext as ProcessContext
-    from elastic_aio.multiprocessing.context import ProcessException as ProcessException
-    from elastic_aio.multiprocessing.context import ProcessExitedException as ProcessExitedException
-    from elastic_aio.multiprocessing.context import ProcessRaisedException as ProcessRaisedException
-    from elastic_aio.multiprocessing.context import spawn as spawn
-    from elastic_aio.multiprocessing.context import start_context as start_context
-    from elastic_aio.multiprocessing.group import GroupContext as GroupContext
-    from elastic_aio.multiprocessing.group import ProcessFailure as ProcessFailure
-    from elastic_aio.multiprocessing.group import RunProcsResult as RunProcsResult
-    from elastic_aio.multiprocessing.group import start_processes as start_processes
-else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            "elastic_aio.multiprocessing.context": """
-                ProcessContext ProcessException ProcessExitedException ProcessRaisedException
-                spawn start_context
-            """,
-            "elastic_aio.multiprocessing.group": """
-                GroupContext ProcessFailure RunProcsResult start_processes
-            """,
-        },
-    )
+__all__ = [
+    "GroupContext",
+    "ProcessContext",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessFailure",
+    "ProcessRaisedException",
+    "RunProcsResult",
+    "spawn",
+    "start_context",
+    "start_processes",
+]

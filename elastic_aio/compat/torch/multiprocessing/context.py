@@ -35,7 +35,9 @@ from elastic_aio.compat.torch.multiprocessing.processes import (
     start_method_of,
     torch_errors,
 )
+from elastic_aio.group import BareGroup, make_group
 from elastic_aio.spec.job import StartMethod
+from elastic_aio.spec.stop import StopPlan, StopStep
 
 __all__ = [
     "MultiprocessContext",
@@ -178,7 +180,7 @@ class PContext:
         self.filtered_stdout = paths.get("stdout") if filters[0] else None
         self.filtered_stderr = paths.get("stderr") if filters[1] else None
         self._processes: list[WorkerProcess] | None = None
-        self._context: sync.SyncGroupContext | None = None
+        self._thread: sync.GroupThread | None = None
         self._has_handlers = False
         self._result: RunProcsResult | None = None
         self._is_closed = False
@@ -214,18 +216,17 @@ class PContext:
                 if not isinstance(value, str):
                     raise TypeError(f"str expected, not {type(value).__name__}")
         with torch_errors():
-            context = sync.start_processes(
+            group = make_group(
                 self.name,
                 self.entrypoint,
                 {rank: tuple(args) for rank, args in self.args.items()},
                 self.envs,
-                self._layout,
+                logs=self._layout,
                 start_method=self._start_method,
                 numa_binding=numa_mode(self._numa_options),
-                signals=False,
             )
-            self._context = context.__enter__()
-        self._processes = processes_of(context._group._group, context._loop.call)
+            self._thread = sync.GroupThread(group, signals=False)
+        self._processes = processes_of(self._thread)
 
     @property
     def _start_method(self) -> StartMethod:
@@ -260,10 +261,11 @@ class PContext:
             SignalException: a signal has arrived; the processes go on.
         """
         if self._result is None and self._processes is not None:
-            if self._context is None:
+            thread = self._thread
+            if thread is None:
                 self._result = RunProcsResult()
-            elif (made := self._context.wait(None if timeout < 0 else timeout)) is not None:
-                self._result = self._convert(made)
+            elif thread.call(thread.group.wait_over(None if timeout < 0 else timeout)):
+                self._result = self._made_result(thread.group)
             if self._result is not None:
                 self._end()
         return self._result
@@ -275,18 +277,16 @@ class PContext:
             death_sig: the first signal; None is SIGTERM.
             timeout: seconds until SIGKILL.
         """
-        if self._context is not None and not self._is_closed:
-            self._context.close(death_sig or signal.SIGTERM, timeout)
+        if self._thread is not None and not self._is_closed:
+            plan = StopPlan((StopStep(death_sig or signal.SIGTERM, timeout),))
+            self._thread.call(self._thread.group.stop(plan))
             self.wait(0)
         self._end()
 
-    def _convert(self, made: native.RunProcsResult) -> RunProcsResult:
-        failures = {
-            rank: ProcessFailure.from_failure(failure.failure)
-            for rank, failure in made.failures.items()
-        }
+    def _made_result(self, group: BareGroup) -> RunProcsResult:
+        failures = {one.local_rank: ProcessFailure.from_failure(one) for one in group.failures}
         return RunProcsResult(
-            dict(made.return_values), self._failures(failures), self.stdouts, self.stderrs
+            group.return_values, self._failures(failures), self.stdouts, self.stderrs
         )
 
     def _failures(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
@@ -298,8 +298,8 @@ class PContext:
             return
         self._is_closed = True
         try:
-            if self._context is not None:
-                self._context.__exit__()
+            if self._thread is not None:
+                self._thread.close()
         finally:
             if self._has_handlers:
                 _handlers.leave()

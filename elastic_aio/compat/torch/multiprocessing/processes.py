@@ -22,13 +22,14 @@ from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any, cast
 
 from elastic_aio import sync
-from elastic_aio.agent.bare_group import BareGroup
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.events import WorkerExited
-from elastic_aio.multiprocessing.context import (
+from elastic_aio.group import (
     ProcessException,
     ProcessExitedException,
     ProcessRaisedException,
+    make_processes,
+    warn_of_start_method,
 )
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.spec.job import NumaMode, StartMethod
@@ -125,16 +126,9 @@ class WorkerProcess:
             send(number)
 
 
-def processes_of(
-    group: BareGroup, call: Callable[..., Any], *, daemon: bool = False
-) -> list[WorkerProcess]:
-    """Return the processes of a group that has been started.
-
-    Args:
-        group: the group.
-        call: runs a coroutine on the group's event loop and returns its result.
-        daemon: whether they are daemons.
-    """
+def processes_of(thread: sync.GroupThread, *, daemon: bool = False) -> list[WorkerProcess]:
+    """Return the processes of a group; they may be daemons of multiprocessing."""
+    group = thread.group
 
     def sender(rank: int) -> Callable[[int], None]:
         async def send(number: int) -> None:
@@ -144,7 +138,7 @@ def processes_of(
         def send_from_here(number: int) -> None:
             work = send(number)
             try:
-                call(work)
+                thread.call(work)
             except RuntimeError:
                 work.close()  # the loop has ended, and with it all processes
 
@@ -167,22 +161,21 @@ def processes_of(
         for rank in group.exited():
             processes[rank].note_exit(group.records[rank].status)
 
-    call(attach())
+    thread.call(attach())
     return processes
 
 
 class ProcessContext:
     """The processes of `spawn(..., join=False)`."""
 
-    def __init__(self, context: sync.SyncProcessContext | None, daemon: bool = False) -> None:
+    def __init__(self, thread: sync.GroupThread | None, daemon: bool = False) -> None:
         """Use `spawn` to get one; None is a context without processes."""
-        self._context = context
-        self._joined: set[int] = set()
+        self._context: sync.SyncProcessContext | None = None
+        self._joined: frozenset[int] = frozenset()
         self.processes: list[WorkerProcess] = []
-        if context is not None:
-            self.processes = processes_of(
-                context._context._group, context._loop.call, daemon=daemon
-            )
+        if thread is not None:
+            self._context = sync.SyncProcessContext(thread, _log_termination)
+            self.processes = processes_of(thread, daemon=daemon)
             _running.add(self)
 
     def __repr__(self) -> str:
@@ -221,16 +214,11 @@ class ProcessContext:
             return True
         limit = None if timeout is None else max(timeout, 0.0)
         try:
-            is_over = self._context.join(limit, grace_period)
-        except ProcessException:
-            is_over = True
-            raise
+            return self._context.join(limit, grace_period)
         finally:
-            group = self._context._context
-            self._joined |= group.joined
-            if group.is_over:
+            self._joined = self._context.joined
+            if self._context.is_over:
                 _running.discard(self)
-        return is_over
 
     def _wait_at_exit(self) -> None:
         """End daemons, and wait for the others, as multiprocessing does."""
@@ -248,10 +236,10 @@ class ProcessContext:
 class SpawnContext(ProcessContext):
     """The former name of `ProcessContext`; warns."""
 
-    def __init__(self, context: sync.SyncProcessContext | None, daemon: bool = False) -> None:
+    def __init__(self, thread: sync.GroupThread | None, daemon: bool = False) -> None:
         """Warn of the name."""
         warnings.warn("SpawnContext is renamed to ProcessContext since 1.4 release.", stacklevel=2)
-        super().__init__(context, daemon)
+        super().__init__(thread, daemon)
 
 
 # Processes run on without a reference to their context.
@@ -276,14 +264,7 @@ def spawn(
 
     Another start method is ignored with a warning.
     """
-    if start_method != "spawn":
-        warnings.warn(
-            f"This method only supports start_method=spawn (got: {start_method}).\n"
-            "To use a different start_method use:\n\t\t"
-            " torch.multiprocessing.start_processes(...)",
-            FutureWarning,
-            stacklevel=2,
-        )
+    warn_of_start_method(start_method, "torch.multiprocessing.start_processes")
     return start_context(fn, args, nprocs, join, daemon, "spawn")
 
 
@@ -320,10 +301,12 @@ def start_context(
     if nprocs <= 0:
         return None if join else ProcessContext(None)
     with torch_errors():
-        context = sync.start_context(
-            fn, args, nprocs, join, daemon, method, _on_terminate=_log_termination
-        )
-    return None if context is None else ProcessContext(context, daemon)
+        group = make_processes(fn, args, nprocs, daemon, method)
+        assert group is not None, "there are processes"
+        if join:
+            sync.join_processes(group, on_terminate=_log_termination)
+            return None
+        return ProcessContext(sync.GroupThread(group, signals=True), daemon)
 
 
 def start_method_of(method: str | None) -> StartMethod:
