@@ -26,9 +26,8 @@ from elastic_aio.cli.torchrun import (
 from elastic_aio.compat.torch.console import console_descriptors
 from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
-from elastic_aio.compat.torch.multiprocessing.context import SignalException
+from elastic_aio.compat.torch.multiprocessing import SignalException, numa_mode, start_method_of
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
-from elastic_aio.compat.torch.multiprocessing.processes import numa_mode, start_method_of
 from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_aio.compat.torch.agent import LocalElasticAgent
 from elastic_aio.compat.torch.errors import ChildFailedError
-from elastic_aio.compat.torch.multiprocessing.context import SignalException
+from elastic_aio.compat.torch.multiprocessing import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
 from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elastic_aio.compat.torch.rendezvous.registry import get_rendezvous_handler

@@ -1,26 +1,40 @@
-"""Where torch's processes write: `Std`, `LogsSpecs` and the `LogsDest` that it makes."""
+"""Where torch's processes write: `Std`, `LogsSpecs`, the `LogsDest` that it makes, `redirect`."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
+import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
+from typing import TextIO
 
 from elastic_aio.cli.torch_logs import destinations_of
 from elastic_aio.logs.paths import run_prefix
 from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
 
-__all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
+__all__ = [
+    "DefaultLogsSpecs",
+    "LogsDest",
+    "LogsSpecs",
+    "Std",
+    "redirect",
+    "redirect_stderr",
+    "redirect_stdout",
+    "to_map",
+]
 
 logger = logging.getLogger(__name__)
 
 _MAPPING = r"^(\d+:[0123],)*(\d+:[0123])$"
 _VALUE = r"^[0123]$"
+_STREAMS = ("stdout", "stderr")
 
 
 class Std(IntFlag):
@@ -258,3 +272,57 @@ class ReifiedLayout(LogLayout):
         """Return the streams of one worker."""
         rank = worker.local_rank
         return destinations_of(self._dest, rank, self._prefixes.get(rank))
+
+
+# ---------------------------------------------------------- streams of this process
+
+
+@contextmanager
+def redirect(std: str, to_file: str) -> Iterator[None]:
+    """Redirect a standard stream of this process to a file, for a block.
+
+    The descriptor itself goes there, so that C code and child processes write there too.
+
+    Args:
+        std: "stdout" or "stderr".
+        to_file: path of the file, which is overwritten; its directory exists.
+
+    Raises:
+        ValueError: there is no such stream.
+        OSError: the file cannot be written.
+    """
+    if std not in _STREAMS:
+        raise ValueError(f"unknown standard stream <{std}>, must be one of {set(_STREAMS)}")
+    stream: TextIO = getattr(sys, std)
+    number = 1 + _STREAMS.index(std)
+    with ExitStack() as stack:
+        file = stack.enter_context(open(to_file, "w+b"))
+        # Under a test runner, the stream of Python has a descriptor of its own.
+        formers = {each: os.dup(each) for each in {number, stream.fileno()}}
+        for former in formers.values():
+            stack.callback(os.close, former)
+        _flush(stream)
+        for each in formers:
+            os.dup2(file.fileno(), each)
+        try:
+            yield
+        finally:
+            _flush(stream)
+            for each, former in formers.items():
+                os.dup2(former, each)
+
+
+def _flush(stream: TextIO) -> None:
+    """Write what Python and the C library have buffered."""
+    ctypes.CDLL(None).fflush(None)
+    stream.flush()
+
+
+def redirect_stdout(to_file: str) -> AbstractContextManager[None]:
+    """Redirect stdout of this process to a file, for a block (see `redirect`)."""
+    return redirect("stdout", to_file)
+
+
+def redirect_stderr(to_file: str) -> AbstractContextManager[None]:
+    """Redirect stderr of this process to a file, for a block (see `redirect`)."""
+    return redirect("stderr", to_file)
