@@ -125,8 +125,8 @@ CONFINED = {
     "rich": {"cli.top"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
+        "compat.torch.rendezvous.bridge",
         "compat.torch.rendezvous.handlers",
-        "compat.torch.rendezvous.participation",
     },
     "uvloop": {"cli.options"},
 }

@@ -18,8 +18,8 @@ from elastic_aio.compat.torch.rendezvous import (
     RendezvousTimeoutError,
     get_rendezvous_handler,
 )
+from elastic_aio.compat.torch.rendezvous.api import rendezvous_error
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
-from elastic_aio.compat.torch.rendezvous.outcomes import rendezvous_error
 from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 

@@ -27,7 +27,12 @@ from elastic_aio.lazy import lazy_exports
 if TYPE_CHECKING:
     from elastic_aio.compat.torch.agent import ElasticAgent as ElasticAgent
     from elastic_aio.compat.torch.agent import LocalElasticAgent as LocalElasticAgent
+    from elastic_aio.compat.torch.agent import RunResult as RunResult
     from elastic_aio.compat.torch.agent import SimpleElasticAgent as SimpleElasticAgent
+    from elastic_aio.compat.torch.agent import Worker as Worker
+    from elastic_aio.compat.torch.agent import WorkerGroup as WorkerGroup
+    from elastic_aio.compat.torch.agent import WorkerSpec as WorkerSpec
+    from elastic_aio.compat.torch.agent import WorkerState as WorkerState
     from elastic_aio.compat.torch.errors import ChildFailedError as ChildFailedError
     from elastic_aio.compat.torch.errors import ErrorHandler as ErrorHandler
     from elastic_aio.compat.torch.errors import ProcessFailure as ProcessFailure
@@ -79,16 +84,14 @@ if TYPE_CHECKING:
     from elastic_aio.compat.torch.rendezvous import (
         rendezvous_handler_registry as rendezvous_handler_registry,
     )
-    from elastic_aio.compat.torch.worker_group import RunResult as RunResult
-    from elastic_aio.compat.torch.worker_group import Worker as Worker
-    from elastic_aio.compat.torch.worker_group import WorkerGroup as WorkerGroup
-    from elastic_aio.compat.torch.worker_group import WorkerSpec as WorkerSpec
-    from elastic_aio.compat.torch.worker_group import WorkerState as WorkerState
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio.compat.torch.agent": "ElasticAgent LocalElasticAgent SimpleElasticAgent",
+            "elastic_aio.compat.torch.agent": """
+                ElasticAgent LocalElasticAgent RunResult SimpleElasticAgent Worker WorkerGroup
+                WorkerSpec WorkerState
+            """,
             "elastic_aio.compat.torch.errors": """
                 ChildFailedError ErrorHandler ProcessFailure get_error_handler
                 record
@@ -110,8 +113,5 @@ else:
                 RendezvousStateError RendezvousStoreInfo RendezvousTimeoutError
                 get_rendezvous_handler rendezvous_handler_registry
             """,
-            "elastic_aio.compat.torch.worker_group": (
-                "RunResult Worker WorkerGroup WorkerSpec WorkerState"
-            ),
         },
     )

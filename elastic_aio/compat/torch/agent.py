@@ -10,22 +10,56 @@ here: listen to the events of a job, or decide about restarts (`LaunchSpec.resta
 from __future__ import annotations
 
 import abc
+import asyncio
+import codecs
+import dataclasses
+import logging
 import os
-from typing import Any
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TextIO
 
+from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.event_log import EventListener
+from elastic_aio.cli.event_handlers import load_event_handler
 from elastic_aio.cli.options import UsageError
-from elastic_aio.cli.torchrun import uninterruptible_timeout_from
-from elastic_aio.compat.torch.errors import ProcessFailure
-from elastic_aio.compat.torch.job import AgentJob, JobSettings
-from elastic_aio.compat.torch.multiprocessing.logs import LogsSpecs
-from elastic_aio.compat.torch.worker_group import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
+from elastic_aio.cli.torch_logs import TorchLogLayout
+from elastic_aio.cli.torchrun import (
+    HEALTH_VARIABLE,
+    as_option_error,
+    health_address_from,
+    timers_from,
+    uninterruptible_timeout_from,
 )
-from elastic_aio.outcome import JobState, LaunchResult
+from elastic_aio.compat.torch.errors import ProcessFailure
+from elastic_aio.compat.torch.events import event_listener
+from elastic_aio.compat.torch.metrics import metric_listener
+from elastic_aio.compat.torch.multiprocessing import SignalException, numa_mode, start_method_of
+from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
+from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError, error_of_cause
+from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
+from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
+from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
+from elastic_aio.events import AttemptFailed, Event, JobFinished, StopRequested, WorkerStarted
+from elastic_aio.http.server import StatusServer
+from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
+from elastic_aio.node_events import RoundFormed
+from elastic_aio.outcome import EndCause, JobState, LaunchResult, signal_name
+from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
+from elastic_aio.spec.checks import signal_number
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartPolicy
+from elastic_aio.spec.stop import SignalSpec, StopPlan
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
+from elastic_aio.sync import LoopThread
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -42,11 +76,16 @@ __all__ = [
     "WorkerState",
 ]
 
+log = logging.getLogger(__name__)
+
 DEFAULT_ROLE = "default"
 
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+
+_NODES_MAX = 65_536
+"""For a handler that does not say how many nodes it may have."""
 
 _PRIVATE_METHODS = (
     "_assign_worker_ranks",
@@ -64,6 +103,194 @@ _SEAM = (
     "its private methods are not called here; use elastic_aio.launch with `listeners` for the"
     " events of a job, or LaunchSpec(restart=RestartPolicy(decide=...)) for its restarts"
 )
+
+
+# ------------------------------------------------------------------- values
+
+
+@dataclass
+class WorkerSpec:
+    """What the workers of a node run, and how they are supervised.
+
+    Raises:
+        ValueError: a setting cannot be accepted.
+    """
+
+    role: str
+    """Role of the workers."""
+    local_world_size: int
+    """Workers of this node."""
+    rdzv_handler: Any
+    """`RendezvousHandler`, of this library or of torch."""
+    fn: Callable[..., Any] | None = None
+    """Older name of `entrypoint`."""
+    entrypoint: Callable[..., Any] | str | None = None
+    """A function, or a program."""
+    args: tuple[Any, ...] = ()
+    """Arguments of every worker; `${local_rank}` is replaced in those of a program."""
+    max_restarts: int = 3
+    """How many failed attempts may be followed by another one."""
+    monitor_interval: float = 0.1
+    """Seconds between two looks for waiting nodes of a handler that is not ours."""
+    master_port: int | None = None
+    """Port of the workers' store in place of the handler's."""
+    master_addr: str | None = None
+    """Its address in place of the handler's."""
+    local_addr: str | None = None
+    """Address of this node for the others."""
+    event_log_handler: str = "null"
+    """Where torch's events go: "null" or "console"."""
+    numa_options: Any = None
+    """torch `NumaOptions`."""
+    duplicate_stdout_filters: list[str] | None = None
+    """Lines of stdout with one of these texts are copied to a file."""
+    duplicate_stderr_filters: list[str] | None = None
+    """The same for stderr."""
+    virtual_local_rank: bool = False
+    """Whether each worker has LOCAL_RANK 0 and sees its own GPU only."""
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if not isinstance(self.local_world_size, int) or self.local_world_size <= 0:
+            problem = "must be a whole number of at least 1"
+            raise ValueError(f"local_world_size: {problem} (got {self.local_world_size!r})")
+        if self.monitor_interval <= 0:
+            raise ValueError(f"monitor_interval: must be above 0 (got {self.monitor_interval})")
+        if self.fn:
+            text = "WorkerSpec.fn will be deprecated, please use WorkerSpec.entrypoint instead"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise ValueError(f"entrypoint: must be a function or a program (got {self.entrypoint})")
+
+    def get_entrypoint_name(self) -> str:
+        """Return the name of the function, or the last part of the program's path."""
+        if isinstance(self.entrypoint, str):
+            return os.path.basename(self.entrypoint)
+        return getattr(self.entrypoint, "__qualname__", type(self.entrypoint).__qualname__)
+
+
+class Worker:
+    """One worker, with its ranks; `id` is its process id once it has started."""
+
+    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        """Keep the ranks and the sizes of their worlds; -1 is not known yet."""
+        self.id: Any = None
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __str__(self) -> str:
+        names = ("local_rank", "global_rank", "role_rank", "world_size", "role_world_size")
+        return ",".join(f"{name}={getattr(self, name)}" for name in names)
+
+    __repr__ = __str__
+
+
+class WorkerState(str, Enum):  # noqa: UP042  # str() is as in torch
+    """The state of a worker group."""
+
+    UNKNOWN = "UNKNOWN"
+    """Not used."""
+    INIT = "INIT"
+    """The workers have not been started."""
+    HEALTHY = "HEALTHY"
+    """They run."""
+    UNHEALTHY = "UNHEALTHY"
+    """Not used."""
+    STOPPED = "STOPPED"
+    """They are stopped, and another attempt follows."""
+    SUCCEEDED = "SUCCEEDED"
+    """All have exited with code 0."""
+    FAILED = "FAILED"
+    """A worker has failed, and no attempt follows."""
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Return whether workers run in this state."""
+        return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+class WorkerGroup:
+    """The workers of this node; the agent changes it while it runs."""
+
+    __slots__ = (
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Begin before the first round."""
+        self.spec = spec
+        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self.store: Any = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+    def on_event(self, event: Event) -> None:
+        """Follow the job."""
+        match event:
+            case RoundFormed():
+                self.group_rank = event.group_rank
+                self.group_world_size = event.group_world_size
+                self.master_addr = self.spec.master_addr or event.master_addr
+                self.master_port = event.master_port
+                for worker in self.workers:
+                    worker.world_size = event.world_size
+            case WorkerStarted():
+                worker = self.workers[event.local_rank]
+                worker.id, worker.global_rank = event.pid, event.rank
+                worker.role_rank = event.role_rank
+                worker.role_world_size = event.role_world_size
+                if self.group_rank is None:  # a single node forms no round
+                    worker.world_size = len(self.workers)
+                self.state = WorkerState.HEALTHY
+            case StopRequested() | AttemptFailed():
+                self.state = WorkerState.STOPPED
+            case JobFinished(state=state):
+                is_success = state is JobState.SUCCEEDED
+                if self.group_rank is None:
+                    self.group_rank, self.group_world_size = 0, 1
+                self.state = WorkerState.SUCCEEDED if is_success else WorkerState.FAILED
+
+
+@dataclass
+class RunResult:
+    """How a run ended; values and failures are by global rank."""
+
+    state: WorkerState
+    """SUCCEEDED or FAILED."""
+    return_values: dict[int, Any] = field(default_factory=dict)
+    """What the functions of this node's workers returned; None for programs."""
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    """The failures of the last attempt, the root cause first, of all nodes."""
+
+    def is_failed(self) -> bool:
+        """Return whether workers have failed."""
+        return self.state == WorkerState.FAILED
+
+
+# ------------------------------------------------------------------- agents
 
 
 class ElasticAgent(abc.ABC):
@@ -182,3 +409,311 @@ def _run_result(result: LaunchResult) -> RunResult:
     failures = {one.rank: ProcessFailure.from_failure(one) for one in reversed(result.failures)}
     # Reversed twice: of two failures with one rank, the earlier counts.
     return RunResult(WorkerState.FAILED, failures=dict(reversed(failures.items())))
+
+
+# ------------------------------------------------------------------- the job
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The settings of an agent that are not in its `WorkerSpec` (see `LocalElasticAgent`)."""
+
+    logs_specs: LogsSpecs
+    start_method: str | None
+    exit_barrier_timeout: float
+    prefix: str | None
+    shutdown_timeout: float
+    signals: str | None
+    uninterruptible_timeout: float | None
+
+
+class AgentJob:
+    """One run of the workers of a `WorkerSpec`."""
+
+    def __init__(self, worker_spec: WorkerSpec, settings: JobSettings) -> None:
+        """Translate the settings; nothing is started before `run`.
+
+        Raises:
+            ValueError: a setting cannot be accepted.
+        """
+        self._worker_spec = worker_spec
+        self._settings = settings
+        self._handler = worker_spec.rdzv_handler
+        self._bridge: HandlerRendezvous | None = None
+        self.spec = self._launch_spec()
+        self._signals = _signal_spec(settings.signals)
+        self._event_handlers = _event_handlers(worker_spec.event_log_handler)
+        self._server = _status_server()
+
+    # ------------------------------------------------------------------ the spec
+
+    def _launch_spec(self) -> LaunchSpec:
+        spec, settings = self._worker_spec, self._settings
+        handler = self._handler
+        entrypoint: Any = spec.entrypoint
+        if isinstance(handler, DynamicRendezvousHandler):
+            nodes = (handler.nodes.minimum, handler.nodes.maximum)
+            rendezvous, port = handler.rendezvous, spec.master_port or handler.master_port
+        else:
+            # More than one: the handler decides, and an agent of one node would not ask it.
+            most = getattr(getattr(handler, "settings", None), "max_nodes", _NODES_MAX)
+            nodes, rendezvous, port = (1, max(2, most)), RendezvousSpec(), None
+        return LaunchSpec(
+            [entrypoint] if isinstance(entrypoint, str) else entrypoint,
+            args=spec.args,
+            nproc_per_node=spec.local_world_size,
+            nnodes=nodes,
+            max_restarts=spec.max_restarts,
+            restart=RestartPolicy(**TORCHRUN_DEFAULTS["restart"]),
+            role=spec.role,
+            run_id=handler.get_run_id(),
+            master_addr=spec.master_addr or None,
+            master_port=port,
+            host_store=bool(handler.use_agent_store),
+            logs=self._log_spec(),
+            stop=StopPlan.within(settings.shutdown_timeout),
+            rendezvous=dataclasses.replace(
+                rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout
+            ),
+            numa_binding=numa_mode(spec.numa_options),
+            virtual_local_rank=spec.virtual_local_rank,
+            timers=timers_from(os.environ),
+            uninterruptible_timeout=settings.uninterruptible_timeout or None,
+            start_method=start_method_of(settings.start_method),
+        )
+
+    def _log_spec(self) -> LogSpec:
+        specs = self._settings.logs_specs
+        others: dict[str, Any] = {
+            "prefix": self._settings.prefix or None,
+            "duplicate_stdout_filters": self._worker_spec.duplicate_stdout_filters or (),
+            "duplicate_stderr_filters": self._worker_spec.duplicate_stderr_filters or (),
+        }
+        if type(specs) is not DefaultLogsSpecs:
+            return TorchLogLayout(specs, self._log_variables(), **others)
+        return LogSpec(
+            log_dir=specs._root_log_dir,
+            redirects=_streams(specs._redirects),
+            tee=_streams(specs._tee),
+            local_ranks_filter=specs._local_ranks_filter or (),
+            **others,
+        )
+
+    def _log_variables(self) -> dict[str, str]:
+        """Return what a plug-in for logs learns of all workers."""
+        return {
+            "ROLE_NAME": self._worker_spec.role,
+            "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._worker_spec.max_restarts),
+        }
+
+    # ------------------------------------------------------------------- the run
+
+    def run(self, listeners: Sequence[EventListener]) -> LaunchResult:
+        """Run the job to its end; return the result also of workers that failed.
+
+        On the main thread the signals of the settings stop the job.
+
+        Args:
+            listeners: called with every event.
+
+        Raises:
+            RendezvousError: the nodes did not come together, or the job has ended before.
+            SignalException: a signal ended the job; no process of it is left.
+            Exception: what the rendezvous handler raised.
+        """
+        try:
+            result = self._run([_log_event, *self._event_handlers, *listeners])
+        except JobStopped as error:
+            number = error.result.exit_code - 128
+            text = f"Process got signal: {number} ({signal_name(number)})"
+            raise SignalException(text, signal.Signals(number)) from None
+        except RendezvousFailed as error:
+            if self._bridge is not None and self._bridge.error is not None:
+                raise self._bridge.error from None
+            raise error_of_cause(error.result.cause, error.result.reason) from error
+        except JobFailed as error:
+            result = error.result
+        if result.cause is EndCause.RUN_HAD_ENDED:
+            raise RendezvousClosedError(result.reason)
+        return result
+
+    def _make_bridge(
+        self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
+    ) -> Rendezvous:
+        worker_spec = self._worker_spec
+        self._bridge = HandlerRendezvous(
+            self._handler,
+            spec,
+            node,
+            agent,
+            master=(worker_spec.master_addr, worker_spec.master_port),
+            interval=worker_spec.monitor_interval,
+        )
+        return self._bridge
+
+    def _run(self, listeners: Sequence[EventListener]) -> LaunchResult:
+        with console_descriptors() as console:
+            return self._run_agent(listeners, console)
+
+    def _run_agent(
+        self, listeners: Sequence[EventListener], console: tuple[int, int]
+    ) -> LaunchResult:
+        is_ours = isinstance(self._handler, DynamicRendezvousHandler)
+        factory = None if is_ours else self._make_bridge
+        server = self._server
+        if server is not None:
+            listeners = [*listeners, server]
+        agent = Agent(self.spec, console=console, listeners=listeners, _rendezvous=factory)
+        if _is_loop_running():
+            return _run_in_thread(agent, server)
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals are handled on the main thread only")
+            return run_coroutine(lambda: _served(server, _wait(agent)))
+        with receive_signals(self._signals) as received:
+            return run_coroutine(
+                lambda: _served(server, supervise_agent(agent, self._signals, received))
+            )
+
+
+async def _served(
+    server: StatusServer | None, work: Coroutine[Any, Any, LaunchResult]
+) -> LaunchResult:
+    """Run a job while a server, if there is one and its port is free, shows its state."""
+    async with AsyncExitStack() as stack:
+        stack.callback(work.close)  # if a cancellation comes first
+        try:
+            if server is not None:
+                await stack.enter_async_context(server)
+        except SpecError as error:  # as by another agent of this host
+            log.warning("%s", as_option_error(error, {"--http": HEALTH_VARIABLE}))
+        return await work
+
+
+async def _wait(agent: Agent) -> LaunchResult:
+    async with agent:
+        return await agent.wait()
+
+
+def _status_server() -> StatusServer | None:
+    """Return the server that TORCHELASTIC_HEALTH_CHECK_PORT asks for."""
+    try:
+        address = health_address_from(os.environ)
+    except UsageError as error:
+        log.warning("%s", error)  # as in torch, the job goes on
+        return None
+    return None if address is None else StatusServer(address)
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_thread(agent: Agent, server: StatusServer | None) -> LaunchResult:
+    """Run a job while the event loop of this thread is blocked, as in a notebook.
+
+    KeyboardInterrupt stops the job first.
+    """
+    loop = LoopThread()
+    try:
+        return loop.call(_served(server, _wait(agent)))
+    except KeyboardInterrupt:
+        loop.call(_stop(agent))
+        raise
+    finally:
+        loop.close()
+
+
+async def _stop(agent: Agent) -> None:
+    await agent.stop(signal=signal.SIGINT, reason="SIGINT was received")
+
+
+def _log_event(event: Event) -> None:
+    log.log(event.level, "%s", event.sentence)
+
+
+def _event_handlers(name: str) -> list[EventListener]:
+    """Return what writes torch's events and metrics: to a registered handler, or a plug-in."""
+    if name == "null":
+        return [metric_listener()]
+    try:
+        return [metric_listener(), event_listener(name)]
+    except KeyError:
+        pass  # a plug-in, or a mistake
+    try:
+        return [metric_listener(), load_event_handler(name)(log.info)]
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def _signal_spec(names: str | None) -> SignalSpec:
+    if names is None:
+        return SignalSpec()
+    numbers = set()
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            numbers.add(signal_number("signals_to_handle", name))
+        except SpecError as error:
+            log.warning("%s", error)
+    return SignalSpec(stop=frozenset(numbers) - SignalSpec().forward)
+
+
+def _streams(value: Any) -> dict[int, int] | int:
+    return {rank: int(mask) for rank, mask in value.items()} if isinstance(value, dict) else value
+
+
+# --------------------------------------------- the console of notebooks and tests
+
+
+@contextmanager
+def console_descriptors() -> Iterator[tuple[int, int]]:
+    """Return descriptors for shown stdout and stderr; leaving waits for what was written.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    with ExitStack() as stack:
+        streams = ((sys.stdout, 1), (sys.stderr, 2))
+        first, second = (stack.enter_context(_descriptor(*stream)) for stream in streams)
+        yield first, second
+
+
+@contextmanager
+def _descriptor(stream: TextIO | None, number: int) -> Iterator[int]:
+    if stream is None or _is_descriptor(stream, number):
+        yield number
+        return
+    reader, writer = os.pipe()
+    copier = threading.Thread(target=_copy, args=(reader, stream), daemon=True)
+    try:
+        copier.start()
+        yield writer
+    finally:
+        os.close(writer)
+        if copier.ident is not None:
+            copier.join()
+        os.close(reader)
+
+
+def _is_descriptor(stream: TextIO, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError, AttributeError):
+        return False  # `io.UnsupportedOperation` is both; a notebook's has another or none
+
+
+def _copy(reader: int, stream: TextIO) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    is_writable = True
+    while data := os.read(reader, 1 << 16):
+        if not is_writable:
+            continue  # the writer must not block
+        try:
+            stream.write(decoder.decode(data))
+            stream.flush()
+        except (OSError, ValueError):
+            is_writable = False

@@ -37,7 +37,7 @@ _NAMES: Final[Mapping[str, tuple[str, str]]] = {
         main parse_args parse_min_max_nnodes run
         """,
     ),
-    "torch.distributed.launcher.api": ("launcher", f"{_CONFIG} _get_entrypoint_name"),
+    "torch.distributed.launcher.api": ("launch", f"{_CONFIG} _get_entrypoint_name"),
     f"{_ELASTIC}.agent.server": ("agent", f"ElasticAgent SimpleElasticAgent {_AGENT_VALUES}"),
     f"{_ELASTIC}.agent.server.local_elastic_agent": ("agent", "LocalElasticAgent"),
     f"{_ELASTIC}.multiprocessing": ("multiprocessing", "start_processes"),

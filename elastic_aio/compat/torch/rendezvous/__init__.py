@@ -1,7 +1,7 @@
 """torch.distributed.elastic.rendezvous: how the nodes of a job meet.
 
-It goes both ways: a handler of torch, of a plug-in or of the program runs under our
-`LocalElasticAgent` (`bridge`), and a handler of ours runs under torch's (`participation`).
+It goes both ways (`bridge`): a handler of torch, of a plug-in or of the program runs under our
+`LocalElasticAgent`, and a handler of ours runs under torch's.
 """
 
 from elastic_aio.compat.torch.rendezvous.api import (

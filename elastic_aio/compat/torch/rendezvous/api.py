@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from elastic_aio.agent.preflight import free_port
+from elastic_aio.outcome import EndCause, JobOutcome
+
 __all__ = [
     "RendezvousClosedError",
     "RendezvousConnectionError",
@@ -51,6 +54,30 @@ class RendezvousGracefulExitError(RendezvousError):
     """This node is not part of the rendezvous, and ends without a failure."""
 
 
+_ERRORS = {
+    EndCause.TOO_FEW_NODES: RendezvousTimeoutError,
+    EndCause.NO_STORE: RendezvousConnectionError,
+    EndCause.RUN_HAD_ENDED: RendezvousClosedError,
+    EndCause.NODES_NOT_REPLACED: RendezvousTimeoutError,
+    EndCause.OTHER_JOB: RendezvousClosedError,
+}
+
+
+def rendezvous_error(outcome: JobOutcome) -> RendezvousError:
+    """Return the exception for the end of a job that a handler takes part in.
+
+    A job that has ended, however it did, has a closed rendezvous.
+    """
+    if outcome.is_rendezvous:
+        return error_of_cause(outcome.cause, outcome.why)
+    return RendezvousClosedError(f"the rendezvous is closed: {outcome.why}")
+
+
+def error_of_cause(cause: EndCause | None, why: str) -> RendezvousError:
+    """Return the exception for a rendezvous that `cause` has ended."""
+    return RendezvousError(why) if cause is None else _ERRORS[cause](why)
+
+
 @dataclass
 class RendezvousStoreInfo:
     """Where the workers of a round meet: MASTER_ADDR and MASTER_PORT."""
@@ -75,19 +102,13 @@ class RendezvousStoreInfo:
             server_port: port of an existing store; None takes a free one.
         """
         if rank == 0:
-            port = server_port or _free_port()
+            port = server_port or free_port()
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, local_addr or socket.getfqdn())
             store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
         return RendezvousStoreInfo(
             master_addr=store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode(),
             master_port=int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY)),
         )
-
-
-def _free_port() -> int:
-    from elastic_aio.agent.preflight import free_port
-
-    return free_port()
 
 
 class RendezvousInfo:

@@ -2,14 +2,15 @@
 
 Under our `LocalElasticAgent` a handler is only a description: the agent takes its `nodes`
 and `rendezvous`.  Anywhere else, under torch's own agent for example, `next_rendezvous`
-makes this process a member of an `elastic_aio` rendezvous (see `participation`).
+makes this process a member of an `elastic_aio` rendezvous (see `bridge`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.rdzv_conf import parse_conf
@@ -19,12 +20,10 @@ from elastic_aio.compat.torch.rendezvous.api import (
     RendezvousInfo,
     RendezvousParameters,
 )
+from elastic_aio.compat.torch.rendezvous.bridge import Participation
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import RendezvousSpec
-
-if TYPE_CHECKING:
-    from elastic_aio.compat.torch.rendezvous.participation import Participation
 
 __all__ = ["DynamicRendezvousHandler", "StaticTCPRendezvous", "create_handler"]
 
@@ -91,8 +90,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
             RendezvousTimeoutError: too few nodes came in time.
             ImportError: torch is not installed.
         """
-        from elastic_aio.compat.torch.rendezvous.participation import Participation
-
         with self._lock:
             if self._is_closed:
                 raise RendezvousClosedError(f"the rendezvous of run {self._run_id} is closed")
@@ -217,8 +214,6 @@ def _nodes(params: RendezvousParameters) -> NodeRange:
 
 def _settings(config: dict[str, Any], backend: str) -> dict[str, Any]:
     """Return the fields of `RendezvousSpec` for torch's keys."""
-    import logging
-
     from elastic_aio.cli.rendezvous_options import read_secrets
 
     try:
